@@ -31,11 +31,11 @@ WEB_SOURCES := $(shell find clients/web/src clients/web/public clients/typescrip
 	clients/web/index.html clients/web/package-lock.json clients/web/tsconfig.json clients/web/vite.config.ts
 PAGE := clients/python/sdk/penstock/dashboard/static/index.html
 GO_STAMP := clients/go/.toolchain/.installed
-GO := $(BIN)/python -m clients.golang run
+GO := $(BIN)/python -m tools.golang run
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
-TYPED := libs services clients/python/sdk tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py)
+TYPED := libs services clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
 EXAMPLES := $(wildcard examples/*/requirements.txt)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -86,6 +86,8 @@ lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos 
 	@$(BIN)/python -m protos.generate --check
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
+	@echo "== words"
+	@$(BIN)/python docs/words.py
 	@echo "== dashboard"
 	@$(NODE) npm --prefix clients/web run --silent check
 	@echo "== mypy"
@@ -197,9 +199,9 @@ $(TS_STAMP): clients/typescript/package-lock.json | $(STAMP)
 	@$(NODE) npm ci --prefix clients/typescript --no-audit --no-fund --loglevel error
 	@touch $@
 
-$(GO_STAMP): clients/golang.py clients/go/toolchain.txt clients/go/go.mod | $(DEV_STAMP)
+$(GO_STAMP): tools/golang.py clients/go/toolchain.txt clients/go/go.mod | $(DEV_STAMP)
 	@echo "== installing Go and the sources of the Go client's modules (once)"
-	@$(BIN)/python -m clients.golang install
+	@$(BIN)/python -m tools.golang install
 
 $(OPENENV_STAMP): tests/integration/openenv/requirements.txt
 	@echo "== installing openenv into $(OPENENV_VENV) (once)"

@@ -20,6 +20,7 @@ from benchmarks import (
     dashboard,
     gate,
     grading,
+    guests,
     inference,
     report,
     rollouts,
@@ -30,6 +31,7 @@ from benchmarks.gate import by_turns
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
+    "guests": guests.measure,
     "rollouts": rollouts.measure,
     "grading": grading.measure,
     "gate": gate.measure,

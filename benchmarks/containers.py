@@ -71,7 +71,7 @@ async def _daemon() -> AsyncIterator[Daemon]:
     if host:
         yield Daemon(host, image or DEFAULT_IMAGE, {})
         return
-    from tests.support import base_images, dockerd
+    from tests.support.docker import base_images, dockerd
 
     try:
         if base_images.which(dockerd.GVISOR) is None:

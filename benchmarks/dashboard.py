@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from tests.support.browser import chromium, looking
-from tests.support.many_rows import Driver, many
+from tests.support.services.many_rows import Driver, many
+from tests.support.terminal.browser import chromium, looking
 
 from benchmarks.report import Row, Section, percentile
-from penstock_driver.rollouts import Phase, PhaseChanged
+from penstock_driver.domain.rollout import Phase, PhaseChanged
 from penstock_driver.rpc.row_stream import DEFAULT_INTERVAL_S
 
 ROLLOUTS: Final = 1000

@@ -220,7 +220,7 @@ async def plain_agents(place: Path) -> AsyncIterator[Callable[[], Awaitable[None
     spec = find_spec("penstock_driver")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("penstock_driver is not installed")
-    agents = Path(spec.submodule_search_locations[0]) / "agents"
+    agents = Path(spec.submodule_search_locations[0]) / "agents" / "catalog"
     for name, source in (
         ("bin/shell-agent", "shell_agent_main.py"),
         ("lib/shell_agent.py", "shell_agent.py"),

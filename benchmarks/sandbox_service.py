@@ -15,8 +15,8 @@ from benchmarks import processes, world
 from benchmarks.report import Row, percentile
 from benchmarks.timing import milliseconds, timed
 from penstock.client import SandboxSpec
-from penstock.client.rpc import Service
-from penstock.client.sandbox_handle import SandboxHandle
+from penstock.client.sandboxes.handle import SandboxHandle
+from penstock.client.transport.rpc import Service
 from penstock.sandbox.v1 import process_service_pb2, sandbox_pb2, sandbox_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import world
 from benchmarks.report import Row, Section, percentile
 from penstock.client import Sampling
-from penstock_codec import Codec, tiny
+from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec.chat import Message, ToolCallPart
 
 TURNS: Final = 100
@@ -35,7 +35,7 @@ async def measure(place: Path) -> list[Section]:
 
 
 def _turns() -> list[Row]:
-    codec = Codec.load(tiny.build([*world.REPLIES], 384))
+    codec = Codec.load(tiny_tokenizer.build([*world.REPLIES], 384))
     history: list[Message] = [Message.system("You are a shell agent."), Message.user("Count the files, one by one.")]
     incremental: list[float] = []
     whole: list[float] = []

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from benchmarks import processes
 from penstock.client import Penstock, connect
-from penstock.client.stack import LocalStack
-from penstock_codec import tiny
+from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 NOTE: Final = "kiwi"
@@ -49,7 +49,7 @@ class World:
 
 def write_demo_model(directory: Path) -> Path:
     """A random model of the demo's size with a tokenizer of our own."""
-    files = tiny.build([*REPLIES, "You are a shell agent.", "Copy the word in note.txt to out.txt"], 384)
+    files = tiny_tokenizer.build([*REPLIES, "You are a shell agent.", "Copy the word in note.txt to out.txt"], 384)
     config = random_config(
         "qwen3",
         vocab_size=384,

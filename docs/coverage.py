@@ -1,9 +1,9 @@
-"""Which requirement is proved by which tests: the R-numbers of docs/requirements.md in the docstrings of tests.
+"""Which requirement is proved by which tests: `@pytest.mark.requirement("R49")` names numbers of docs/requirements.md.
 
 python docs/coverage.py              a line per requirement with its tests
 python docs/coverage.py --missing    those that no test names; exit code 1 when there are any
 
-A test proves what its own docstring cites. A module's docstring says what a file is about and proves nothing.
+A test proves what its own mark names. Docstrings are for people and prove nothing.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,21 +26,22 @@ def requirements() -> dict[int, str]:
     return {int(number): " ".join(words.split()) for number, words in _REQUIREMENT.findall(text)}
 
 
+@cache
 def citations() -> dict[int, list[str]]:
-    """For each number that a test's docstring cites, the tests: "tests/unit/driver/test_course.py::test_name"."""
+    """For each number that a test's mark names, the tests: "tests/unit/driver/rollouts/test_attempt.py::test_name"."""
     found: dict[int, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        for name, docstring in _tests(tree):
-            for number in cited(docstring):
+        for name, marks in _tests(tree):
+            for number in cited(marks):
                 found.setdefault(number, []).append(f"{path.relative_to(ROOT).as_posix()}::{name}")
     return found
 
 
-def cited(docstring: str) -> Sequence[int]:
+def cited(text: str) -> Sequence[int]:
     """The numbers in a text, in order; `R72-R75` stands for all four."""
     numbers: list[int] = []
-    for first, last in _CITED.findall(docstring):
+    for first, last in _CITED.findall(text):
         numbers += range(int(first), int(last or first) + 1)
     return sorted(set(numbers))
 
@@ -50,9 +52,15 @@ def missing(proved: Mapping[int, object]) -> dict[int, str]:
 
 
 def _tests(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each test's name, and what its marks name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            yield node.name, ast.get_docstring(node) or ""
+            marks = (mark for mark in node.decorator_list if isinstance(mark, ast.Call))
+            named = (mark.args for mark in marks if ast.unparse(mark.func) == "pytest.mark.requirement")
+            yield (
+                node.name,
+                " ".join(str(word.value) for words in named for word in words if isinstance(word, ast.Constant)),
+            )
 
 
 def main() -> None:

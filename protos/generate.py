@@ -3,8 +3,8 @@
     python -m protos.generate            write them
     python -m protos.generate --check    write nothing; exit 1 and list the files if what is committed differs
 
-The output depends on the protos and the pinned generators only. Everything in a language's folder is generated: a file
-that no proto accounts for is removed. A further language is a function and its line in `LANGUAGES`.
+The output depends on the protos and the pinned generators only. Everything in a language's folder but `by_hand` is
+generated: a file that no proto accounts for is removed. A further language is a function and its line in `LANGUAGES`.
 """
 
 import shlex
@@ -20,7 +20,8 @@ from typing import Final
 import google.rpc.status_pb2
 import grpc_tools
 
-from clients import golang, nodejs
+from clients import nodejs
+from tools import golang
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
@@ -38,14 +39,16 @@ class Language:
 
     Attributes:
         name: of the language.
-        folder: where it is kept; nothing else is in it.
+        folder: where it is kept.
         generate: makes it in an empty directory, which stands for `folder`. Raises SystemExit: a generator is missing
             or refused a proto; says which.
+        by_hand: directories of the folder that are not generated.
     """
 
     name: str
     folder: Path
     generate: Callable[[Path], None]
+    by_hand: tuple[str, ...] = ()
 
 
 def compile_protos(plugins: Mapping[str, Path], options: Sequence[str], protos: Sequence[str] = ()) -> None:
@@ -57,7 +60,7 @@ def compile_protos(plugins: Mapping[str, Path], options: Sequence[str], protos: 
         protos: from which, by their names in imports; none = all of ours.
 
     Raises:
-        SystemExit: there is no proto, or the compiler refused one (it has said why).
+        SystemExit: there is no proto, or the compiler refused one (it printed the reason).
     """
     protos = protos or sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.rglob("*.proto"))
     if not protos:
@@ -130,7 +133,7 @@ def go(target: Path) -> None:
 
 
 LANGUAGES: Final = (
-    Language("Python", ROOT / "clients" / "python" / "stubs" / "penstock", python),
+    Language("Python", ROOT / "clients" / "python" / "stubs" / "penstock", python, by_hand=("values",)),
     Language("TypeScript", ROOT / "clients" / "typescript" / "src" / "gen", typescript),
     Language("Go", ROOT / "clients" / "go" / "gen", go),
 )
@@ -145,7 +148,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             language.generate(Path(scratch))
             made = _content(Path(scratch))
-        committed = _content(language.folder)
+        kept = _content(language.folder)
+        committed = {name: content for name, content in kept.items() if name.split("/")[0] not in language.by_hand}
         differing = sorted(name for name in made.keys() | committed.keys() if made.get(name) != committed.get(name))
         if check:
             stale += [str((language.folder / name).relative_to(ROOT)) for name in differing]

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from hypothesis import settings
 from tests import sharing
-from tests.support import dockerd
-from tests.support.stack import Running, running
+from tests.support.docker import dockerd
+from tests.support.services.stack import Running, running
 
 # How long an example takes is the machine's business.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+HERE = Path(__file__).parent
+ON_THE_STACK = tuple(HERE / folder for folder in ("conformance/agents", "e2e", "integration/evaluation", "security"))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
     parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The stack's client lives on the session's loop, and so do the tests that use it."""
+    for item in items:
+        used = any(item.path.is_relative_to(folder) for folder in ON_THE_STACK)
+        if used and inspect.iscoroutinefunction(getattr(item, "function", None)):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -53,6 +66,6 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runni
 
 @pytest.fixture(scope="session", autouse=True)
 def docker_engine() -> Iterator[None]:
-    """Ends the engine that a test may have started; see `tests.support.dockerd`."""
+    """Ends the engine that a test may have started; see `tests.support.docker.dockerd`."""
     yield
     dockerd.stop()

@@ -1,7 +1,7 @@
 """Which tests one process runs in one go where several share them: those that share what is dear to start.
 
 A file's, as a rule. In the sandbox conformance suite a service variant's, whatever file they stand in: each service is
-started once a run, not once a file.
+started once a run, not once a file. Of the attacks a backend's: those on each take minutes, and share nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from tests.conformance.sandbox.services import SERVICES
 from xdist.scheduler import LoadFileScheduling
 
 _BY_VARIANT = "tests/conformance/sandbox/"
+_BY_TEST = "tests/security/test_redteam.py"
 
 
 class Sharing(LoadFileScheduling):  # type: ignore[misc]  # xdist is not typed
-    """`--dist loadfile`, with the sandbox conformance suite by variant."""
+    """`--dist loadfile`, with the sandbox conformance suite by variant and the attacks by backend."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
@@ -27,8 +28,10 @@ def scheduler(config: Any, log: Any) -> Sharing | None:
 
 
 def scope_of(nodeid: str) -> str:
-    """What a test is shared out with: all of its variant where it has one, otherwise its file."""
+    """What a test is shared out with: all of its variant, or of its kind of attack, where it has one, else its file."""
     file, _, test = nodeid.partition("::")
+    if file == _BY_TEST:
+        return nodeid.partition("[")[0]
     if file.startswith(_BY_VARIANT):
         parameters = test.partition("[")[2].removesuffix("]")
         named = [name for name in SERVICES if f"{parameters}-".startswith(f"{name}-")]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.report import Row, Section, percentile
-from clients import golang, nodejs
+from clients import nodejs
+from tools import golang
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ROUNDS: Final = 3

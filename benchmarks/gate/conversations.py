@@ -14,7 +14,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from benchmarks.gate.words import Writer
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 
 TOOLS: Final = 20
 RESULT_CHARACTERS: Final = 400
@@ -95,7 +95,10 @@ class Reply:
 
         def ids(count: int) -> list[int]:
             said = " ".join(words[:count]) + COMMAND
-            return [*tokenizer.encode(said, add_special_tokens=False).ids, tiny.SPECIAL_TOKENS.index(tiny.TURN_END)]
+            return [
+                *tokenizer.encode(said, add_special_tokens=False).ids,
+                tiny_tokenizer.SPECIAL_TOKENS.index(tiny_tokenizer.TURN_END),
+            ]
 
         count = bisect_right(range(len(words)), tokens, key=lambda count: len(ids(count))) - 1
         return cls(" ".join(words[:count]), ids(count))

@@ -43,7 +43,7 @@ async def measure(target: Target, streams: int, times: int = 1) -> list[Row]:
     short = await _grow(target, "short", (times * SHORT[0], SHORT[1]))
     rows = [Row(KEPT, short.bytes / short.calls / 1024, "KiB", f"of {short.tokens / short.calls:.0f} tokens")]
     rollouts = [*ready.rollouts, *short.rollouts]
-    if target.tells_tokens:
+    if target.returns_tokens:
         long = await _grow(target, "long", (times * LONG[0], LONG[1]))
         growth = long.bytes / long.calls - short.bytes / short.calls
         tokens = long.tokens / long.calls - short.tokens / short.calls

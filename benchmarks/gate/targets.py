@@ -21,10 +21,10 @@ from benchmarks.gate import words
 from benchmarks.gate.conversations import Reply
 from benchmarks.gate.doors import AT_ONCE, Door
 from benchmarks.gate.programs import Program, running
-from penstock.client.rpc import Service
-from penstock.client.stack import LocalStack, UpstreamEndpoint
+from penstock.client.transport.rpc import Service
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2_grpc
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
+from penstock.local.stack import LocalStack, UpstreamEndpoint
 from penstock.trajectory.v1 import trajectory_pb2
 
 PEERS_PYTHON: Final = Path("runs/gate-peers/bin/python")
@@ -39,7 +39,7 @@ class Target(ABC):
         self.pid = pid
         self.answers = answers
         """Who answers: a trainer or an engine."""
-        self.tells_tokens = True
+        self.returns_tokens = True
         """Whether its answers tell how many tokens a conversation has."""
         self.tells_continued = False
         """Whether who answers sees which prompts go on from what was sampled."""
@@ -86,7 +86,7 @@ class Penstock(Target):
         self._service = Service("interception", stack.endpoints)
         self._stub = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(self._service.channel)
         self._relay = relay
-        self.tells_tokens = self.tells_continued = not relay
+        self.returns_tokens = self.tells_continued = not relay
         self.streams_early = True
 
     async def open(self, count: int) -> list[Door]:
@@ -129,9 +129,9 @@ class Penstock(Target):
 class Peer(Target):
     """A gateway of others, a program of its own interpreter."""
 
-    def __init__(self, title: str, program: Program, engine: Program, *, tells_tokens: bool) -> None:
+    def __init__(self, title: str, program: Program, engine: Program, *, returns_tokens: bool) -> None:
         super().__init__(title, program.pid, engine)
-        self.tells_tokens = tells_tokens
+        self.returns_tokens = returns_tokens
         self._program = program
 
     async def open(self, count: int) -> list[Door]:
@@ -201,7 +201,7 @@ class Setting:
             argv = [PEERS_PYTHON.absolute(), _HERE / program]
             given = {"engine": engine.ready["port"], "tokenizer": str(self.tokenizer), "kind": kind}
             async with running(title, argv, **given) as gateway:
-                yield Peer(title, gateway, engine, tells_tokens=kind != "relay")
+                yield Peer(title, gateway, engine, returns_tokens=kind != "relay")
 
     @asynccontextmanager
     async def _stack(self, upstreams: dict[str, UpstreamEndpoint]) -> AsyncIterator[LocalStack]:

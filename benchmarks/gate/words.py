@@ -14,7 +14,7 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 
 VOCABULARY: Final = 8192
 _DOCS: Final = Path(__file__).parents[2] / "docs"
@@ -44,7 +44,7 @@ class Writer:
 
 def write_tokenizer(directory: Path) -> Tokenizer:
     """A tokenizer of VOCABULARY ids with ChatML's special tokens and template, as a model directory holds it."""
-    files = tiny.build(_texts(), VOCABULARY)
+    files = tiny_tokenizer.build(_texts(), VOCABULARY)
     files.write(directory)
     return Tokenizer.from_str(files.tokenizer_json.decode())
 

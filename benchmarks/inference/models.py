@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 VOCABULARY: Final = 512
@@ -44,7 +44,7 @@ def prompts(count: int, seed: int) -> list[NDArray[np.int32]]:
 
 
 def _written(directory: Path, sizes: dict[str, Any]) -> tuple[Path, Tensors]:
-    files = tiny.build(["some text to read"] * 3)
+    files = tiny_tokenizer.build(["some text to read"] * 3)
     config = random_config(
         "qwen3",
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, **sizes},

@@ -57,7 +57,7 @@ type Option func(*options)
 func WithHost(host string) Option {
 	return func(o *options) {
 		if strings.TrimSpace(host) == "" || strings.Contains(host, "/") || strings.Count(host, ":") == 1 {
-			o.err = configuration("TARGET", "%q is no host name: give one without a port, or use WithAddresses", host)
+			o.err = configuration("TARGET", "%q is not a host name: pass one without a port, or use WithAddresses", host)
 		}
 		all := onHost(host)
 		o.addresses = &all
@@ -93,7 +93,7 @@ func WithTLS(files TLS) Option {
 // (PENSTOCK_DRIVER_ADDRESS and its like, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE, PENSTOCK_CA_FILE), then in the
 // connection file of `penstock up`, then on loopback. It calls nobody: the first call tells whether somebody is there.
 //
-// Errors: ErrConfiguration, an address, the token or a file does not hold.
+// Errors: ErrConfiguration, an address, the token or a file is invalid.
 func Connect(opts ...Option) (*Client, error) {
 	var said options
 	for _, option := range opts {
@@ -116,7 +116,7 @@ func Connect(opts ...Option) (*Client, error) {
 		}
 		conn, err := newPool(func() (*grpc.ClientConn, error) { return grpc.NewClient(address, dialing...) })
 		if err != nil {
-			return nil, errors.Join(configuration("TARGET", "The address of %s does not hold: %v", name, err), c.Close())
+			return nil, errors.Join(configuration("TARGET", "The address of %s is invalid: %v", name, err), c.Close())
 		}
 		c.services[name].conn, c.connections = conn, append(c.connections, conn)
 	}
@@ -143,7 +143,7 @@ func (c *Client) Close() error {
 func (c *Client) Conn(service string) grpc.ClientConnInterface {
 	found, ok := c.services[service]
 	if !ok {
-		return nowhere{configuration("TARGET", "There is no service %q: there are sandbox, driver, interception, inference", service)}
+		return nowhere{configuration("TARGET", "There is no service %q; services: sandbox, driver, interception, inference", service)}
 	}
 	return found.conn
 }
@@ -152,9 +152,9 @@ func (c *Client) Conn(service string) grpc.ClientConnInterface {
 func nobody(name string) nowhere {
 	if name == "inference" {
 		return nowhere{configuration("NO_INFERENCE",
-			"There is no inference service here: start one with `penstock up --model-dir DIR`")}
+			"These services have no inference service: start one with `penstock up --model-dir DIR`")}
 	}
-	return nowhere{configuration("TARGET", "There is no %s service here: its address is empty", name)}
+	return nowhere{configuration("TARGET", "The %s service has no address: set it", name)}
 }
 
 // nowhere answers every call with an error.
@@ -224,13 +224,13 @@ func tlsConfig(files *TLS) (*tls.Config, error) {
 		}
 		config.RootCAs = x509.NewCertPool()
 		if !config.RootCAs.AppendCertsFromPEM(pem) {
-			return nil, configuration("TLS_FILE", "%s holds no certificate", files.CA)
+			return nil, configuration("TLS_FILE", "%s has no certificate", files.CA)
 		}
 	}
 	if files.Cert != "" || files.Key != "" {
 		pair, err := tls.LoadX509KeyPair(files.Cert, files.Key)
 		if err != nil {
-			return nil, configuration("TLS_FILE", "%s and %s are no certificate with its key: %v", files.Cert, files.Key, err)
+			return nil, configuration("TLS_FILE", "%s and %s are not a certificate and its key: %v", files.Cert, files.Key, err)
 		}
 		config.Certificates = []tls.Certificate{pair}
 	}

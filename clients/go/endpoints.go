@@ -63,7 +63,7 @@ type foundToken struct {
 	text, origin string
 }
 
-const given = "the program that calls"
+const given = "the calling program"
 
 // advice is what to do where the services do not take the token, or there is none.
 func (t foundToken) advice() string {
@@ -75,7 +75,7 @@ func (t foundToken) advice() string {
 		return "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or" +
 			" PENSTOCK_CONNECTION to a connection file. (`penstock up` writes one while it runs: " + file + ".)"
 	}
-	todo := "are these services of another start than it?"
+	todo := "the services may have been restarted since"
 	if strings.HasPrefix(t.origin, "PENSTOCK_TOKEN") {
 		variable, _, _ := strings.Cut(t.origin, " ")
 		todo = fmt.Sprintf("set it to a token of these services, or unset %s to use that of %s.", variable, file)
@@ -129,7 +129,7 @@ func checked(found *endpoints) (*endpoints, error) {
 		}
 		if found.token.text != "" && found.tls == nil && !isLocal(address) {
 			return nil, configuration("TOKEN_IN_CLEAR",
-				"A token is not sent in clear to %s: speak tls (WithTLS), or use an address on this machine.", address)
+				"A token must not be sent in cleartext to %s: set tls (WithTLS), or an address on this machine.", address)
 		}
 	}
 	return found, nil
@@ -153,7 +153,7 @@ func environmentToken() (none foundToken, _ error) {
 	token, is := os.LookupEnv("PENSTOCK_TOKEN")
 	if is {
 		if token == "" {
-			return none, configuration("TOKEN", "PENSTOCK_TOKEN is empty: unset it, or give it a token")
+			return none, configuration("TOKEN", "PENSTOCK_TOKEN is empty: unset it, or set it to a token")
 		}
 		return foundToken{token, "PENSTOCK_TOKEN"}, nil
 	}
@@ -216,7 +216,7 @@ func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error)
 	}
 	if !isOursAlone(info) {
 		return nil, configuration("CONNECTION_FILE_OPEN",
-			"%s holds a token and must be yours alone: chmod 600 %s", file, file)
+			"%s has a token, so only you may read it: chmod 600 %s", file, file)
 	}
 	content, err := os.ReadFile(file)
 	if err != nil {
@@ -225,7 +225,7 @@ func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error)
 	var said connection
 	if json.Unmarshal(content, &said) != nil || said.Addresses == nil {
 		return nil, configuration("CONNECTION_FILE",
-			"%s is no connection file: remove it, or start `penstock up` again", file)
+			"%s is not a connection file: remove it, or start `penstock up` again", file)
 	}
 	found := &endpoints{onHost("127.0.0.1"), token, tls}
 	for _, service := range services {

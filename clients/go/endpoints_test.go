@@ -82,7 +82,7 @@ func TestAConnectionFileOfAProcessThatIsGoneIsPassedOver(t *testing.T) {
 	}
 }
 
-// A token stays where it belongs, and what does not hold is said in words with what to do (R1, R3, R9).
+// A token stays where it belongs, and what is invalid is refused with advice (R1, R3, R9).
 func TestWhatDoesNotHoldIsRefusedBeforeAnythingIsSent(t *testing.T) {
 	nowhereElse(t)
 	driver := func(address string) Option { return WithAddresses(Addresses{Driver: address}) }
@@ -137,8 +137,8 @@ func TestATokenThatIsNotTakenSaysWhereItIsFrom(t *testing.T) {
 	}
 	told := map[string][]string{
 		advice():                         {"No token was sent", "PENSTOCK_TOKEN ", "PENSTOCK_CONNECTION", folder + "/penstock/connection.json"},
-		advice(WithToken("secret")):      {"from the program that calls: are these services of another start"},
-		advice(WithConnectionFile(file)): {"from " + file + ": are these services of another start"},
+		advice(WithToken("secret")):      {"from the calling program: the services may have been restarted since"},
+		advice(WithConnectionFile(file)): {"from " + file + ": the services may have been restarted since"},
 	}
 	t.Setenv("PENSTOCK_CONNECTION", file)
 	token := write(t, "secret\n", 0o600)

@@ -78,7 +78,7 @@ const (
 	ErrStalePolicy Kind = "stale policy"
 )
 
-// Violation is one field of a request that does not hold.
+// Violation is one field of a request that is invalid.
 type Violation struct {
 	// Field is its path from the root of the request.
 	Field string
@@ -100,14 +100,14 @@ type Error struct {
 	Message string
 	// Metadata are small facts that the service added.
 	Metadata map[string]string
-	// Violations are the fields that do not hold.
+	// Violations are the fields that are invalid.
 	Violations []Violation
 	// RetryAfter is how long to wait before a retry may help; 0 = not known.
 	RetryAfter time.Duration
 	cause      error
 }
 
-// Error is the message, with the fields that do not hold.
+// Error is the message, with the fields that are invalid.
 func (e *Error) Error() string {
 	fields := make([]string, len(e.Violations))
 	for i, item := range e.Violations {
@@ -157,9 +157,9 @@ var advice = map[Kind]string{
 	ErrUnsupported:        "Ask for less, or use a service of this client's version.",
 	ErrInternal:           "Look into the service's log.",
 	ErrAlreadyDelivered:   "Nothing: the call is answered.",
-	ErrCallEnded:          "Nothing: nobody waits for the answer any more.",
+	ErrCallEnded:          "Nothing: the answer is no longer needed.",
 	ErrNotLeased:          "Nothing: another session answers the call.",
-	ErrInvalidCompletion:  "Answer again with a completion that holds.",
+	ErrInvalidCompletion:  "Answer again with a valid completion.",
 	ErrStalePolicy:        "Answer again with newer weights.",
 }
 
@@ -239,8 +239,8 @@ func fromRPC(ctx context.Context, err error, from *service) *Error {
 		// Not by us: it was the server's core, which drops calls under a flood.
 		failure.Kind = ErrUnavailable
 		failure.Message = fmt.Sprintf(
-			"%s dropped the call before it was answered: it is overloaded or shutting down. Try again; if it stays so,"+
-				" look at who connects to it. (%s)", from.peer, said.Message(),
+			"%s dropped the call before it was answered: it is overloaded or shutting down. Try again; if it continues,"+
+				" check which programs connect to it. (%s)", from.peer, said.Message(),
 		)
 	case failure.Reason == "TRANSPORT_UNIMPLEMENTED":
 		failure.Message = fmt.Sprintf("This is not implemented by %s: %s", from.peer, said.Message())
@@ -252,4 +252,9 @@ func fromRPC(ctx context.Context, err error, from *service) *Error {
 		failure.Message += fmt.Sprintf(" The token that was sent is from %s.", from.token.origin)
 	}
 	return failure
+}
+
+// broken reports whether a stream ended that can be taken up where it was: the service went away, or it was not read.
+func broken(failure *Error) bool {
+	return failure.Kind == ErrUnavailable || failure.Reason == "READER_TOO_SLOW"
 }

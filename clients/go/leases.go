@@ -122,7 +122,7 @@ func (l *leases) answer(result *interceptionv1.CallResult) (<-chan error, error)
 	if size := proto.Size(result); size > MaxResultBytes {
 		return nil, &Error{
 			Kind: ErrInvalidCompletion, Reason: "RESULT_TOO_LARGE",
-			Message: fmt.Sprintf("A result has at most %d bytes, not %d", MaxResultBytes, size),
+			Message: fmt.Sprintf("A result must have at most %d bytes, not %d", MaxResultBytes, size),
 		}
 	}
 	l.mu.Lock()

@@ -148,7 +148,7 @@ func (w *watching) sign() {
 
 // pause waits before the next attempt; it gives `failure` back where trying again is no use or it is enough.
 func (w *watching) pause(ctx context.Context, failure *Error) error {
-	if failure.Kind != ErrUnavailable || time.Since(w.seen) > watchPatience {
+	if !broken(failure) || time.Since(w.seen) > watchPatience {
 		return failure
 	}
 	if err := sleep(ctx, w.wait.next(failure)); err != nil {

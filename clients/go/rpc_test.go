@@ -63,12 +63,12 @@ func TestAnErrorArrivesWithAllThatTheServiceSaid(t *testing.T) {
 // A refused token is told with the service and where the token is from; another error is not (R3, R13).
 func TestARefusedTokenNamesTheServiceAndWhereTheTokenIsFrom(t *testing.T) {
 	server, ps := serve(t)
-	const from = "The token that was sent is from the program that calls"
+	const from = "The token that was sent is from the calling program"
 	for _, said := range []struct {
 		code         codes.Code
 		reason, told string
 	}{
-		{codes.Unauthenticated, "CREDENTIAL_INVALID", "No, says the driver service at " + server.address + ". " + from + ": are these services of another start than it?"},
+		{codes.Unauthenticated, "CREDENTIAL_INVALID", "No, says the driver service at " + server.address + ". " + from + ": the services may have been restarted since"},
 		{codes.PermissionDenied, "ROLE_NOT_ALLOWED", "No. " + from + "."},
 		{codes.PermissionDenied, "OTHER", "No."},
 	} {
@@ -174,6 +174,9 @@ func TestAWatchThatBreaksGoesOnWhereItWas(t *testing.T) {
 			}
 			if sequence == 2 {
 				return status.Error(codes.Unavailable, "the driver restarts")
+			}
+			if sequence == 3 {
+				return refusal(t, codes.ResourceExhausted, "not read", &errdetails.ErrorInfo{Reason: "READER_TOO_SLOW"})
 			}
 		}
 		return nil

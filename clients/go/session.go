@@ -295,7 +295,7 @@ func (s *Session) run(ctx context.Context) {
 		if silent > s.options.reconnect {
 			s.end(&Error{
 				Kind: ErrSessionLost, Reason: "SESSION_LOST", cause: failure,
-				Message: fmt.Sprintf("The session could not be taken up again in %v: %v", s.options.reconnect, failure),
+				Message: fmt.Sprintf("The session could not be resumed in %v: %v", s.options.reconnect, failure),
 			})
 			return
 		}
@@ -317,8 +317,11 @@ func (s *Session) run(ctx context.Context) {
 
 // passes tells whether connecting again may help: the transport broke, or the gate restarts or lost our heartbeats.
 func passes(failure *Error) bool {
+	if broken(failure) {
+		return true
+	}
 	switch failure.Kind {
-	case ErrUnavailable, ErrCancelled, ErrDeadlineExceeded:
+	case ErrCancelled, ErrDeadlineExceeded:
 		return true
 	case ErrInternal:
 		return strings.HasPrefix(failure.Reason, "TRANSPORT_")
@@ -364,7 +367,7 @@ func (s *Session) converse(parent context.Context) *Error {
 	}
 	welcome := first.GetWelcome()
 	if welcome == nil {
-		return &Error{Kind: ErrInternal, Reason: "PROTOCOL", Message: "The gate did not begin with Welcome"}
+		return &Error{Kind: ErrInternal, Reason: "PROTOCOL", Message: "The gate's first message was not Welcome"}
 	}
 	s.takeUp(welcome)
 	interval := welcome.GetHeartbeatInterval().AsDuration()
@@ -373,7 +376,7 @@ func (s *Session) converse(parent context.Context) *Error {
 	}
 	watchdog.Stop()
 	silence := time.AfterFunc(3*interval, func() {
-		cancel(&Error{Kind: ErrUnavailable, Reason: "HEARTBEAT_MISSED", Message: s.service.peer + " fell silent"})
+		cancel(&Error{Kind: ErrUnavailable, Reason: "HEARTBEAT_MISSED", Message: s.service.peer + " stopped sending heartbeats"})
 	})
 	defer silence.Stop()
 	wrote := make(chan struct{})

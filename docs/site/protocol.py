@@ -2,7 +2,7 @@
 
 Everything that a proto declares is on its package's page, once, under its own name: services with each RPC's signature,
 roles, promises and error reasons; messages with their fields; enums with their values. Names of other messages and of
-error reasons are links. What is not in a proto or in a table of roles is not said here.
+error reasons are links. What is not in a proto or in a table of roles is not here.
 """
 
 import re
@@ -22,9 +22,9 @@ from google.protobuf.descriptor_pb2 import (
 from penstock_chassis import operations
 from penstock_chassis.auth import RoleTable
 from penstock_driver import app as driver
-from penstock_inference import service as inference
+from penstock_inference import app as inference
 from penstock_interception import app as interception
-from penstock_sandbox import service as sandbox
+from penstock_sandbox import app as sandbox
 
 ABOUT: Mapping[str, str] = {
     "penstock.chat.v1": "messages, tools, sampling and completions: what the other packages say",

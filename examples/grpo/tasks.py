@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.client import SeedFile, Task
-from penstock_codec import Codec, tiny
+from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec.chat import Message, Tool, ToolCallPart
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "frost", "grove", "haven")
@@ -54,7 +54,7 @@ class CopyTask:
 
     @property
     def instruction(self) -> str:
-        """What the agent is told; the word is not in it."""
+        """The instruction for the agent; the word is not in it."""
         return f"Copy the word in note.txt to {self.file}."
 
     def to_task(self) -> Task:
@@ -98,10 +98,10 @@ def episode(task: CopyTask, word: str, file: str) -> list[Message]:
 
 def build_codec() -> Codec:
     """A tokenizer trained on the task's own text, with a ChatML template."""
-    plain = Codec.load(tiny.build())
+    plain = Codec.load(tiny_tokenizer.build())
     episodes = [episode(task, word, task.file) for task in TASKS for word in (task.word, STOCK_WORD)]
     episodes.append(episode(TASKS[0], STOCK_WORD, STOCK_FILE))
-    return Codec.load(tiny.build([plain.render_text(messages, [BASH]) for messages in episodes], VOCAB_SIZE))
+    return Codec.load(tiny_tokenizer.build([plain.render_text(messages, [BASH]) for messages in episodes], VOCAB_SIZE))
 
 
 def encode(codec: Codec, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:

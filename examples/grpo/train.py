@@ -28,6 +28,7 @@ import numpy as np
 import model
 from display import Display, Figures, Metrics, recent, save_picture
 from learner import Learner, Row, advantages
+from penstock.analysis.export import Table, write_jsonl
 from penstock.client import (
     Budgets,
     GroupHandle,
@@ -39,8 +40,7 @@ from penstock.client import (
     RolloutResult,
     connect,
 )
-from penstock.client.export import Table, write_jsonl
-from penstock.client.stack import LocalStack
+from penstock.local.stack import LocalStack
 from penstock_codec import Codec
 from tasks import TASKS, CopyTask, Corpus, build_codec
 
@@ -162,7 +162,7 @@ def figures(ended: list[RolloutResult]) -> Figures:
     """What a step's rollouts say, all together."""
     rewards = [reward for result in ended if (reward := reward_of(result)) is not None]
     if not rewards:
-        raise RuntimeError(f"no rollout of this step was graded; the first says: {ended[0].failure}")
+        raise RuntimeError(f"no rollout of this step was graded; the first one's failure: {ended[0].failure}")
     samples = [sample for result in ended if result.trajectory is not None for sample in result.trajectory.samples]
     return Figures(
         success=sum(reward == 1.0 for reward in rewards) / len(rewards),
@@ -204,15 +204,15 @@ def point_latest(run: Path) -> None:
 def seed_number(text: str) -> int:
     """A seed as the command line has it."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a seed is a whole number from 0 on, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a seed must be a whole number from 0, not {text!r}")
     return int(text)
 
 
 def main() -> None:
     """Reads the command line, trains, and says what to do next."""
     parser = argparse.ArgumentParser(description="Train a small model by GRPO through all four services.")
-    parser.add_argument("--seed", type=seed_number, default=1, help="repeats a run (default 1)")
-    parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"at most so many (default {MAX_STEPS})")
+    parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)")
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"most steps (default {MAX_STEPS})")
     given = parser.parse_args()
     model.use_compilation_cache(RUNS / "cache" / "xla")
     run = new_run(given.seed)
@@ -224,7 +224,7 @@ def main() -> None:
         except* PenstockError as errors:
             sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
         except* KeyboardInterrupt:
-            sys.exit("interrupted: the services are stopped, nothing is left running")
+            sys.exit("interrupted: the services are stopped")
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
     last, penstock = history[-1], Path(sys.executable).with_name("penstock")
     if penstock.is_relative_to(Path.cwd()):

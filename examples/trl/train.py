@@ -19,9 +19,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from penstock.adapters.trainers import Selection, select, trl
 from penstock.client import AgentChoice, Sampling, Task
 from penstock.client.sync import SyncPenstock, connect
-from penstock.trainers import Selection, select, trl
 
 
 class Rollouts:
@@ -46,7 +46,7 @@ class Rollouts:
         ]
         self.last = select([result for group in groups for result in group.results()], one_sequence=True)
         for dropped in self.last.dropped:
-            print(f"not learned from: {dropped}", file=sys.stderr)
+            print(f"not trained on: {dropped}", file=sys.stderr)
         return trl.rollout_output(self.last, filler_token_id=trainer.processing_class.pad_token_id)
 
     def push(self, trainer: Any) -> None:
@@ -77,7 +77,7 @@ def trainer_for(
 def main() -> None:
     """Reads the command line and trains."""
     parser = argparse.ArgumentParser(description="GRPO by TRL on rollouts of a coding agent.")
-    parser.add_argument("model_dir", type=Path, help="the model that `penstock up` serves")
+    parser.add_argument("model_dir", type=Path, help="directory of the model that `penstock up` serves")
     parser.add_argument("tasks", type=Path, nargs="+", help="task files")
     parser.add_argument("--agent", default="shell")
     parser.add_argument("--group-size", type=int, default=8)

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support import dockerd, wheels
+from tests.support import wheels
+from tests.support.docker import dockerd
 from tests.support.policy import FILES
 from tests.support.wheels import ROOT, SERVICES
 

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 from tests.support.copying import assert_only_the_endpoint_was_reachable, copy_task, finish
-from tests.support.endpoint import gate_rollout
-from tests.support.stack import Running
+from tests.support.endpoints.endpoint import gate_rollout
+from tests.support.services.stack import Running
 
 from penstock.client import AgentChoice, Completion, Inference, Mode, Upstream
-from penstock.client.chat import TokenIds
-from penstock_driver.registry import built_in_specs
+from penstock.client.types.chat import TokenIds
+from penstock_driver.agents.registry import built_in_specs
 
 SPECS = {spec.name: spec for spec in built_in_specs()}
 AGENTS = [name for name, spec in SPECS.items() if not (spec.trial and spec.trial.work)]
@@ -35,9 +35,10 @@ def choice(agent: str) -> AgentChoice:
     return AgentChoice(name=agent, skip_permissions=SPECS[agent].can_skip_permissions)
 
 
+@pytest.mark.requirement("R18", "R82")
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_trainer(stack: Running, agent: str) -> None:
-    """R18, R82: the inference service answers at once; every call has the tokens and logprobs of its engine."""
+    """The inference service answers at once; every call has the tokens and logprobs of its engine."""
     handle = await stack.ps.rollouts.create(
         copy_task(stack), choice(agent), mode=Mode.TRANSPARENT_PROXY, source=Inference()
     )
@@ -58,9 +59,10 @@ async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_train
     np.testing.assert_array_equal(trajectory.prompt_of(main[1].call_id)[: len(start)], start)
 
 
+@pytest.mark.requirement("R11", "R18")
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_an_agent_in_a_black_box_is_answered_by_a_callers_endpoint_alone(stack: Running, agent: str) -> None:
-    """R11, R18: the request arrives at the endpoint's own base URL with its own key, and only the outcome is captured.
+async def test_black_box_agent_is_answered_by_the_callers_endpoint_alone(stack: Running, agent: str) -> None:
+    """The request arrives at the endpoint's own base URL with its own key, and only the outcome is captured.
 
     The endpoint is a real OpenAI-compatible server: the ingress of a second, transparent rollout.
     """

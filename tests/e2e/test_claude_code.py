@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import secrets
 
+import pytest
 from tests.support.copying import copy_task, finish, training
 from tests.support.policy import calling, in_turn
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import AgentChoice, Budgets, Command, Phase, RewardFrom, Task, Verifier
 
 CLAUDE = AgentChoice(name="claude-code", skip_permissions=True)
 
 
-async def test_its_commands_inherit_neither_the_endpoint_nor_the_key(stack: Running) -> None:
-    """R1, R10: the address and the key of the model are in its files, not in what its shell hands on."""
+@pytest.mark.requirement("R1", "R10")
+async def test_claude_codes_commands_inherit_neither_endpoint_nor_key(stack: Running) -> None:
+    """The address and the key of the model are in its files, not in what its shell hands on."""
     label = secrets.token_hex(8)
     look = Verifier(commands=[Command(["cat", "env.txt"])], reward=RewardFrom.PASSED_SHARE)
     reply = in_turn(calling("Bash", command="env > env.txt", description="Looks"), "done")
@@ -31,8 +33,9 @@ async def test_its_commands_inherit_neither_the_endpoint_nor_the_key(stack: Runn
     assert len(trainer.calls) == 2
 
 
+@pytest.mark.requirement("R82")
 async def test_a_tool_that_it_loads_late_leaves_the_tokens_exact(stack: Running) -> None:
-    """R82: its tool search answers with references; the head of the prompt stays as it was."""
+    """Its tool search answers with references; the head of the prompt stays as it was."""
     label = secrets.token_hex(8)
     reply = in_turn(calling("ToolSearch", query="select:CronList"), calling("CronList"), "The list is empty.")
     async with training(stack, label, reply):
@@ -47,8 +50,9 @@ async def test_a_tool_that_it_loads_late_leaves_the_tokens_exact(stack: Running)
     assert len(trajectory.calls) == 3
 
 
+@pytest.mark.requirement("R88")
 async def test_a_used_up_budget_ends_it_at_once(stack: Running) -> None:
-    """R88: told in a way that it does not repeat for minutes; the rollout says why."""
+    """Told in a way that it does not repeat for minutes; the rollout says why."""
     label = secrets.token_hex(8)
     async with training(stack, label) as trainer:
         handle = await stack.ps.rollouts.create(

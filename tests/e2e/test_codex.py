@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 
+import pytest
 from tests.support.copying import copy_task, finish, training
 from tests.support.policy import calling, in_shell, in_turn
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import AgentChoice, AgentEvent, Budgets, CallRate, McpServer, SeedFile
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
@@ -41,8 +42,9 @@ async def at_the_gate(stack: Running, rollout_id: str) -> gate.GateRollout:
         return (await stub.GetRollout(gate.GetRolloutRequest(rollout_id=rollout_id))).rollout
 
 
+@pytest.mark.requirement("R88")
 async def test_a_used_up_budget_ends_it_at_once(stack: Running) -> None:
-    """R88: told in a way that it does not repeat: one request is refused, and the rollout says why."""
+    """Told in a way that it does not repeat: one request is refused, and the rollout says why."""
     label = secrets.token_hex(8)
     async with training(stack, label) as trainer:
         agent = AgentChoice(name="codex", skip_permissions=True)
@@ -55,8 +57,9 @@ async def test_a_used_up_budget_ends_it_at_once(stack: Running) -> None:
     assert (await at_the_gate(stack, handle.rollout_id)).totals.refused == 1
 
 
+@pytest.mark.requirement("R26", "R88")
 async def test_a_call_rate_slows_it_down_and_ends_nothing(stack: Running) -> None:
-    """R26, R88: it waits as long as it is told and finishes its task."""
+    """It waits as long as it is told and finishes its task."""
     label = secrets.token_hex(8)
     async with training(stack, label):
         agent = AgentChoice(name="codex", skip_permissions=True)
@@ -66,8 +69,9 @@ async def test_a_call_rate_slows_it_down_and_ends_nothing(stack: Running) -> Non
     assert finished.reward == 1.0, finished.agent_said()
 
 
-async def test_codex_calls_a_tool_of_an_mcp_server_by_the_name_that_the_model_gave(stack: Running) -> None:
-    """R69, R82: the server is configured, its tool is the model's in a namespace, and the turns stay token-exact."""
+@pytest.mark.requirement("R69", "R82")
+async def test_codex_calls_an_mcp_tool_by_the_models_name(stack: Running) -> None:
+    """The server is configured, its tool is the model's in a namespace, and the turns stay token-exact."""
     label = secrets.token_hex(8)
     task = copy_task(stack)
     task = copy_task(stack, files=[*task.files, SeedFile("notes.py", NOTES)])

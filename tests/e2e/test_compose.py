@@ -28,9 +28,10 @@ SCRIPT = {
 }
 
 
+@pytest.mark.requirement("R9", "R11", "R14")
 @pytest.mark.timeout(1500)
-async def test_the_stack_in_containers_runs_a_rollout_in_a_docker_sandbox_and_leaves_nothing(tmp_path: Path) -> None:
-    """R9, R11, R14: TLS and tokens between all, sandboxes with no network but the ingress, and `down -v` is the end."""
+async def test_compose_stack_runs_a_rollout_in_docker_and_leaves_nothing(tmp_path: Path) -> None:
+    """TLS and tokens between all, sandboxes with no network but the ingress, and `down -v` is the end."""
     async with composed(tmp_path, SCRIPT) as project:
         for name in CONTAINERS:
             _is_confined(project, name)

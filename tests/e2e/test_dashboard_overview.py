@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
-from tests.support.browser import chromium, dashboard, looking
-from tests.support.many_rows import many
-from tests.support.stack import OBSERVER_TOKEN, Running
+from tests.support.services.many_rows import many
+from tests.support.services.stack import OBSERVER_TOKEN, Running
+from tests.support.terminal.browser import chromium, dashboard, looking
 
 from penstock.client import Task
 
@@ -31,10 +32,9 @@ async def address(stack: Running) -> AsyncIterator[str]:
         yield shown
 
 
-async def test_a_rollout_is_started_from_the_form_and_seen_through_to_its_reward(
-    browser: Browser, address: str, stack: Running
-) -> None:
-    """R66, R71, R74: what the form says is what runs; its row goes on by itself, and its page has the rest."""
+@pytest.mark.requirement("R66", "R71", "R74")
+async def test_form_starts_a_rollout_and_shows_its_reward(browser: Browser, address: str, stack: Running) -> None:
+    """What the form says is what runs; its row goes on by itself, and its page has the rest."""
     run_id = f"run-{secrets.token_hex(4)}"
     async with looking(browser, address, stack.stack.trainer_token, "/new") as page:
         await page.get_by_label("Agent", exact=True).select_option("shell")
@@ -74,14 +74,15 @@ async def test_a_rollout_is_started_from_the_form_and_seen_through_to_its_reward
         await expect(line.locator(".tokens")).to_have_css("font-size", "14px")
 
 
-async def test_a_token_that_may_only_look_is_told_so_and_a_wrong_one_is_replaced(
+@pytest.mark.requirement("R5")
+async def test_read_only_token_is_recognised_and_a_wrong_one_replaced(
     browser: Browser, address: str, stack: Running
 ) -> None:
-    """R5: what a token may not do is said in words; a new token is taken at once, without loading anything again."""
+    """What a token may not do is said in words; a new token is taken at once, without loading anything again."""
     async with looking(browser, address, "not-a-token", "/") as page:
         alert = page.get_by_role("alert")
-        await expect(alert).to_contain_text("The token is not valid here")
-        assert (await alert.inner_text()).count("The token is not valid here") == 1
+        await expect(alert).to_contain_text("The token is invalid for this service")
+        assert (await alert.inner_text()).count("The token is invalid for this service") == 1
         await expect(page.locator(".numbers dd").first).not_to_have_text(re.compile("[0-9]"))
         await expect(page.get_by_text("Nothing is known of any rollout yet.")).to_be_visible()
         await page.get_by_role("button", name="Token").click()
@@ -96,10 +97,11 @@ async def test_a_token_that_may_only_look_is_told_so_and_a_wrong_one_is_replaced
         await expect(alert).to_contain_text("This token may not start the rollout")
 
 
+@pytest.mark.requirement("R30", "R88")
 async def test_the_services_show_queue_credits_engine_and_sandboxes(
     browser: Browser, address: str, stack: Running
 ) -> None:
-    """R30, R88: a call that waits is seen to wait, with whom it could be, and what its sandbox uses."""
+    """A call that waits is seen to wait, with whom it could be, and what its sandbox uses."""
     run_id = f"run-{secrets.token_hex(4)}"
     async with looking(browser, address, OBSERVER_TOKEN, "/services") as page:
         gate = page.get_by_role("region", name="Gate")
@@ -120,8 +122,9 @@ async def test_the_services_show_queue_credits_engine_and_sandboxes(
             await rollout.cancel()
 
 
+@pytest.mark.requirement("R71")
 async def test_a_thousand_rollouts_are_a_table_of_what_is_in_sight(browser: Browser, tmp_path: Path) -> None:
-    """R71: a thousand rows cost as much as a screen of them, by keyboard too, and are told as they change."""
+    """A thousand rows cost as much as a screen of them, by keyboard too, and are told as they change."""
     async with many(tmp_path, 1000) as (driver, at), looking(browser, at, "any", "/") as page:
         table = page.get_by_role("table", name="Rollouts")
         await expect(table).to_have_attribute("aria-rowcount", "1001")
@@ -159,15 +162,14 @@ async def test_a_thousand_rollouts_are_a_table_of_what_is_in_sight(browser: Brow
         await expect(table).to_contain_text("There is no key stat:; did you mean state:?")
 
 
-async def test_a_dead_service_and_an_old_one_are_said_in_words_and_the_page_recovers(
-    browser: Browser, tmp_path: Path
-) -> None:
-    """R27, R58: nobody reloads anything: rows stay in sight, the trouble is named, and goes when it is over."""
+@pytest.mark.requirement("R27", "R58")
+async def test_dead_and_outdated_services_are_named_and_the_page_recovers(browser: Browser, tmp_path: Path) -> None:
+    """Nobody reloads anything: rows stay in sight, the trouble is named, and goes when it is over."""
     async with many(tmp_path, 3) as (driver, at), looking(browser, at, "any", "/") as page:
         lines, alert = page.locator(".rollouts .line"), page.get_by_role("alert")
         await expect(lines).to_have_count(3)
         await driver.stop()
-        await expect(alert).to_contain_text("Nobody answers", timeout=60_000)
+        await expect(alert).to_contain_text("No answer", timeout=60_000)
         await expect(lines).to_have_count(3)
         await driver.start(old=True)
         await expect(alert).to_contain_text("too old", timeout=60_000)
@@ -181,13 +183,11 @@ async def test_a_dead_service_and_an_old_one_are_said_in_words_and_the_page_reco
         await page.evaluate("() => { window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); }")
         await driver.stop()
         await expect(alert).to_contain_text(f"The dashboard at {urlsplit(at).netloc} does not answer", timeout=60_000)
-        await expect(alert).to_contain_text("What you see is of")
+        await expect(alert).to_contain_text("The page shows the state of")
         await expect(alert).not_to_contain_text("Failed to fetch")
 
 
-async def test_it_works_on_a_phone_by_keyboard_and_without_a_token_it_asks_for_one(
-    browser: Browser, tmp_path: Path
-) -> None:
+async def test_dashboard_works_on_a_phone_by_keyboard_and_asks_for_a_token(browser: Browser, tmp_path: Path) -> None:
     """What is shown fits a phone; keys are listed; the way in is said."""
     async with many(tmp_path, 20) as (_, at):
         async with looking(browser, at, "any", "/", width=360, height=720, scheme="dark") as page:

@@ -8,13 +8,14 @@ import secrets
 from collections.abc import AsyncIterator
 
 import numpy as np
+import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 from tests.e2e import rollout_cases as cases
-from tests.support.browser import chromium, dashboard, looking
 from tests.support.copying import copy_task, finish
 from tests.support.policy import bash, sampled
-from tests.support.stack import OBSERVER_TOKEN, Running
+from tests.support.services.stack import OBSERVER_TOKEN, Running
+from tests.support.terminal.browser import chromium, dashboard, looking
 
 from penstock.client import (
     AgentChoice,
@@ -57,10 +58,11 @@ async def group(stack: Running) -> list[RolloutResult]:
         return await made.results(samples_only=False)
 
 
-async def test_a_rollout_is_shown_with_its_reward_its_diff_and_each_token_as_it_was_sampled(
+@pytest.mark.requirement("R74", "R79", "R82", "R87")
+async def test_rollout_page_shows_reward_diff_and_sampled_tokens(
     browser: Browser, address: str, group: list[RolloutResult]
 ) -> None:
-    """R74, R79, R82, R87: what the page says of reward, exits, files and tokens is what the record says."""
+    """What the page says of reward, exits, files and tokens is what the record says."""
     best = group[0]
     assert best.trajectory and best.reward and best.reward.value == 1.0
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{best.rollout_id}") as page:
@@ -99,10 +101,11 @@ async def test_a_rollout_is_shown_with_its_reward_its_diff_and_each_token_as_it_
         await expect(page).to_have_url(re.compile(f"#/groups/{best.rollout.group_id}"))
 
 
+@pytest.mark.requirement("R82")
 async def test_a_real_agents_rollout_is_shown_with_its_side_call_apart(
     stack: Running, browser: Browser, address: str
 ) -> None:
-    """R82: OpenCode, unmodified: its two turns, the title that it asks for beside them, its own events, its reward."""
+    """OpenCode, unmodified: its two turns, the title that it asks for beside them, its own events, its reward."""
     agent = AgentChoice(name="opencode", skip_permissions=True)
     rollout = await stack.ps.rollouts.create(copy_task(stack), agent, mode=Mode.TRANSPARENT_PROXY, source=Inference())
     finished = await finish(rollout)
@@ -119,10 +122,11 @@ async def test_a_real_agents_rollout_is_shown_with_its_side_call_apart(
         await expect(page.locator(".event").last).to_contain_text("completed")
 
 
-async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_pointed_out(
+@pytest.mark.requirement("R74", "R88")
+async def test_siblings_are_compared_at_their_first_difference(
     browser: Browser, address: str, group: list[RolloutResult]
 ) -> None:
-    """R74, R88: rewards, ends, calls and the same turn of each beside the other, from a rollout to its siblings."""
+    """Rewards, ends, calls and the same turn of each beside the other, from a rollout to its siblings."""
     rewards = [result.reward.value if result.reward else None for result in group]
     assert rewards[0] == 1.0 and rewards[3] is not None and rewards[3] < 0.5
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{group[1].rollout_id}") as page:
@@ -156,10 +160,11 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
         await expect(page.locator(".half-name").nth(1)).not_to_have_text("Rollout 0")
 
 
-async def test_a_rollout_is_followed_while_it_runs_and_cancelled_by_who_may(
+@pytest.mark.requirement("R26", "R70")
+async def test_running_rollout_is_followed_and_cancelled_by_an_authorised_token(
     stack: Running, browser: Browser, address: str
 ) -> None:
-    """R26, R70: calls appear as they end, without a reload; a cancelled rollout says whose doing it was."""
+    """Calls appear as they end, without a reload; a cancelled rollout says whose doing it was."""
     run_id = f"run-{secrets.token_hex(4)}"
     held = asyncio.Event()
 
@@ -183,14 +188,15 @@ async def test_a_rollout_is_followed_while_it_runs_and_cancelled_by_who_may(
             await page.keyboard.press("c")
             await page.get_by_role("button", name="Cancel the rollout").click()
             await expect(page.locator(".failure")).to_contain_text("It was cancelled")
-            await expect(page.locator(".failure")).to_contain_text("Caused by somebody who may")
+            await expect(page.locator(".failure")).to_contain_text("Caused by a person's decision")
     assert (await rollout.result()).failure is not None
 
 
-async def test_a_failed_setup_an_absent_rollout_and_an_absent_group_are_told_in_words(
+@pytest.mark.requirement("R5", "R57", "R58", "R62")
+async def test_failed_setup_and_absent_rollout_or_group_are_explained(
     stack: Running, browser: Browser, address: str
 ) -> None:
-    """R5, R57, R58, R62: the reason, the command's output, and no reward that could be taken for zero."""
+    """The reason, the command's output, and no reward that could be taken for zero."""
     task = Task(
         task_id="bad-setup", instruction="Do it.", setup=[Command(shell="echo building; echo no-such-tool >&2; exit 3")]
     )
@@ -210,10 +216,9 @@ async def test_a_failed_setup_an_absent_rollout_and_an_absent_group_are_told_in_
         await expect(page.get_by_role("alert")).to_contain_text("There is no group no-such-group")
 
 
-async def test_nothing_that_an_agent_wrote_runs_or_hides_or_stops_the_page(
-    stack: Running, browser: Browser, address: str
-) -> None:
-    """R8, R13: markup, terminal escapes, bidi marks and a line of 10 MB are text; `looking` fails a script, a dialog, a
+@pytest.mark.requirement("R8", "R13")
+async def test_agents_text_cannot_run_hide_or_stop_the_page(stack: Running, browser: Browser, address: str) -> None:
+    """Markup, terminal escapes, bidi marks and a line of 10 MB are text; `looking` fails a script, a dialog, a
     request to elsewhere and a violated policy."""
     run_id = f"run-{secrets.token_hex(4)}"
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from playwright.async_api import expect
 from safetensors.numpy import load_file
-from tests.support.browser import chromium, dashboard, looking
+from tests.support.terminal.browser import chromium, dashboard, looking
 
-from penstock.client.stack import LocalStack
+from penstock.local.stack import LocalStack
 
 GRPO = Path(__file__).resolve().parents[2] / "examples" / "grpo"
 
@@ -31,9 +31,10 @@ STEPS, PROMPTS, GROUP = 2, 2, 4
 MEASURED = {"seconds", "elapsed"}
 
 
+@pytest.mark.requirement("R82", "R87")
 @pytest.mark.timeout(900)
 def test_a_seed_repeats_its_run_and_every_token_is_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R82, R87: two runs of one seed agree in every figure and every token; versions advance with each push."""
+    """Two runs of one seed agree in every figure and every token; versions advance with each push."""
     monkeypatch.setattr(learner, "WARM_STEPS", 2 * learner.WARM_CHUNK)
     monkeypatch.setattr(train, "PROMPTS", PROMPTS)
     monkeypatch.setattr(train, "GROUP_SIZE", GROUP)

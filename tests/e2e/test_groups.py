@@ -7,11 +7,13 @@ import json
 import secrets
 from pathlib import Path
 
+import pytest
 from tests.support.copying import copy_task, finish, training
 from tests.support.policy import bash, in_turn
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 from tests.support.waiting import eventually
 
+from penstock.analysis.export import write
 from penstock.client import (
     AgentExited,
     Budgets,
@@ -29,11 +31,11 @@ from penstock.client import (
     Task,
     Verifier,
 )
-from penstock.client.export import write
 
 
+@pytest.mark.requirement("R17", "R57", "R74", "R84")
 async def test_a_group_of_four_prepares_once_and_gives_four_exact_trajectories(stack: Running, tmp_path: Path) -> None:
-    """R17, R57, R74, R84: one setup for all, one result each, and an export that trainers can eat."""
+    """One setup for all, one result each, and an export that trainers can eat."""
     label = secrets.token_hex(8)
     run_id = f"run-{label}"
     # The setup leaves a value of its own making: forks of one preparation share it, four preparations would not.
@@ -76,8 +78,9 @@ async def test_a_group_of_four_prepares_once_and_gives_four_exact_trajectories(s
         assert sum(row["loss_mask"]) == sum(span["end"] - span["start"] for span in row["turn_spans"])
 
 
-async def test_spares_fill_in_for_rollouts_that_fail_and_what_is_not_needed_is_cancelled(stack: Running) -> None:
-    """R62, R70: two wanted of four; two get their answers first, one never gets any."""
+@pytest.mark.requirement("R62", "R70")
+async def test_spares_replace_failed_rollouts_and_surplus_is_cancelled(stack: Running) -> None:
+    """Two wanted of four; two get their answers first, one never gets any."""
     label = secrets.token_hex(8)
     never = asyncio.Event()
     async with training(stack, label) as trainer:
@@ -100,8 +103,9 @@ async def test_spares_fill_in_for_rollouts_that_fail_and_what_is_not_needed_is_c
     assert set(group.info.result_rollout_ids) == {by_index[0].rollout_id, by_index[1].rollout_id}
 
 
+@pytest.mark.requirement("R62")
 async def test_stragglers_are_ended_once_the_quorum_and_its_grace_are_there(stack: Running) -> None:
-    """R62: a group of three with a quorum of two and no grace does not wait for the third."""
+    """A group of three with a quorum of two and no grace does not wait for the third."""
     label = secrets.token_hex(8)
     never = asyncio.Event()
     async with training(stack, label) as trainer:
@@ -121,8 +125,8 @@ async def test_stragglers_are_ended_once_the_quorum_and_its_grace_are_there(stac
     assert (results[0].failure.cause, results[0].failure.reason) == ("cancelled", "STRAGGLER")
 
 
+@pytest.mark.requirement("R24", "R70", "R74")
 async def test_cancelling_a_group_ends_its_agents_and_sandboxes_and_is_no_reward(stack: Running) -> None:
-    """R24, R70, R74"""
     label = secrets.token_hex(8)
     waiting: set[str] = set()
     never = asyncio.Event()
@@ -151,8 +155,9 @@ async def test_cancelling_a_group_ends_its_agents_and_sandboxes_and_is_no_reward
         assert live == []
 
 
-async def test_a_watch_is_taken_up_at_any_position_without_a_gap_or_a_repeat(stack: Running) -> None:
-    """R71: the past first, then what happens, from whichever event one has seen last."""
+@pytest.mark.requirement("R71")
+async def test_watch_resumes_at_any_position_without_gap_or_repeat(stack: Running) -> None:
+    """The past first, then what happens, from whichever event one has seen last."""
     label = secrets.token_hex(8)
     async with training(stack, label):
         handle = await stack.ps.rollouts.create(copy_task(stack), "shell", labels={"test": label})
@@ -170,8 +175,9 @@ async def test_a_watch_is_taken_up_at_any_position_without_a_gap_or_a_repeat(sta
         assert [event.sequence for event in again] == [event.sequence for event in finished.events[position:]]
 
 
-async def test_setup_commands_tell_their_exit_and_output_and_a_failed_one_ends_the_rollout(stack: Running) -> None:
-    """R57, R58, R59, R74: no agent, no verifier, no reward; whose fault it was."""
+@pytest.mark.requirement("R57", "R58", "R59", "R74")
+async def test_setup_commands_report_exit_and_output_and_a_failure_ends_the_rollout(stack: Running) -> None:
+    """No agent, no verifier, no reward; whose fault it was."""
     setup = [
         Command(shell="echo first; echo loud >&2"),
         Command(shell="echo second; exit 3"),
@@ -195,8 +201,8 @@ async def test_setup_commands_tell_their_exit_and_output_and_a_failed_one_ends_t
     assert Phase.VERIFYING not in phases
 
 
-async def test_a_verifier_that_writes_nothing_usable_is_a_failure_and_not_a_zero(stack: Running) -> None:
-    """R72, R73, R74"""
+@pytest.mark.requirement("R72", "R73", "R74")
+async def test_verifier_without_a_usable_reward_is_a_failure_not_zero(stack: Running) -> None:
     label = secrets.token_hex(8)
     writes = {
         "nothing": "true",
@@ -219,8 +225,9 @@ async def test_a_verifier_that_writes_nothing_usable_is_a_failure_and_not_a_zero
             assert result.failure.cause == "verifier", (name, result.failure)
 
 
+@pytest.mark.requirement("R35", "R88")
 async def test_a_budget_ends_a_rollout_cleanly_and_says_so(stack: Running) -> None:
-    """R35, R88: the admitted turn is answered, the next is refused, and the end is typed."""
+    """The admitted turn is answered, the next is refused, and the end is typed."""
     label = secrets.token_hex(8)
     async with training(stack, label, lambda _prompt: bash("true")) as trainer:
         handle = await stack.ps.rollouts.create(
@@ -234,8 +241,9 @@ async def test_a_budget_ends_a_rollout_cleanly_and_says_so(stack: Running) -> No
     assert [call.state for call in trajectory.calls] == ["delivered"] * 3
 
 
-async def test_what_an_agent_did_until_its_time_was_over_is_kept_and_labelled(stack: Running) -> None:
-    """R59, R62, R83: one answer came and one never does; the first is a sample, and says how its rollout ended."""
+@pytest.mark.requirement("R59", "R62", "R83")
+async def test_work_of_a_timed_out_agent_is_kept_and_labelled(stack: Running) -> None:
+    """One answer came and one never does; the first is a sample, and says how its rollout ended."""
     label = secrets.token_hex(8)
     never = asyncio.Event()
     async with training(stack, label) as trainer:
@@ -263,8 +271,9 @@ async def test_what_an_agent_did_until_its_time_was_over_is_kept_and_labelled(st
     assert int(sample.loss_mask.sum()) == trajectory.calls[0].sampled_count
 
 
+@pytest.mark.requirement("R46", "R54", "R55", "R95")
 async def test_the_limits_that_a_rollout_asks_for_reach_its_sandbox(stack: Running) -> None:
-    """R46, R54, R55, R95: a declared capability, never a silent downgrade; too much is refused by field."""
+    """A declared capability, never a silent downgrade; too much is refused by field."""
     [local] = [item for item in await stack.ps.sandboxes.backends() if item.name == "local"]
     assert {"limit_disk", "limit_inodes"} <= local.capabilities and local.disk_limit in ("watched", "hard")
     async with training(stack, "limits", lambda _prompt: bash("true")):
@@ -279,8 +288,9 @@ async def test_the_limits_that_a_rollout_asks_for_reach_its_sandbox(stack: Runni
     assert "memory_bytes" in ended.failure.message and "disk_bytes" not in ended.failure.message
 
 
-async def test_a_rollout_has_the_user_and_the_kernel_that_it_demands_or_says_that_there_is_none(stack: Running) -> None:
-    """R45, R27: the choice reaches the sandbox, and what it has not is named."""
+@pytest.mark.requirement("R27", "R45")
+async def test_rollout_gets_the_demanded_user_and_kernel_or_an_error(stack: Running) -> None:
+    """The choice reaches the sandbox, and what it has not is named."""
     async with training(stack, "users", lambda _prompt: bash("true")):
         own, *others = [
             await stack.ps.rollouts.create(

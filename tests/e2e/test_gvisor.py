@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from tests.support import dockerd
 from tests.support.copying import WORD, copy_task, finish, training
-from tests.support.stack import Running, running
+from tests.support.docker import dockerd
+from tests.support.services.stack import Running, running
 
 from penstock.client import AgentChoice, Command
 
@@ -33,9 +33,10 @@ async def on_gvisor(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[R
             yield started
 
 
+@pytest.mark.requirement("R17", "R18", "R55", "R57", "R82")
 @pytest.mark.parametrize(("agent", "count"), [("opencode", 1), ("pi", 1), ("shell", 2)])
 async def test_agents_at_the_gate_do_the_task_on_another_kernel(on_gvisor: Running, agent: str, count: int) -> None:
-    """R17, R18, R55, R57, R82: prepared once and forked, its model calls answered, its turns exact."""
+    """Prepared once and forked, its model calls answered, its turns exact."""
     label = secrets.token_hex(8)
     setup = [Command(shell=f"test $(uname -r) != {os.uname().release} && echo {WORD} > note.txt")]
     task = copy_task(on_gvisor, setup=setup)

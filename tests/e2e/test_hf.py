@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from tests.support.copying import copy_task, finish, training
 from tests.support.hf_jobs.client import HfJobs, hf_jobs
-from tests.support.stack import Running, running
+from tests.support.services.stack import Running, running
 from tests.support.waiting import eventually_async
 
 from penstock.client import AgentChoice, Command
@@ -41,9 +41,10 @@ async def on_hf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OnHf]
                 yield OnHf(started, jobs)
 
 
+@pytest.mark.requirement("R17", "R18", "R50", "R57", "R59", "R82")
 @pytest.mark.parametrize(("agent", "count"), [("pi", 2), ("opencode", 1), ("shell", 3)])
-async def test_agents_at_the_gate_do_the_task_in_jobs_and_nothing_is_left(on_hf: OnHf, agent: str, count: int) -> None:
-    """R17, R18, R50, R57, R59, R82: what was prepared is in each job, and model calls come back without a tunnel."""
+async def test_agents_finish_the_task_in_jobs_and_leave_nothing(on_hf: OnHf, agent: str, count: int) -> None:
+    """What was prepared is in each job, and model calls come back without a tunnel."""
     label = secrets.token_hex(8)
     setup = [
         Command(shell="echo kiwi > note.txt; mkdir -p deep/er; ln -s ../note.txt deep/link; chmod 700 deep"),

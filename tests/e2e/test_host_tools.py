@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 from tests.support.copying import assert_only_the_endpoint_was_reachable, copy_task, finish, training
 from tests.support.policy import TITLE_SYSTEM_PROMPT, in_shell
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import AgentChoice, FailedPrecondition, HostTool, HostToolCall, Mode, ToolFailed, sync
 
@@ -63,9 +63,10 @@ def curious(prompt: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': named[1], 'arguments': arguments})}\n</tool_call>"
 
 
+@pytest.mark.requirement("R14", "R15", "R69")
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_an_agent_uses_a_tool_of_the_trainers_host(stack: Running, agent: str) -> None:
-    """R14, R15, R69: it finds the tool by its own configuration, through the sandbox's one endpoint, and does as
+    """It finds the tool by its own configuration, through the sandbox's one endpoint, and does as
     it was told; the calls are in the trajectory."""
     label, cabinet = secrets.token_hex(8), Cabinet()
     async with training(stack, label, curious) as trainer:
@@ -90,9 +91,10 @@ async def test_an_agent_uses_a_tool_of_the_trainers_host(stack: Running, agent: 
     assert samples_only.host_tool_calls == ()
 
 
+@pytest.mark.requirement("R63", "R69")
 @pytest.mark.parametrize("agent", ["pi", "shell"])
 async def test_an_agent_without_mcp_is_refused_tools_by_name(stack: Running, agent: str) -> None:
-    """R63, R69: before anything starts, and only where there are tools."""
+    """Before anything starts, and only where there are tools."""
     label = secrets.token_hex(8)
     async with stack.ps.intercept(labels={"test": label}) as session:
         await session.offer_tools([Cabinet().tool])
@@ -110,8 +112,9 @@ async def test_an_agent_without_mcp_is_refused_tools_by_name(stack: Running, age
         assert (await finish(handle)).reward == 1.0
 
 
+@pytest.mark.requirement("R15")
 def test_the_client_without_await_offers_plain_functions(stack: Running) -> None:
-    """R15: the same names, and tools that block run in threads."""
+    """The same names, and tools that block run in threads."""
     with sync.connect(stack.stack.endpoints) as ps, ps.intercept(labels={"test": "nobody"}) as session:
         session.offer_tools([HostTool(name="plain", function=lambda call: call.name)])
         session.offer_tools([])

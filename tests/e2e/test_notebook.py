@@ -40,7 +40,7 @@ def test_the_notebook_is_kept_as_it_is_before_it_is_run() -> None:
 
 
 @pytest.mark.parametrize("page", ["examples/first-rollouts.ipynb", "README.md", "docs/guides/start.md"])
-def test_where_the_notebook_is_found_stands_how_it_is_run(page: str) -> None:
+def test_notebook_states_how_it_is_run(page: str) -> None:
     """In the environment that `make demo` makes, with a browser or without: the same commands on every page."""
     told = read().cells[0].source if page.endswith(".ipynb") else (ROOT / page).read_text(encoding="utf-8")
     assert "`make demo`" in told

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.integration.openenv.conftest import TOKEN, Server, calling
 from tests.support.copying import INSTRUCTION, WORD
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
-from penstock.openenv.arguments import Defaults
-from penstock.openenv.serving import Listen, serving
+from penstock.adapters.openenv.rollout_arguments import Defaults
+from penstock.adapters.openenv.serving import Listen, serving
 
 
+@pytest.mark.requirement("R17", "R68")
 async def test_opencode_does_a_task_for_a_client_of_openenv(stack: Running) -> None:
-    """R17, R68: the default agent, whose prompts the operator has chosen to skip; one path for all agents."""
+    """The default agent, whose prompts the operator has chosen to skip; one path for all agents."""
     defaults = Defaults(endpoint="inference", skip_permissions=True)
     listen = Listen(port=0, token=TOKEN)
     async with serving(stack.ps, listen, defaults) as address, calling() as caller:

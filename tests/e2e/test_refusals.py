@@ -11,8 +11,8 @@ import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
-from tests.support.endpoint import gate_rollout, metadata
-from tests.support.stack import Running, running
+from tests.support.endpoints.endpoint import gate_rollout, metadata
+from tests.support.services.stack import Running, running
 
 from penstock.client import (
     AgentChoice,
@@ -108,10 +108,11 @@ async def nothing_starts(stack: Running) -> AsyncIterator[None]:
     assert await living() - before == set()
 
 
+@pytest.mark.requirement("R38", "R54", "R63", "R64")
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.usefixtures("nothing_starts")
 async def test_a_rollout_is_refused_for(stack: Running, what: str) -> None:
-    """R38, R54, R63, R64: INVALID_ARGUMENT with the path of the field and the reason in words."""
+    """INVALID_ARGUMENT with the path of the field and the reason in words."""
     given, field = BAD[what]
     arguments: dict[str, Any] = {"task": OK, "agent": "shell", **given}
     task, agent = arguments.pop("task"), arguments.pop("agent")
@@ -122,9 +123,9 @@ async def test_a_rollout_is_refused_for(stack: Running, what: str) -> None:
     assert all(item.description for item in refused.value.violations)
 
 
+@pytest.mark.requirement("R63")
 @pytest.mark.usefixtures("nothing_starts")
 async def test_every_wrong_field_is_named_at_once(stack: Running) -> None:
-    """R63"""
     task = Task(task_id="t", instruction="x", files=[SeedFile("..", b"")], env={"1": ""})
     with pytest.raises(InvalidArgument) as refused:
         await stack.ps.rollouts.create(task, "shell", limits=Limits(agent=0), run_id="a b")
@@ -132,9 +133,9 @@ async def test_every_wrong_field_is_named_at_once(stack: Running) -> None:
     assert {"spec.task.files[0].path", "spec.task.env.1", "spec.limits.agent", "spec.run_id"} <= named
 
 
+@pytest.mark.requirement("R27", "R66")
 @pytest.mark.usefixtures("nothing_starts")
-async def test_what_does_not_exist_is_refused_by_name(stack: Running) -> None:
-    """R66, R27"""
+async def test_absent_things_are_refused_by_name(stack: Running) -> None:
     with pytest.raises(NotFound) as agent:
         await stack.ps.rollouts.create(OK, "no-such-agent")
     assert agent.value.reason == "AGENT_UNKNOWN"
@@ -143,6 +144,7 @@ async def test_what_does_not_exist_is_refused_by_name(stack: Running) -> None:
     assert backend.value.reason == "BACKEND_UNKNOWN"
 
 
+@pytest.mark.requirement("R27")
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -153,14 +155,15 @@ async def test_what_does_not_exist_is_refused_by_name(stack: Running) -> None:
 )
 @pytest.mark.usefixtures("nothing_starts")
 async def test_a_model_source_that_is_not_there_is_refused_by_name(stack: Running, source: Any, reason: str) -> None:
-    """R27: by the create call, never as a refused connection in an agent's log or a rollout that fails later."""
+    """By the create call, never as a refused connection in an agent's log or a rollout that fails later."""
     with pytest.raises(PenstockError) as refused:
         await stack.ps.rollouts.create(OK, "shell", mode=Mode.TRANSPARENT_PROXY, source=source)
     assert refused.value.reason == reason
 
 
+@pytest.mark.requirement("R27")
 async def test_a_group_of_a_model_that_cannot_be_reached_is_refused(stack: Running) -> None:
-    """R27: for groups alike, and in black box mode, where the gate itself never asks for a completion."""
+    """For groups alike, and in black box mode, where the gate itself never asks for a completion."""
     source = Upstream(base_url="http://127.0.0.1:1/v1", api_key="k", model="m")
     with pytest.raises(Unavailable) as refused:
         await stack.ps.groups.create(OK, "shell", 2, mode=Mode.BLACK_BOX, source=source)
@@ -168,8 +171,8 @@ async def test_a_group_of_a_model_that_cannot_be_reached_is_refused(stack: Runni
     assert "127.0.0.1:1" in str(refused.value)
 
 
+@pytest.mark.requirement("R11", "R54")
 async def test_a_callers_endpoint_is_refused_where_the_operator_forbids_it(tmp_path: Path) -> None:
-    """R11, R54"""
     forbidding = {"interception": {"caller_endpoints": False}}
     async with running(tmp_path, forbidding) as own:
         source = Upstream(base_url="http://127.0.0.1:9/v1", api_key="k", model="m")
@@ -199,10 +202,11 @@ SPECS: dict[str, tuple[Callable[[agent_pb2.AgentSpec], None], str]] = {
 }
 
 
+@pytest.mark.requirement("R1", "R63", "R68")
 @pytest.mark.parametrize("what", SPECS)
 @pytest.mark.usefixtures("nothing_starts")
 async def test_an_agent_spec_is_refused_for(stack: Running, what: str) -> None:
-    """R1, R63, R68: the field is named, and the registry stays as it was."""
+    """The field is named, and the registry stays as it was."""
     change, field = SPECS[what]
     spec = agent_pb2.AgentSpec()
     spec.CopyFrom((await stack.ps.agents.get("shell")).spec)
@@ -220,9 +224,10 @@ async def test_an_agent_spec_is_refused_for(stack: Running, what: str) -> None:
     assert {item.name async for item in stack.ps.agents.list()} == before
 
 
+@pytest.mark.requirement("R8")
 @pytest.mark.parametrize("service", ["sandbox", "driver", "interception", "inference"])
 async def test_bytes_that_are_no_proto_are_refused_by_every_service(stack: Running, service: Any) -> None:
-    """R8: typed, without the parser's own words."""
+    """Typed, without the parser's own words."""
     methods = {
         "sandbox": "penstock.sandbox.v1.SandboxService/CreateSandbox",
         "driver": "penstock.driver.v1.RolloutService/CreateRollout",
@@ -233,7 +238,7 @@ async def test_bytes_that_are_no_proto_are_refused_by_every_service(stack: Runni
         call: Any = channel.unary_unary(f"/{methods[service]}")
         for body in (b"\xff\xff\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 9, b"\x0a\x05abc"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(body, metadata=metadata(stack.stack.operator_token), timeout=20)
+                await call(body, metadata=metadata(stack.stack.operator_token), timeout=60)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "REQUEST_MALFORMED" in str(refused.value.trailing_metadata())
             assert "Decode" not in (refused.value.details() or "")
@@ -260,9 +265,10 @@ BODIES: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.requirement("R33", "R80")
 @pytest.mark.parametrize("what", BODIES)
 async def test_a_model_call_is_refused_in_its_dialect_for(stack: Running, what: str) -> None:
-    """R33, R80: a 400 that names the parameter, in the shape that SDKs read; the rollout goes on."""
+    """A 400 that names the parameter, in the shape that SDKs read; the rollout goes on."""
     body, param = BODIES[what]
     async with gate_rollout(stack) as rollout, aiohttp.ClientSession() as http:
         headers = {"authorization": f"Bearer {rollout.api_key}", "content-type": "application/json"}

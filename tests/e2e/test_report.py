@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.browser import chromium
+from tests.support.terminal.browser import chromium
 
-from penstock.client.evaluation import Attempt, summarise
-from penstock.client.evaluation.report import write_report
+from penstock.evaluation import Attempt, summarise
+from penstock.evaluation.report import write_report
 
 
 @pytest.mark.parametrize("width", [390, 1280])

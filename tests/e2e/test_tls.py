@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.support.copying import copy_task, finish
-from tests.support.stack import running
+from tests.support.services.stack import running
 
-from penstock.cli.credentials import make
+from penstock.cli.commands.credentials import make
 from penstock.client import Inference, Mode
 
 
-async def test_model_calls_go_over_tls_from_the_sandbox_service_to_the_ingress_and_on_to_the_engine(
+@pytest.mark.requirement("R9", "R14")
+async def test_model_calls_use_tls_from_sandbox_to_ingress_to_engine(
     tmp_path: Path,
 ) -> None:
-    """R9, R14: the agent speaks plainly to its own loopback and holds no certificate; everything beyond is verified."""
+    """The agent speaks plainly to its own loopback and holds no certificate; everything beyond is verified."""
     tmp_path.chmod(0o755)
     place = tmp_path / "credentials"
     make(place, (), 1)

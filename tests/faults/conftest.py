@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.support.restarting import RestartableStack, restartable
-from tests.support.stack import Running
+from tests.support.services.restarting import RestartableStack, restartable
+from tests.support.services.stack import Running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

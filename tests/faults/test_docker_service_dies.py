@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.conformance.sandbox.conftest import Box, command
 from tests.conformance.sandbox.services import Running, start_on
 from tests.conformance.sandbox.test_sandboxes import fork, prepare
-from tests.support import dockerd
+from tests.support.docker import dockerd
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -59,8 +59,9 @@ def _attendants(folder: str) -> set[str]:
     return found
 
 
-async def test_killed_in_a_burst_it_leaves_nothing_with_the_daemon(variant: str) -> None:
-    """R50, R49: neither containers, images, volumes and networks, nor control groups, supervisors and mounts.
+@pytest.mark.requirement("R49", "R50")
+async def test_a_killed_docker_service_leaves_nothing_with_the_daemon(variant: str) -> None:
+    """Neither containers, images, volumes and networks, nor control groups, supervisors and mounts.
 
     Of twenty creates, which are more than the service has the daemon do at once; of twelve with gVisor, each of which
     takes this machine a second and is the same.
@@ -111,8 +112,9 @@ async def test_killed_in_a_burst_it_leaves_nothing_with_the_daemon(variant: str)
             )
 
 
-async def test_what_another_instance_has_is_left_alone(variant: str) -> None:
-    """R50: only our own sandboxes."""
+@pytest.mark.requirement("R50")
+async def test_other_instances_containers_are_left_alone(variant: str) -> None:
+    """Only our own sandboxes."""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as one, tempfile.TemporaryDirectory() as other:
         async with start_on(Path(one), variant) as mine:
             box = await _create(mine)
@@ -121,8 +123,8 @@ async def test_what_another_instance_has_is_left_alone(variant: str) -> None:
             assert await box.out("echo alive") == "alive"
 
 
-async def test_a_container_that_is_killed_behind_the_services_back_is_lost_at_once(variant: str) -> None:
-    """R28, R43"""
+@pytest.mark.requirement("R28", "R43")
+async def test_externally_killed_container_is_lost_at_once(variant: str) -> None:
     engine = dockerd.engine()
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         async with start_on(Path(folder), variant) as service:

@@ -53,8 +53,8 @@ async def _none_left(cloud: StandIn) -> None:
     await eventually_async(none, "every sandbox is removed")
 
 
-async def test_killed_in_the_middle_of_a_burst_it_leaves_nothing_at_e2b_once_it_is_back(tmp_path: Path) -> None:
-    """R50"""
+@pytest.mark.requirement("R50")
+async def test_a_killed_e2b_service_leaves_nothing_at_e2b_once_back(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     async with stand_in() as cloud:
         async with start_on(tmp_path, "e2b") as service:
@@ -104,8 +104,9 @@ async def _orphan(cloud: StandIn, state_dir: Path) -> None:
     await Cloud(address, instance).create_snapshot(first["sandboxID"], "ss-nobodys")
 
 
+@pytest.mark.requirement("R50")
 async def test_somebody_elses_sandboxes_are_never_touched(tmp_path: Path) -> None:
-    """R50: only our own are reaped."""
+    """Only our own are reaped."""
     async with stand_in() as cloud:
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
@@ -117,12 +118,13 @@ async def test_somebody_elses_sandboxes_are_never_touched(tmp_path: Path) -> Non
         assert await cloud.sandboxes() == []
 
 
+@pytest.mark.requirement("R51")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
 async def test_errors_that_pass_are_ridden_out_and_make_one_sandbox(
     world: tuple[StandIn, Running], status: int, after: bool
 ) -> None:
-    """R51: also where the sandbox was made and only the answer was lost, and where the answer is no JSON."""
+    """Also where the sandbox was made and only the answer was lost, and where the answer is no JSON."""
     cloud, service = world
     await cloud.fail("POST /v2/sandboxes", 2, status=status, body=_HTML, headers={"Retry-After": "0"}, after=after)
     box = await _create(service)
@@ -132,6 +134,7 @@ async def test_errors_that_pass_are_ridden_out_and_make_one_sandbox(
     assert await cloud.sandboxes() == []
 
 
+@pytest.mark.requirement("R49", "R51")
 @pytest.mark.parametrize(
     ("how", "kind", "reason"),
     [
@@ -141,10 +144,10 @@ async def test_errors_that_pass_are_ridden_out_and_make_one_sandbox(
     ],
     ids=["429", "500", "cut"],
 )
-async def test_errors_that_stay_are_told_as_what_they_are_and_leave_nothing(
+async def test_permanent_errors_keep_their_type_and_leave_nothing(
     world: tuple[StandIn, Running], how: dict[str, Any], kind: type[Exception], reason: str
 ) -> None:
-    """R51, R49: with the delay after which to try again."""
+    """With the delay after which to try again."""
     cloud, service = world
     await cloud.fail("POST /v2/sandboxes", 100, headers={"Retry-After": "0"}, after=True, **how)
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
@@ -154,8 +157,9 @@ async def test_errors_that_stay_are_told_as_what_they_are_and_leave_nothing(
     await _none_left(cloud)
 
 
+@pytest.mark.requirement("R50", "R70")
 async def test_a_removal_that_fails_is_tried_until_it_succeeds(world: tuple[StandIn, Running]) -> None:
-    """R50, R70: whoever deletes is not kept waiting for that."""
+    """Whoever deletes is not kept waiting for that."""
     cloud, service = world
     box = await _create(service)
     await cloud.fail("DELETE /sandboxes/", 3, status=500, body=_HTML)
@@ -163,11 +167,12 @@ async def test_a_removal_that_fails_is_tried_until_it_succeeds(world: tuple[Stan
     await _none_left(cloud)
 
 
+@pytest.mark.requirement("R50")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-async def test_a_snapshot_that_fails_is_not_made_again_and_its_sandbox_goes_all_the_same(
+async def test_failed_snapshot_is_not_repeated_and_its_sandbox_is_removed(
     world: tuple[StandIn, Running], after: bool
 ) -> None:
-    """R50: what cannot be kept keeps no sandbox, also where the snapshot was made and only the answer was lost."""
+    """What cannot be kept keeps no sandbox, also where the snapshot was made and only the answer was lost."""
     cloud, service = world
     setup = [command(shell=f"echo {secrets.token_hex(4)} > ~/mark")]
     await cloud.fail("POST /sandboxes/", 100, status=500, body=_HTML, after=after)
@@ -189,8 +194,8 @@ async def test_a_snapshot_that_fails_is_not_made_again_and_its_sandbox_goes_all_
     await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
 
 
+@pytest.mark.requirement("R26", "R59")
 async def test_cut_streams_lose_and_double_no_byte_of_output(world: tuple[StandIn, Running]) -> None:
-    """R26, R59"""
     cloud, service = world
     box = await _create(service)
     lines = 60_000
@@ -207,8 +212,9 @@ async def test_cut_streams_lose_and_double_no_byte_of_output(world: tuple[StandI
     await _delete(box)
 
 
+@pytest.mark.requirement("R28", "R34")
 async def test_a_model_call_survives_a_cut_stream(world: tuple[StandIn, Running]) -> None:
-    """R28, R34: the connection inside does not notice."""
+    """The connection inside does not notice."""
     cloud, service = world
     asked = asyncio.Event()
     answer = asyncio.Event()
@@ -232,8 +238,9 @@ async def test_a_model_call_survives_a_cut_stream(world: tuple[StandIn, Running]
         await _delete(box)
 
 
+@pytest.mark.requirement("R28", "R43")
 async def test_a_sandbox_that_vanishes_is_lost_at_once_for_everybody(world: tuple[StandIn, Running]) -> None:
-    """R43, R28: no hang, and the next call says so too."""
+    """No hang, and the next call says so too."""
     cloud, service = world
     box = await _create(service)
     await box.start("p", "sleep", "5200")
@@ -250,8 +257,8 @@ async def test_a_sandbox_that_vanishes_is_lost_at_once_for_everybody(world: tupl
     await _delete(box)
 
 
-async def test_while_e2b_does_not_answer_the_backend_says_so_and_comes_back_by_itself(tmp_path: Path) -> None:
-    """R27, R55"""
+@pytest.mark.requirement("R27", "R55")
+async def test_unreachable_e2b_is_reported_and_the_backend_recovers(tmp_path: Path) -> None:
     async with stand_in() as cloud:
         await cloud.fail("GET /v2/sandboxes", 4, status=500, body=_HTML)
         async with start_on(tmp_path, "e2b") as service:

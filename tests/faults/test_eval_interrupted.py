@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.support.restarting import RestartableStack
-from tests.support.stack import Running
+from tests.support.services.restarting import RestartableStack
+from tests.support.services.stack import Running
 
-from penstock.cli.console import UNREACHABLE
-from penstock.client.endpoints import write_connection
+from penstock.cli.terminal.console import UNREACHABLE
+from penstock.client.transport.endpoints import write_connection
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -76,7 +76,7 @@ async def attempts(process: Process, count: int) -> None:
         assert line.startswith(b'{"attempt"'), line
 
 
-async def test_an_evaluation_that_was_killed_interrupted_and_left_by_its_driver_gives_the_same_table(
+async def test_killed_interrupted_and_abandoned_evaluation_gives_the_same_table(
     fragile: tuple[Running, RestartableStack], tmp_path: Path
 ) -> None:
     """Issue 6, point 6: kill -9 of the command, Ctrl-C, and a driver that dies and comes back."""
@@ -92,7 +92,7 @@ async def test_an_evaluation_that_was_killed_interrupted_and_left_by_its_driver_
     killed = await command.start("broken")
     await attempts(killed, 1)
     killed.kill()
-    await killed.wait()
+    await killed.communicate()  # its pipes are at their end before the loop is
 
     interrupted = await command.start("broken")
     await attempts(interrupted, 2)

@@ -78,8 +78,8 @@ async def until_run(jobs: HfJobs, count: int) -> None:
     await eventually_async(so_many, f"{count} jobs run")
 
 
+@pytest.mark.requirement("R26", "R39")
 async def test_streams_that_are_cut_lose_and_double_nothing(jobs: HfJobs, state_dir: Path) -> None:
-    """R39, R26"""
     async with serve(state_dir, jobs) as service:
         box = await create(service)
         (job,) = await jobs.running()
@@ -95,8 +95,9 @@ async def test_streams_that_are_cut_lose_and_double_nothing(jobs: HfJobs, state_
         assert stdout == _COUNTED and ended.code == 0
 
 
+@pytest.mark.requirement("R51")
 async def test_requests_that_fail_for_a_while_are_made_good(jobs: HfJobs, state_dir: Path) -> None:
-    """R51: input that was not taken is sent again, once."""
+    """Input that was not taken is sent again, once."""
     async with serve(state_dir, jobs) as service:
         box = await create(service)
         content = secrets.token_bytes(3_000_000)
@@ -106,8 +107,9 @@ async def test_requests_that_fail_for_a_while_are_made_good(jobs: HfJobs, state_
         assert (await box.read("file"))[0] == content
 
 
+@pytest.mark.requirement("R43")
 async def test_a_job_that_vanishes_is_lost_at_once(jobs: HfJobs, state_dir: Path) -> None:
-    """R43: a watcher stops when its sandbox is gone."""
+    """A watcher stops when its sandbox is gone."""
     async with serve(state_dir, jobs) as service:
         box = await create(service)
         await box.start("p", "sleep", "4801")
@@ -120,8 +122,9 @@ async def test_a_job_that_vanishes_is_lost_at_once(jobs: HfJobs, state_dir: Path
         assert error.metadata["lost_reason"] == "JOB_ENDED"
 
 
-async def test_a_workload_that_ends_its_attendant_ends_its_sandbox_only(jobs: HfJobs, state_dir: Path) -> None:
-    """R4: root may do that where root was asked for; others may not even see it."""
+@pytest.mark.requirement("R4")
+async def test_workload_that_ends_its_guest_ends_only_its_sandbox(jobs: HfJobs, state_dir: Path) -> None:
+    """Root may do that where root was asked for; others may not even see it."""
     async with serve(state_dir, jobs) as service:
         root, other = await create(service, user="root"), await create(service)
         assert await other.out("pkill -9 -f '[a]ttendant' 2>/dev/null || echo not ours") == "not ours"
@@ -135,8 +138,8 @@ async def test_a_workload_that_ends_its_attendant_ends_its_sandbox_only(jobs: Hf
         await until_run(jobs, 1)
 
 
-async def test_killed_it_leaves_jobs_that_its_successor_ends_and_nobody_elses(jobs: HfJobs, state_dir: Path) -> None:
-    """R50"""
+@pytest.mark.requirement("R50")
+async def test_a_killed_hf_service_leaves_jobs_that_its_successor_ends(jobs: HfJobs, state_dir: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-hf-other-") as folder:
         async with serve(Path(folder), jobs) as other:
             kept = await create(other)
@@ -154,8 +157,9 @@ async def test_killed_it_leaves_jobs_that_its_successor_ends_and_nobody_elses(jo
     await until_none_runs(jobs)
 
 
+@pytest.mark.requirement("R50", "R51")
 async def test_hf_sandboxs_jobs_have_no_labels_and_are_ended_by_their_ids(jobs: HfJobs, state_dir: Path) -> None:
-    """R50, R51: and its output, which is fetched, loses nothing to requests that fail."""
+    """And its output, which is fetched, loses nothing to requests that fail."""
     classic = {**SERVICES["hf-sandbox"].settings}
     async with serve(state_dir, jobs, **classic) as service:
         box = await create(service)
@@ -175,8 +179,9 @@ async def test_hf_sandboxs_jobs_have_no_labels_and_are_ended_by_their_ids(jobs: 
         await until_run(jobs, 0)
 
 
+@pytest.mark.requirement("R50")
 async def test_jobs_of_a_service_that_never_comes_back_end_by_themselves(jobs: HfJobs, state_dir: Path) -> None:
-    """R50: and until then silence does not end them."""
+    """And until then silence does not end them."""
     async with serve(state_dir, jobs, hf_idle_timeout_s="3") as service:
         box = await create(service)
         await box.out("sleep 8")
@@ -185,8 +190,8 @@ async def test_jobs_of_a_service_that_never_comes_back_end_by_themselves(jobs: H
     await until_none_runs(jobs)
 
 
+@pytest.mark.requirement("R49")
 async def test_a_creation_that_is_cancelled_leaves_no_job(jobs: HfJobs, state_dir: Path) -> None:
-    """R49"""
     async with serve(state_dir, jobs) as service:
         await jobs.fault("hold", on=True)
         call = service.sandboxes.CreateSandbox(request(), timeout=60)
@@ -197,8 +202,8 @@ async def test_a_creation_that_is_cancelled_leaves_no_job(jobs: HfJobs, state_di
         assert await (await create(service)).out("echo fine") == "fine"
 
 
-async def test_a_creation_that_fails_says_so_without_the_token_and_leaves_no_job(jobs: HfJobs, state_dir: Path) -> None:
-    """R49, R8"""
+@pytest.mark.requirement("R8", "R49")
+async def test_failed_creation_hides_the_token_and_leaves_no_job(jobs: HfJobs, state_dir: Path) -> None:
     async with serve(state_dir, jobs) as service:
         await jobs.fault("fail", where="jobs", count=1, path="/api/jobs/")
         error = await failure(service.sandboxes.CreateSandbox(request(), timeout=60))
@@ -211,8 +216,8 @@ async def test_a_creation_that_fails_says_so_without_the_token_and_leaves_no_job
         await until_none_runs(jobs)
 
 
+@pytest.mark.requirement("R70")
 async def test_an_end_that_fails_is_tried_until_it_succeeds(jobs: HfJobs, state_dir: Path) -> None:
-    """R70"""
     async with serve(state_dir, jobs) as service:
         box = await create(service)
         await jobs.fault("fail", where="jobs", count=4, path="/api/jobs/")
@@ -220,8 +225,8 @@ async def test_an_end_that_fails_is_tried_until_it_succeeds(jobs: HfJobs, state_
         await until_none_runs(jobs)
 
 
+@pytest.mark.requirement("R31", "R51")
 async def test_more_sandboxes_than_threads_are_refused(jobs: HfJobs, state_dir: Path) -> None:
-    """R51, R31"""
     async with serve(state_dir, jobs, hf_max_sandboxes="2") as service:
         first, _ = await create(service), await create(service)
         error = await failure(service.sandboxes.CreateSandbox(request(), timeout=60))
@@ -241,8 +246,8 @@ async def unavailable(state_dir: Path, jobs: HfJobs, **settings: str) -> str:
         return str(backend.unavailable_reason)
 
 
-async def test_without_an_sdk_or_a_token_it_says_what_to_install_or_set(jobs: HfJobs, state_dir: Path) -> None:
-    """R48"""
+@pytest.mark.requirement("R48")
+async def test_the_hf_backend_says_which_sdk_or_token_it_lacks(jobs: HfJobs, state_dir: Path) -> None:
     blocked = state_dir / "blocked"
     blocked.mkdir()
     for name in ("huggingface_hub", "hf_sandbox"):
@@ -256,8 +261,8 @@ async def test_without_an_sdk_or_a_token_it_says_what_to_install_or_set(jobs: Hf
     assert "refused the token" in refused and "hf_wrong-and-secret" not in refused
 
 
+@pytest.mark.requirement("R27", "R51")
 async def test_a_hugging_face_that_does_not_answer_is_asked_again(jobs: HfJobs, state_dir: Path) -> None:
-    """R27, R51"""
     await jobs.fault("fail", where="jobs", count=1, path="whoami")
     async with serve(state_dir, jobs) as service:
 
@@ -269,8 +274,9 @@ async def test_a_hugging_face_that_does_not_answer_is_asked_again(jobs: HfJobs, 
         assert await (await create(service)).out("echo here") == "here"
 
 
+@pytest.mark.requirement("R55")
 async def test_neither_network_is_offered_that_hugging_face_does_not_close(jobs: HfJobs, state_dir: Path) -> None:
-    """R55: one endpoint only where the operator accepted that the rest is open; nothing was made for those refused."""
+    """One endpoint only where the operator accepted that the rest is open; nothing was made for those refused."""
     endpoint = sb.NetworkPolicy(one_endpoint=sb.OneEndpoint(local_port=4000, upstream="127.0.0.1:9"))
     async with serve(state_dir, jobs, hf_allow_open_egress="false") as service:
         assert list((await claimed(service)).networks) == [sb.NETWORK_KIND_OPEN]
@@ -280,8 +286,9 @@ async def test_neither_network_is_offered_that_hugging_face_does_not_close(jobs:
     assert not await jobs.jobs()
 
 
+@pytest.mark.requirement("R1", "R2", "R12")
 async def test_no_secret_reaches_a_sandbox(jobs: HfJobs, state_dir: Path) -> None:
-    """R1, R2, R12: not the service's token, not its environment, and the sandbox's own token only root's."""
+    """Not the service's token, not its environment, and the sandbox's own token only root's."""
     async with serve(state_dir, jobs) as service:
         box = await create(service, user="root")
         seen = await box.out(

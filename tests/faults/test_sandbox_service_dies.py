@@ -19,7 +19,7 @@ from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_chassis.errors import FailedPrecondition
-from penstock_sandbox.backends.local.cgroups import group_name
+from penstock_sandbox.host.cgroups import group_name
 
 pytestmark = pytest.mark.asyncio
 
@@ -81,9 +81,10 @@ async def _all(stream: Any) -> list[Any]:
     return [event async for event in stream]
 
 
+@pytest.mark.requirement("R50")
 @pytest.mark.parametrize("kill_after", [0, 20, 40])
-async def test_killed_in_the_middle_of_a_burst_it_leaves_nothing(kill_after: int) -> None:
-    """R50: no process, mount, control group or directory of any of them, those that are being made included."""
+async def test_a_sandbox_service_killed_in_a_burst_leaves_nothing(kill_after: int) -> None:
+    """No process, mount, control group or directory of any of them, those that are being made included."""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         state_dir = Path(folder)
         marker = secrets.token_hex(8)
@@ -125,8 +126,8 @@ async def test_killed_in_the_middle_of_a_burst_it_leaves_nothing(kill_after: int
         assert _groups_of(state_dir) == []
 
 
+@pytest.mark.requirement("R70")
 async def test_a_stopped_service_leaves_nothing() -> None:
-    """R70"""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         async with start_on(Path(folder), "local") as service:
             for _ in range(3):
@@ -136,8 +137,8 @@ async def test_a_stopped_service_leaves_nothing() -> None:
         assert service.process.returncode == 0
 
 
-async def test_when_the_spawner_dies_its_sandboxes_are_lost_and_new_ones_are_made() -> None:
-    """R43"""
+@pytest.mark.requirement("R43")
+async def test_dead_spawner_loses_its_sandboxes_and_new_ones_are_made() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         async with start_on(Path(folder), "local") as service:
             box = await _create(service)
@@ -146,7 +147,7 @@ async def test_when_the_spawner_dies_its_sandboxes_are_lost_and_new_ones_are_mad
             (spawner,) = [
                 pid
                 for pid in _children_of(service.process.pid)
-                if b"penstock_sandbox.spawner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"penstock_sandbox.backends.local.spawner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
             ]
             os.kill(spawner, signal.SIGKILL)
             assert (await finishing)[2].reason == ps.EXIT_REASON_SANDBOX_LOST
@@ -154,8 +155,9 @@ async def test_when_the_spawner_dies_its_sandboxes_are_lost_and_new_ones_are_mad
             assert (await (await _create(service)).run("true")).exit.code == 0
 
 
+@pytest.mark.requirement("R52")
 async def test_a_second_service_on_the_same_state_is_refused() -> None:
-    """R52: it would remove the first one's sandboxes as leftovers."""
+    """It would remove the first one's sandboxes as leftovers."""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
         async with start_on(Path(folder), "local") as service:
             box = await _create(service)

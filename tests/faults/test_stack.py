@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 from tests.support.copying import copy_task, finish, training
 from tests.support.policy import Trainer
-from tests.support.restarting import RestartableStack, Traces, spawner_of
-from tests.support.stack import Running
+from tests.support.services.restarting import RestartableStack, Traces, spawner_of
+from tests.support.services.stack import Running
 from tests.support.waiting import eventually, eventually_async
 
 from penstock.client import Inference, Mode, ModelCall, RolloutHandle, RolloutResult
@@ -73,10 +73,11 @@ async def sandboxes_of(running: Running) -> list[str]:
     return [sandbox_id async for sandbox_id, state in running.ps.sandboxes.list() if state != "lost"]
 
 
-async def test_after_a_kill_of_the_sandbox_service_its_rollouts_fail_typed_and_nothing_is_left(
+@pytest.mark.requirement("R43", "R50")
+async def test_killed_sandbox_service_fails_its_rollouts_typed_and_leaves_nothing(
     fragile: Fragile,
 ) -> None:
-    """R43, R50: infrastructure, retriable; no process, mount, control group or directory stays."""
+    """Infrastructure, retriable; no process, mount, control group or directory stays."""
     running, stack = fragile
     traces = Traces(stack)
     async with held(running, 3) as now:
@@ -95,8 +96,9 @@ async def test_after_a_kill_of_the_sandbox_service_its_rollouts_fail_typed_and_n
     await assert_work_goes_on(running)
 
 
+@pytest.mark.requirement("R43", "R50")
 async def test_after_a_kill_of_the_spawner_the_service_makes_new_sandboxes(fragile: Fragile) -> None:
-    """R43, R50: the sandboxes of a dead spawner are lost, which their rollouts tell; the service needs no restart."""
+    """The sandboxes of a dead spawner are lost, which their rollouts tell; the service needs no restart."""
     running, stack = fragile
     traces = Traces(stack)
     async with held(running, 3) as now:
@@ -113,10 +115,11 @@ async def test_after_a_kill_of_the_spawner_the_service_makes_new_sandboxes(fragi
     await assert_work_goes_on(running)
 
 
-async def test_after_a_kill_of_the_driver_its_rollouts_are_typed_failures_and_their_sandboxes_are_gone(
+@pytest.mark.requirement("R50", "R62")
+async def test_killed_driver_leaves_typed_failures_and_no_sandbox(
     fragile: Fragile,
 ) -> None:
-    """R50, R62: the next driver ends what the last one left, by its labels, and remembers what had ended."""
+    """The next driver ends what the last one left, by its labels, and remembers what had ended."""
     running, stack = fragile
     traces = Traces(stack)
     async with held(running, 3) as now:
@@ -142,10 +145,11 @@ async def test_after_a_kill_of_the_driver_its_rollouts_are_typed_failures_and_th
     await assert_work_goes_on(running)
 
 
-async def test_after_a_kill_of_the_gate_an_agents_retry_joins_its_call_and_no_answer_is_asked_for_twice(
+@pytest.mark.requirement("R34")
+async def test_agents_retry_after_a_gate_kill_joins_its_call(
     fragile: Fragile,
 ) -> None:
-    """R34: open rollouts come back with their calls; each question is asked and answered once, and the work is done."""
+    """Open rollouts come back with their calls; each question is asked and answered once, and the work is done."""
     running, stack = fragile
     patient = await shell_that_retries(running, 9)
     async with held(running, 3, agent=patient) as now:
@@ -171,8 +175,9 @@ async def test_after_a_kill_of_the_gate_an_agents_retry_joins_its_call_and_no_an
     await assert_work_goes_on(running)
 
 
-async def test_an_acknowledged_answer_survives_a_kill_of_the_gate_that_comes_at_once(fragile: Fragile) -> None:
-    """R34: the agent may not have read it yet; its retry gets the same answer and the trainer is not asked again."""
+@pytest.mark.requirement("R34")
+async def test_acknowledged_answer_survives_an_immediate_kill_of_the_gate(fragile: Fragile) -> None:
+    """The agent may not have read it yet; its retry gets the same answer and the trainer is not asked again."""
     running, stack = fragile
     patient = await shell_that_retries(running, 9)
     label = secrets.token_hex(8)
@@ -188,8 +193,9 @@ async def test_an_acknowledged_answer_survives_a_kill_of_the_gate_that_comes_at_
     await assert_work_goes_on(running)
 
 
-async def test_after_a_kill_of_the_engine_its_rollouts_end_typed_and_the_next_ones_work(fragile: Fragile) -> None:
-    """R27, R59: calls that nobody can answer are the model's failure, retriable, and never a reward."""
+@pytest.mark.requirement("R27", "R59")
+async def test_killed_engine_ends_its_rollouts_typed_and_the_next_work(fragile: Fragile) -> None:
+    """Calls that nobody can answer are the model's failure, retriable, and never a reward."""
     running, stack = fragile
     handle = await running.ps.rollouts.create(copy_task(running), await shell_that_retries(running, 1))
     asked = 0

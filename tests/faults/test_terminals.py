@@ -58,8 +58,9 @@ async def sandboxes(penstock: Penstock) -> list[str]:
     return [sandbox_id async for sandbox_id, _ in penstock.sandboxes.list()]
 
 
+@pytest.mark.requirement("R34", "R50")
 async def test_a_command_outlives_the_driver_and_its_step_gets_its_result(stack: Stack) -> None:
-    """R34, R50: killed in the middle of a step; the command runs once, the shell's state and the reward are as ever."""
+    """Killed in the middle of a step; the command runs once, the shell's state and the reward are as ever."""
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task())
         await terminal.run("word=kept; mkdir -p deep; cd deep")
@@ -82,8 +83,9 @@ async def test_a_command_outlives_the_driver_and_its_step_gets_its_result(stack:
         assert await sandboxes(penstock) == []
 
 
+@pytest.mark.requirement("R50", "R62")
 async def test_an_end_that_came_while_no_driver_lived_is_made_up_for(stack: Stack) -> None:
-    """R50, R62: an episode whose time ran out meanwhile ends by that name, and its sandbox goes."""
+    """An episode whose time ran out meanwhile ends by that name, and its sandbox goes."""
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task(), wall_time=0.5)
         await asyncio.to_thread(stack.driver.kill)
@@ -96,8 +98,9 @@ async def test_an_end_that_came_while_no_driver_lived_is_made_up_for(stack: Stac
         assert await sandboxes(penstock) == []
 
 
+@pytest.mark.requirement("R50", "R78")
 async def test_an_answered_episode_ends_by_type_when_its_verifier_was_cut_off(stack: Stack) -> None:
-    """R50, R78: never graded twice; the answer's step tells the failure, which is nobody's fault and retriable."""
+    """Never graded twice; the answer's step tells the failure, which is nobody's fault and retriable."""
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task(check=f"touch begun; {WAIT}"))
         answer = asyncio.ensure_future(terminal.answer("it", step_id="last"))
@@ -125,8 +128,9 @@ async def gone(penstock: Penstock) -> None:
     await eventually_async(none, "no sandbox is left")
 
 
+@pytest.mark.requirement("R8")
 async def test_an_episode_with_a_secret_is_not_taken_up(stack: Stack) -> None:
-    """R8: what is in secret_env is kept in memory only, so the episode ends by type; the journal has no trace of it."""
+    """What is in secret_env is kept in memory only, so the episode ends by type; the journal has no trace of it."""
     secret = "sk-test '$(leak)"
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task(check='test "$KEY"', KEY=secret))
@@ -143,8 +147,9 @@ async def test_an_episode_with_a_secret_is_not_taken_up(stack: Stack) -> None:
         assert not file.is_file() or secret.encode() not in file.read_bytes(), file
 
 
+@pytest.mark.requirement("R70")
 async def test_a_driver_that_is_stopped_ends_its_episodes_by_type(stack: Stack) -> None:
-    """R70: nothing is left running for nobody."""
+    """Nothing is left running for nobody."""
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task())
         await asyncio.to_thread(stack.driver.stop)
@@ -155,8 +160,9 @@ async def test_a_driver_that_is_stopped_ends_its_episodes_by_type(stack: Stack) 
         assert (told.failure.reason, told.failure.retriable) == ("DRIVER_STOPPED", True)
 
 
+@pytest.mark.requirement("R43")
 async def test_a_sandbox_that_is_lost_ends_its_episode_by_type(stack: Stack) -> None:
-    """R43: the sandbox service is killed under a command; the failure is the infrastructure's, and no reward."""
+    """The sandbox service is killed under a command; the failure is the infrastructure's, and no reward."""
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task())
         step = asyncio.ensure_future(terminal.run(f"touch begun; {WAIT}"))

@@ -83,7 +83,7 @@ def open_ports() -> list[int]:
 
 def request(port: int, method: str, path: str, headers: dict[str, str], body: bytes | None = None) -> list[Any]:
     """Status and body of one HTTP request to the one endpoint."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.putrequest(method, path, skip_host="host" in headers)
         for name, value in headers.items():
@@ -101,7 +101,7 @@ def request(port: int, method: str, path: str, headers: dict[str, str], body: by
 
 def raw(port: int, data: bytes) -> str:
     """What comes back for bytes that are no HTTP/1.1 request."""
-    with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=10)) as connection:
+    with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=60)) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         answer = b""

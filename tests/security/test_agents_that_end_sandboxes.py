@@ -12,7 +12,7 @@ import pytest
 from tests.security.test_sandbox_isolation import processes_of, status
 from tests.support.copying import Finished, finish, training
 from tests.support.policy import bash, in_turn
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 from tests.support.waiting import eventually_async
 
 from penstock.client import AttemptFailed, Command, FailureCause, Party, Phase, RewardFrom, SeedFile, Task, Verifier
@@ -50,9 +50,10 @@ def assert_the_agents(finished: Finished) -> None:
     assert not [event for event in finished.events if isinstance(event.payload, AttemptFailed)]
 
 
+@pytest.mark.requirement("R93")
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.VERIFYING])
 async def test_a_sandbox_whose_first_process_ends_is_its_agents_failure(stack: Running, phase: Phase) -> None:
-    """R93: while the agent works, and while a verifier runs what it made; two attempts would be allowed."""
+    """While the agent works, and while a verifier runs what it made; two attempts would be allowed."""
     label = secrets.token_hex(8)
     # No other run on this machine sleeps as long.
     seconds = str(10**6 + secrets.randbelow(10**9))
@@ -79,8 +80,9 @@ async def test_a_sandbox_whose_first_process_ends_is_its_agents_failure(stack: R
     assert (failure.reason, failure.phase) == ("SANDBOX_ENDED_INSIDE", phase), finished.agent_said()
 
 
-async def test_an_agent_that_limits_signals_and_kills_every_process_gets_no_other_attempt(stack: Running) -> None:
-    """R90, R93: whether or not its sandbox outlives that, what it left is at most its own failure."""
+@pytest.mark.requirement("R90", "R93")
+async def test_agent_that_kills_every_process_gets_no_other_attempt(stack: Running) -> None:
+    """Whether or not its sandbox outlives that, what it left is at most its own failure."""
     label = secrets.token_hex(8)
     task = Task(
         task_id="ends",

@@ -132,11 +132,12 @@ async def assert_stopped(
     assert view.ended_inside
 
 
+@pytest.mark.requirement("R95")
 @pytest.mark.parametrize("way", TOO_MUCH)
-async def test_what_takes_more_than_its_limit_is_stopped_and_its_neighbour_is_not(
+async def test_sandbox_over_its_disk_limit_is_stopped_and_its_neighbour_continues(
     make_box: MakeBox, service: Running, capabilities: sb.Capabilities, way: str
 ) -> None:
-    """R95: bytes and inodes, wherever they are, whatever they are called or are not."""
+    """Bytes and inodes, wherever they are, whatever they are called or are not."""
     neighbour: Box = await make_box(resources=LIMIT)
     box: Box = await make_box(resources=LIMIT)
     ended = await ending(box, TOO_MUCH[way])
@@ -144,9 +145,10 @@ async def test_what_takes_more_than_its_limit_is_stopped_and_its_neighbour_is_no
     assert await neighbour.out("head -c 8M /dev/zero > mine && wc -c < mine") == str(8 * MIB)
 
 
+@pytest.mark.requirement("R95")
 @pytest.mark.parametrize("way", NOTHING)
-async def test_what_only_seems_to_take_much_is_not_stopped(make_box: MakeBox, service: Running, way: str) -> None:
-    """R95: blocks count, not lengths, and a file once, whatever its names."""
+async def test_apparent_disk_use_does_not_stop_a_sandbox(make_box: MakeBox, service: Running, way: str) -> None:
+    """Blocks count, not lengths, and a file once, whatever its names."""
     box: Box = await make_box(resources=LIMIT)
     await box.start("agent", "python3", "-c", program(NOTHING[way]))
     async for event in box.watch("agent"):
@@ -160,9 +162,10 @@ async def test_what_only_seems_to_take_much_is_not_stopped(make_box: MakeBox, se
     assert await box.out("echo works") == "works"
 
 
+@pytest.mark.requirement("R95")
 @pytest.mark.parametrize("place", ["/tmp", "/dev/shm", "/var/tmp"])
 async def test_places_in_memory_have_their_own_size_and_number_of_files(make_box: MakeBox, place: str) -> None:
-    """R95: /tmp and /dev/shm included."""
+    """/tmp and /dev/shm included."""
     box: Box = await make_box(resources=LIMIT)
     inside = f"os.chdir({place!r}); "
     for what in ("fill(opened('big'), 16)", "for n in range(1000): os.close(opened('f%d' % n))"):
@@ -172,8 +175,9 @@ async def test_places_in_memory_have_their_own_size_and_number_of_files(make_box
     assert await box.out("echo works") == "works"
 
 
+@pytest.mark.requirement("R95")
 async def test_no_other_place_can_be_written(make_box: MakeBox) -> None:
-    """R95: what is not the layer on disk, /tmp or /dev/shm is read-only or full."""
+    """What is not the layer on disk, /tmp or /dev/shm is read-only or full."""
     box: Box = await make_box(resources=LIMIT)
     mounts = await box.out("cat /proc/self/mounts")
     writable = set()
@@ -187,10 +191,11 @@ async def test_no_other_place_can_be_written(make_box: MakeBox) -> None:
         assert made.exit.code != 0, place
 
 
+@pytest.mark.requirement("R95")
 async def test_space_is_not_taken_without_writing_where_it_is_watched(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R95: an allocation would take the whole disk before anybody looks; programs write instead."""
+    """An allocation would take the whole disk before anybody looks; programs write instead."""
     box: Box = await make_box(resources=LIMIT)
     result = await box.run("fallocate", "-l", "1M", "file")
     if capabilities.disk_limit == sb.DISK_LIMIT_HARD:
@@ -213,10 +218,11 @@ async def snapshot_of(service: Running, shell: str) -> ss.Snapshot:
     raise AssertionError("no snapshot")
 
 
-async def test_what_a_fork_stands_on_counts_for_it(
+@pytest.mark.requirement("R95")
+async def test_snapshots_files_count_for_its_forks(
     make_box: MakeBox, service: Running, capabilities: sb.Capabilities
 ) -> None:
-    """R95: its snapshot's files and its own are together what a machine's disk of that size would hold."""
+    """Its snapshot's files and its own are together what a machine's disk of that size would hold."""
     snapshot = await snapshot_of(service, "head -c 16M /dev/zero > base")
     base = sb.Base(snapshot_id=snapshot.snapshot_id)
     fork: Box = await make_box(base=base, resources=LIMIT)
@@ -234,10 +240,11 @@ async def test_what_a_fork_stands_on_counts_for_it(
     assert [violation.field for violation in error.violations] == ["spec.resources.disk_bytes"]
 
 
+@pytest.mark.requirement("R95")
 async def test_a_live_fork_counts_what_it_got(
     make_box: MakeBox, service: Running, capabilities: sb.Capabilities
 ) -> None:
-    """R95: an agent's copies do not begin with an empty disk."""
+    """An agent's copies do not begin with an empty disk."""
     if not capabilities.live_fork:
         assert service.name == "local-ordinary-user", "only where nothing can be frozen"
         return

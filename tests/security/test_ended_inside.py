@@ -43,9 +43,10 @@ def parts_of(service: int, seconds: str) -> dict[str, int]:
     return {"first process": int(first["Pid"]), "door": int(process["PPid"]), "spawner": spawner_of(service)}
 
 
+@pytest.mark.requirement("R93")
 @pytest.mark.parametrize("part", ["first process", "door", "spawner"])
-async def test_a_sandbox_tells_whether_it_was_ended_from_within(make_box: MakeBox, service: Running, part: str) -> None:
-    """R93: by its first process or its door alone; not where the spawner ends, with which every sandbox does."""
+async def test_sandbox_reports_whether_it_was_ended_from_within(make_box: MakeBox, service: Running, part: str) -> None:
+    """By its first process or its door alone; not where the spawner ends, with which every sandbox does."""
     box: Box = await make_box()
     seconds = str(10**6 + secrets.randbelow(10**9))
     await box.start("agent", "sleep", seconds)
@@ -67,8 +68,9 @@ async def test_a_sandbox_tells_whether_it_was_ended_from_within(make_box: MakeBo
     assert error.metadata.get("ended_inside") == ("true" if inside else None)
 
 
+@pytest.mark.requirement("R93")
 async def test_a_call_that_finds_the_sandbox_ending_says_why_as_well(make_box: MakeBox, service: Running) -> None:
-    """R93: what was asked while the sandbox ended has the same reason as what is asked later."""
+    """What was asked while the sandbox ended has the same reason as what is asked later."""
     box: Box = await make_box()
     seconds = str(10**6 + secrets.randbelow(10**9))
     await box.start("agent", "sleep", seconds)
@@ -83,10 +85,11 @@ async def test_a_call_that_finds_the_sandbox_ending_says_why_as_well(make_box: M
         assert (error.reason, error.metadata.get("ended_inside")) == ("SANDBOX_LOST", "true")
 
 
-async def test_an_agent_cannot_end_its_sandbox_by_limits_or_by_memory_without_being_told(
+@pytest.mark.requirement("R93")
+async def test_agent_ending_its_sandbox_by_limits_or_memory_is_reported(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R93: no time limit on the first process; and when memory runs out, an agent dies of it or is told to have."""
+    """No time limit on the first process; and when memory runs out, an agent dies of it or is told to have."""
     limits = sb.Resources(memory_bytes=96 << 20) if capabilities.limit_memory else None
     box: Box = await make_box(resources=limits)
     cut = "import resource\ntry:\n resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))\nexcept OSError: print('refused')"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.support.copying import REPLY, copy_task, finish, training
 from tests.support.policy import bash, prompt_text
-from tests.support.stack import Running, stack_in
+from tests.support.services.stack import Running, stack_in
 
 from penstock.client import (
     Failure,
@@ -75,9 +75,10 @@ async def failure_of(handle: RolloutHandle) -> Failure:
     return finished.result.outcome.failure
 
 
+@pytest.mark.requirement("R95")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system is root's")
 async def test_agents_that_fill_the_disk_break_no_journal_and_no_neighbour() -> None:
-    """R95: each keeps within its own limit, together they are more than the disk; the journals are on the same one."""
+    """Each keeps within its own limit, together they are more than the disk; the journals are on the same one."""
     label = secrets.token_hex(8)
     within, beyond = LIMIT // MIB - 100, LIMIT // MIB + 300
     fill = "head -c {}M /dev/zero > fill; sleep 3000"

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 from google.protobuf.struct_pb2 import Struct
 from tests.support.copying import Finished, finish, training
-from tests.support.endpoint import gate_rollout
+from tests.support.endpoints.endpoint import gate_rollout
 from tests.support.network import AGENT_PORT, METADATA, host_addresses
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import (
     ArtifactCollected,
@@ -150,15 +151,16 @@ async def attack(stack: Running) -> Attack:
     return Attack(json.loads(artifacts[0].content), finished, stack, handle.rollout_id, len(seen.calls))
 
 
-async def test_its_own_model_endpoint_works(attack: Attack) -> None:
+async def test_a_hostile_agents_own_model_endpoint_works(attack: Attack) -> None:
     """The positive control: what follows is refused, not broken."""
     status, body = attack.report["endpoint"]["own"]
     assert status == 200, body
     assert "the positive control's answer" in body
 
 
+@pytest.mark.requirement("R14")
 async def test_no_address_takes_a_connection_but_its_one_endpoint(attack: Attack) -> None:
-    """R14: every listening port of the host at every address, the metadata address, IPv6, UDP and its own loopback."""
+    """Every listening port of the host at every address, the metadata address, IPv6, UDP and its own loopback."""
     assert attack.report["network"], "it tried nothing"
     assert {target: how for target, how in attack.report["network"].items() if how == "done"} == {}
     assert "done" not in attack.report["datagrams"].values(), attack.report["datagrams"]
@@ -170,8 +172,8 @@ async def test_no_address_takes_a_connection_but_its_one_endpoint(attack: Attack
     assert named == []
 
 
-async def test_another_rollouts_endpoint_is_shut_and_looks_like_one_that_does_not_exist(attack: Attack) -> None:
-    """R4, R5"""
+@pytest.mark.requirement("R4", "R5")
+async def test_foreign_rollouts_endpoint_looks_like_an_absent_one(attack: Attack) -> None:
     endpoint = attack.report["endpoint"]
     unknown = endpoint["unknown with own token"]
     assert unknown[0] == 401
@@ -190,8 +192,9 @@ async def test_another_rollouts_endpoint_is_shut_and_looks_like_one_that_does_no
     assert attack.other_calls == 0
 
 
-async def test_the_ingress_has_no_administration_and_is_no_way_to_the_control_plane(attack: Attack) -> None:
-    """R14, R16: other paths, other methods, gRPC, proxying and absolute addresses all end at the ingress."""
+@pytest.mark.requirement("R14", "R16")
+async def test_ingress_has_no_administration_and_no_way_to_the_control_plane(attack: Attack) -> None:
+    """Other paths, other methods, gRPC, proxying and absolute addresses all end at the ingress."""
     endpoint = attack.report["endpoint"]
     assert {path: status for path, (status, _) in endpoint["admin"].items() if status not in (401, 404)} == {}
     for attempt in ("deleting", "close", "gRPC by HTTP/1.1"):
@@ -203,8 +206,8 @@ async def test_the_ingress_has_no_administration_and_is_no_way_to_the_control_pl
     assert "HTTP/2" not in endpoint["gRPC preface"].split("\r\n")[0]
 
 
+@pytest.mark.requirement("R12", "R45")
 async def test_no_file_of_the_host_can_be_read(attack: Attack) -> None:
-    """R12, R45"""
     readable = {path: shown for path, shown in attack.report["files"].items() if ":" in shown}
     harmless = {
         "/root": "entries: ",
@@ -220,8 +223,9 @@ async def test_no_file_of_the_host_can_be_read(attack: Attack) -> None:
     assert readable == {}
 
 
-async def test_no_secret_and_nothing_of_the_hosts_environment_is_in_any_process_that_it_sees(attack: Attack) -> None:
-    """R1, R12: an allow-list; the key is in the agent's file alone."""
+@pytest.mark.requirement("R1", "R12")
+async def test_visible_processes_hold_no_secret_and_no_host_environment(attack: Attack) -> None:
+    """An allow-list; the key is in the agent's file alone."""
     running = attack.running
     known = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TMPDIR", "PWD", "LC_CTYPE"}
     assert set(attack.report["environment"]) - known == set()
@@ -232,13 +236,15 @@ async def test_no_secret_and_nothing_of_the_hosts_environment_is_in_any_process_
     assert attack.report["identity"][0] != 0
 
 
-async def test_it_can_gain_no_privilege(attack: Attack) -> None:
-    """R47, R55, R60: nor trace its init, where its code would live on while the verifier works."""
+@pytest.mark.requirement("R47", "R55", "R60")
+async def test_a_hostile_agent_gains_no_privilege(attack: Attack) -> None:
+    """Nor trace its init, where its code would live on while the verifier works."""
     assert {name: how for name, how in attack.report["privileges"].items() if how == "done"} == {}
 
 
-async def test_it_cannot_forge_its_reward(attack: Attack) -> None:
-    """R60, R72, R75, R76: its daemon is dead, its links and files are replaced, its dot-files and shims are not run."""
+@pytest.mark.requirement("R60", "R72", "R75", "R76")
+async def test_a_hostile_agent_cannot_forge_its_reward(attack: Attack) -> None:
+    """Its daemon is dead, its links and files are replaced, its dot-files and shims are not run."""
     assert attack.finished.reward == 0.0, attack.finished.agent_said()
     first = attack.finished.commands(Phase.VERIFYING)[0]
     assert first.exit.ok
@@ -247,8 +253,9 @@ async def test_it_cannot_forge_its_reward(attack: Attack) -> None:
     assert "the verifier is a link" not in seen
 
 
+@pytest.mark.requirement("R40", "R59", "R72")
 async def test_an_agent_that_kills_everything_it_can_gets_no_reward(stack: Running) -> None:
-    """R40, R59, R72: its parent, its init, then all: however that ends, it is typed and no reward of its own."""
+    """Its parent, its init, then all: however that ends, it is typed and no reward of its own."""
     await stack.ps.agents.register(hostile_spec())
     label = secrets.token_hex(8)
     async with gate_rollout(stack) as other, training(stack, label, lambda _prompt: "yes"):

@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 
 import pytest
 import pytest_asyncio
-from tests.support import dockerd
-from tests.support.stack import running
+from tests.support.docker import dockerd
+from tests.support.services.stack import running
 
 from penstock import redteam
 from penstock.redteam import Attack, Grading, Result, Verdict
@@ -41,6 +41,9 @@ NOT_ON_LOCAL: Final = (
     *("first-process-as-nobody", "first-process-as-root", "as-what-serves-it", "system-as-root"),  # it has one user
     "unreadable-system-program",  # where the machine has none; `test_survivors` brings one
 )
+BESIDE_OTHERS: Final = ("oom-the-server", "disk", "disk-nameless", "disk-files", "inodes", "watches")
+"""Attacks that a user's deployment meets alone, for its other work's sake. Each ends at its own sandbox's limits and
+must leave its neighbour's reward alone, and all at once must as well."""
 # The first test of a deployment waits for all of its attacks.
 pytestmark = pytest.mark.timeout(1200)
 
@@ -53,7 +56,12 @@ async def attacked(
 ) -> AsyncIterator[Results]:
     """What came of the attacks that are asked for, all on one deployment."""
     chosen = [
-        attack.model_copy(update={"grading": tuple(grading for other, grading in jobs if other.name == attack.name)})
+        attack.model_copy(
+            update={
+                "grading": tuple(grading for other, grading in jobs if other.name == attack.name),
+                "alone": attack.alone and attack.name not in BESIDE_OTHERS,
+            }
+        )
         for attack in redteam.registry().values()
         if any(other.name == attack.name for other, _ in jobs)
     ]
@@ -116,34 +124,51 @@ def expect_held(result: Result, cannot: tuple[str, ...] = ()) -> None:
     assert result.verdict is Verdict.HELD, f"{result.attack.tries}\n{result.reasons}\n{result.failure}"
 
 
+@pytest.mark.requirement(
+    "R4", "R13", "R14", "R43", "R60", "R72", "R73", "R74", "R75", "R76", "R89", "R90", "R91", "R92", "R93", "R95", "R96"
+)
 @pytest.mark.parametrize("job", JOBS, ids=name)
 async def test_an_attack_on_local_sandboxes_is_held(job: tuple[Attack, Grading], on_local: Results) -> None:
-    """R4, R13, R14, R43, R60, R72-R76, R89-R93, R95, R96: it gains no reward and no retry, and harms nobody."""
+    """It gains no reward and no retry, and harms nobody."""
     expect_held(on_local[job[0].name, job[1]], NOT_ON_LOCAL)
 
 
+@pytest.mark.requirement(
+    "R4", "R13", "R14", "R43", "R60", "R72", "R73", "R74", "R75", "R76", "R89", "R90", "R91", "R92", "R93", "R95", "R96"
+)
 @pytest.mark.parametrize("job", JOBS, ids=name)
 async def test_an_attack_on_docker_sandboxes_is_held(job: tuple[Attack, Grading], on_docker: Results) -> None:
-    """R4, R13, R14, R43, R60, R72-R76, R89-R93, R95, R96: as on local sandboxes; as root and nobody as well."""
+    """As on local sandboxes; as root and nobody as well."""
     expect_held(on_docker[job[0].name, job[1]])
 
 
+@pytest.mark.requirement("R14", "R72", "R73", "R74", "R75", "R76", "R91", "R92", "R93")
 @pytest.mark.parametrize("job", [job for job in JOBS if job[0].name in ON_GVISOR], ids=name)
 async def test_an_attack_on_gvisors_sandboxes_is_held(job: tuple[Attack, Grading], on_gvisor: Results) -> None:
-    """R14, R72-R76, R91-R93: on a kernel of the sandbox's own, with what serves it inside."""
+    """On a kernel of the sandbox's own, with what serves it inside."""
     expect_held(on_gvisor[job[0].name, job[1]])
 
 
+@pytest.mark.requirement("R72")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no compiler (cc)")
 def test_every_program_can_be_made_where_there_is_a_compiler() -> None:
-    """R72: one that cannot would count as not applicable everywhere."""
+    """One that cannot would count as not applicable everywhere."""
     made = [spec_of(attack) for attack in redteam.registry().values()]
     assert len({spec.name for spec in made}) == len(made)
 
 
-def test_there_are_attacks_of_every_class_and_each_has_a_name_of_its_own() -> None:
-    """R13, R72: what a policy could learn is tried in every way that it could want."""
+@pytest.mark.requirement("R13", "R72")
+def test_attacks_cover_every_class_with_unique_names() -> None:
+    """What a policy could learn is tried in every way that it could want."""
     attacks = redteam.registry()
     assert {attack.attack_class for attack in attacks.values()} == set(redteam.AttackClass)
     assert len(attacks) >= 60
     assert all(attack.name == name for name, attack in attacks.items())
+
+
+@pytest.mark.requirement("R72")
+@pytest.mark.parametrize("name", BESIDE_OTHERS)
+def test_concurrent_attack_is_not_judged_by_a_services_memory(name: str) -> None:
+    """That is one attack's doing only while it runs alone."""
+    assert redteam.registry()[name].alone
+    assert redteam.registry()[name].expected.max_growth_bytes is None

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tests.support.stack import OBSERVER_TOKEN, Running
+from tests.support.services.stack import OBSERVER_TOKEN, Running
 
 _PROTOS: Final = Path(__file__).resolve().parents[2] / "protos"
 _SERVICES: Final = ("sandbox", "driver", "interception", "inference")
@@ -80,7 +80,7 @@ async def _refusal(running: Running, server: str, name: str, *tokens: str) -> tu
         }
         invoke = calls[method.client_streaming, method.server_streaming](f"/{name}")
         # Nothing is written to a request stream: a refusal comes first, and a write that loses the race is an error.
-        call = invoke(*(() if method.client_streaming else (b"",)), metadata=metadata, timeout=20)
+        call = invoke(*(() if method.client_streaming else (b"",)), metadata=metadata, timeout=60)
         try:
             if method.server_streaming and not method.client_streaming:
                 await call.read()  # the first answer is enough where the stream has no end
@@ -109,24 +109,25 @@ def test_the_table_names_only_methods_that_exist() -> None:
     assert len(METHODS) > 60
 
 
+@pytest.mark.requirement("R6")
 @pytest.mark.parametrize("service", _SERVICES)
-async def test_what_a_service_really_serves_is_in_these_tests(stack: Running, service: Any) -> None:
-    """R6: asked by reflection, so that a service that somebody adds is not served untested."""
+async def test_served_rpcs_are_all_in_these_tests(stack: Running, service: Any) -> None:
+    """Asked by reflection, so that a service that somebody adds is not served untested."""
     credential = (("authorization", f"Bearer {stack.stack.operator_token}"),)
     async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        answer = await stub.ServerReflectionInfo(asked, metadata=credential, timeout=20).read()
+        answer = await stub.ServerReflectionInfo(asked, metadata=credential, timeout=60).read()
         served = {each.name for each in answer.list_services_response.service}
     tested = {name.partition("/")[0] for server, name in SERVED if server == service}
     assert served - _BESIDE == tested
 
 
+@pytest.mark.requirement("R3", "R5", "R6", "R14")
 @pytest.mark.parametrize(("server", "name"), SERVED)
-async def test_an_rpc_without_a_valid_token_is_refused_before_its_request_is_looked_at(
+async def test_rpc_without_a_valid_token_is_refused_before_its_request_is_read(
     stack: Running, server: str, name: str
 ) -> None:
-    """R3, R5, R6, R14"""
     unauthenticated = grpc.StatusCode.UNAUTHENTICATED
     assert await _refusal(stack, server, name) == (unauthenticated, "CREDENTIAL_MISSING")
     for wrong in ("0" * 64, "", stack.stack.operator_token[:-1], stack.stack.operator_token + "0"):
@@ -135,9 +136,10 @@ async def test_an_rpc_without_a_valid_token_is_refused_before_its_request_is_loo
     assert both == (unauthenticated, "CREDENTIAL_INVALID")
 
 
+@pytest.mark.requirement("R6", "R14")
 @pytest.mark.parametrize(("server", "name"), SERVED)
 async def test_an_observer_may_read_and_nothing_else(stack: Running, server: str, name: str) -> None:
-    """R6, R14: each RPC that changes state, or shows what a sandbox holds, refuses an observer."""
+    """Each RPC that changes state, or shows what a sandbox holds, refuses an observer."""
     code, reason = await _refusal(stack, server, name, OBSERVER_TOKEN)
     if _allowed_to_observers(name):
         assert code is not grpc.StatusCode.PERMISSION_DENIED, reason
@@ -146,11 +148,11 @@ async def test_an_observer_may_read_and_nothing_else(stack: Running, server: str
         assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED")
 
 
+@pytest.mark.requirement("R6", "R7")
 @pytest.mark.parametrize("service", _SERVICES)
 async def test_reflection_wants_a_token_and_health_says_alive_to_anybody(stack: Running, service: Any) -> None:
-    """R6, R7"""
     async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
         health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
-        assert await health(b"", timeout=20) == b"\x08\x01"
+        assert await health(b"", timeout=60) == b"\x08\x01"
         reflection: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-        assert await reflection(timeout=20).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await reflection(timeout=60).code() is grpc.StatusCode.UNAUTHENTICATED

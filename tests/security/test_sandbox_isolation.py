@@ -52,8 +52,8 @@ def processes_of(argument: str) -> tuple[dict[str, str], dict[str, str]]:
     return status(found), first
 
 
+@pytest.mark.requirement("R13", "R47")
 async def test_a_process_has_no_capability_and_gains_none(box: Box) -> None:
-    """R13, R47"""
     status = await box.out("grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status")
     values = dict(line.split(":\t") for line in status.splitlines())
     assert {values[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
@@ -61,8 +61,9 @@ async def test_a_process_has_no_capability_and_gains_none(box: Box) -> None:
     assert (await box.run(shell="su -c id || sudo -n id || mount -t tmpfs none /mnt")).exit.code != 0
 
 
-async def test_the_first_process_is_confined_and_no_other_can_trace_or_write_to_it(box: Box) -> None:
-    """R13, R60, R91: code put into it would outlive the processes that are killed before a verifier starts."""
+@pytest.mark.requirement("R13", "R60", "R91")
+async def test_first_process_is_confined_and_cannot_be_traced_or_written(box: Box) -> None:
+    """Code put into it would outlive the processes that are killed before a verifier starts."""
     # No other run on this machine sleeps as long.
     seconds = str(10**6 + secrets.randbelow(10**9))
     await box.start("waits", "sleep", seconds)
@@ -89,8 +90,9 @@ for name in ("mem", "environ", "ns/uts", "oom_score_adj", "task/1/oom_score_adj"
     assert said == ["EPERM", "EPERM", "ENOENT", "ENOENT", "ENOENT", "ENOENT", "ENOENT"]
 
 
+@pytest.mark.requirement("R93")
 async def test_no_limit_priority_or_place_of_the_first_process_can_be_set(box: Box) -> None:
-    """R93: its end is the sandbox's; what programs set for themselves and for each other goes on working."""
+    """Its end is the sandbox's; what programs set for themselves and for each other goes on working."""
     probe = r"""
 import ctypes, errno, os, platform, resource, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
@@ -133,14 +135,14 @@ print("fine")
     assert (result.stdout, result.stderr) == (b"fine\n", b"")
 
 
-async def test_a_process_is_told_little_of_the_machine(box: Box) -> None:
-    """R12"""
+@pytest.mark.requirement("R12")
+async def test_process_sees_little_of_the_machine(box: Box) -> None:
     for path in ("cmdline", "config.gz", "iomem", "ioports", "kallsyms", "keys", "modules"):
         assert await box.out(f"cat /proc/{path} 2>/dev/null || true") == "", path
 
 
+@pytest.mark.requirement("R13")
 async def test_new_namespaces_and_dangerous_calls_are_refused(box: Box) -> None:
-    """R13"""
     probe = """
 import ctypes, errno, os, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -161,8 +163,9 @@ print(refused(libc.chroot(b"/")))
     assert lines[2:] == ["EPERM", "EPERM", "EPERM", "ENOSYS", "EPERM", "EPERM"]
 
 
-async def test_what_serves_the_sandbox_is_not_to_be_seen_in_it(box: Box, service: Running) -> None:
-    """R12, R14: neither the door, nor the service, nor the host's processes."""
+@pytest.mark.requirement("R12", "R14")
+async def test_serving_processes_are_invisible_in_the_sandbox(box: Box, service: Running) -> None:
+    """Neither the door, nor the service, nor the host's processes."""
     look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /proc/[0-9]*/environ; ls -la /proc/[0-9]*/fd; :"
     seen = await box.out(look)
     for trace in ("penstock_sandbox", "spawner", "bwrap", str(service.process.pid), str(service.state_dir)):
@@ -171,13 +174,14 @@ async def test_what_serves_the_sandbox_is_not_to_be_seen_in_it(box: Box, service
     assert "sk-host-secret" not in await box.out("cat /proc/self/mountinfo /proc/self/cgroup; env")
 
 
+@pytest.mark.requirement("R12")
 async def test_a_process_inherits_no_descriptor(box: Box) -> None:
-    """R12"""
     assert await box.out("ls /proc/self/fd | wc -l") == "4"  # three, and the listing's own
 
 
-async def test_a_job_of_the_services_in_the_sandbox_cannot_be_read_or_traced(box: Box) -> None:
-    """R12: copying a tree runs a moment inside, with the rights of the sandbox's user and nothing to steal."""
+@pytest.mark.requirement("R12")
+async def test_service_job_in_the_sandbox_cannot_be_read_or_traced(box: Box) -> None:
+    """Copying a tree runs a moment inside, with the rights of the sandbox's user and nothing to steal."""
     await box.run(shell="head -c 30000000 /dev/urandom > big")
     script = r"""
 import os, sys
@@ -212,8 +216,9 @@ print(sorted(seen))
     assert (stdout, ended.code) == (b"watching\n[]\n", 0), stderr
 
 
+@pytest.mark.requirement("R13")
 async def test_code_planted_where_the_services_packages_are_is_never_run(box: Box) -> None:
-    """R13: the door works inside the sandbox's root and must import nothing from it."""
+    """The door works inside the sandbox's root and must import nothing from it."""
     folder = penstock_sandbox.__path__[0]
     plant = f"mkdir -p {folder}/spawner && for f in {folder}/__init__ {folder}/spawner/door json tarfile encodings; do "
     plant += 'mkdir -p $(dirname $f); echo \'open("/workspace/ran", "w")\' > $f.py; done'
@@ -225,8 +230,9 @@ async def test_code_planted_where_the_services_packages_are_is_never_run(box: Bo
     assert await box.out("ls ran 2>/dev/null || echo nothing ran") == "nothing ran"
 
 
+@pytest.mark.requirement("R4")
 async def test_a_sandbox_cannot_use_up_the_connections_of_the_service(make_box: MakeBox) -> None:
-    """R4: a rollout's agent cannot starve another's."""
+    """A rollout's agent cannot starve another's."""
     greedy = await make_box(network=one_endpoint("127.0.0.1:1"))
     flood = "import socket\ns = []\nfor _ in range(600):\n c = socket.socket(); c.settimeout(5)\n"
     flood += " try: c.connect(('127.0.0.1', 4000)); s.append(c)\n except OSError: pass\nprint('done')"
@@ -235,8 +241,8 @@ async def test_a_sandbox_cannot_use_up_the_connections_of_the_service(make_box: 
     assert await other.out("echo fine") == "fine"
 
 
+@pytest.mark.requirement("R2")
 async def test_a_key_with_every_metacharacter_stays_one_value(box: Box) -> None:
-    """R2"""
     key = "sk-test '$(leak)\"`id`;&|<>\\\n*?[]{}~#!%"
     result = await box.run("printenv", "KEY", secret_env={"KEY": key})
     assert result.stdout == key.encode() + b"\n"

@@ -74,8 +74,9 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.requirement("R14")
 async def test_siblings_of_one_user_share_nothing_that_either_can_touch(service: Running) -> None:
-    """R14: processes, memory, queues, sockets and files of a fork, looked for from another of the same host user."""
+    """Processes, memory, queues, sockets and files of a fork, looked for from another of the same host user."""
     asleep = str(10**6 + secrets.randbelow(10**9))
     _, snapshot = await prepare(service)
     one, other = await fork(service, snapshot.snapshot_id, 2)
@@ -99,6 +100,81 @@ async def test_siblings_of_one_user_share_nothing_that_either_can_touch(service:
         request = ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id)
         await service.sandboxes.DeleteSnapshot(request, timeout=60)
     assert not [folder for folder in Path("/proc").glob("[0-9]*") if asleep in _arguments(folder)]
+
+
+# What the kernel counts for a user or for the machine: each kind is taken to its end, or a few of it are asked for.
+COUNTED = r"""
+import ctypes, json, os, signal, socket, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+held = []
+
+def watchers():
+    if libc.inotify_init() < 0:
+        raise OSError
+
+def timers():
+    if libc.timer_create(1, None, ctypes.create_string_buffer(8)) != 0:
+        raise OSError
+
+def terminals():
+    held.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+
+def descriptors():
+    pair = socket.socketpair()
+    pair[0].setblocking(False)
+    held.append(pair)
+    socket.send_fds(pair[0], [b"x"], [0] * 250)
+
+counts = {}
+for kind, most in json.loads(sys.argv[1]).items():
+    counts[kind] = 0
+    try:
+        while counts[kind] < most:
+            globals()[kind]()
+            counts[kind] += 1
+    except OSError:
+        pass
+print(json.dumps(counts), flush=True)
+if sys.argv[2:]:
+    signal.pause()
+"""
+ALL = {"watchers": 100_000, "timers": 100_000, "terminals": 10_000}
+A_FEW = {"watchers": 8, "timers": 100, "terminals": 8}
+
+
+@pytest.mark.requirement("R14", "R76", "R95")
+async def test_greedy_fork_leaves_its_siblings_and_the_service_their_share(
+    service: Running,
+) -> None:
+    """Watchers, timers and terminals; and with as many descriptors under way as its user may have, for
+    which the service of an ordinary user was once refused to start anything in any sandbox."""
+    _, snapshot = await prepare(service)
+    greedy, other = await fork(service, snapshot.snapshot_id, 2)
+    try:
+        wanted = json.dumps({"descriptors": 100_000, **ALL})
+        await greedy.start("takes", "python3", "-c", COUNTED, wanted, "stay")
+        taken = await counts(greedy, "takes")
+        assert all(A_FEW.get(kind, 0) < number < 100_000 for kind, number in taken.items()), taken
+        found = await other.run("python3", "-c", COUNTED, json.dumps(A_FEW))
+        assert json.loads(found.stdout) == A_FEW
+        refused = await greedy.run("python3", "-c", COUNTED, json.dumps({"descriptors": 1}))
+        assert json.loads(refused.stdout) == {"descriptors": 0}, "its user has none left, and both commands ran"
+    finally:
+        for box in (greedy, other):
+            await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=60)
+        request = ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id)
+        await service.sandboxes.DeleteSnapshot(request, timeout=60)
+
+
+async def counts(box: Box, process_id: str) -> dict[str, int]:
+    """What a process that stays says that it took."""
+    said = b""
+    async for event in box.watch(process_id):
+        said += event.chunk.data
+        if event.HasField("exit") or said.endswith(b"\n"):
+            break
+    found: dict[str, int] = json.loads(said)
+    return found
 
 
 async def look(box: Box, asleep: str, number: str) -> list[str]:

@@ -84,8 +84,9 @@ print(json.dumps({"paths": sorted(paths), "done": done, "changed": changed, "wri
 """
 
 
-async def test_nothing_at_the_top_level_or_in_it_can_be_changed_replaced_or_removed(box: Box) -> None:
-    """R90: by a service that is root, and by one whose own user the agent's is."""
+@pytest.mark.requirement("R90")
+async def test_top_level_files_cannot_be_changed_replaced_or_removed(box: Box) -> None:
+    """By a service that is root, and by one whose own user the agent's is."""
     result = await box.run("python3", "-I", "-c", ATTEMPTS, json.dumps(sorted(OURS)), output_limit=1_000_000)
     assert result.exit.code == 0, result.stderr.decode()
     found = json.loads(result.stdout)
@@ -95,13 +96,15 @@ async def test_nothing_at_the_top_level_or_in_it_can_be_changed_replaced_or_remo
     assert (found["done"], found["changed"], found["writable"]) == ([], [], [])
 
 
+@pytest.mark.requirement("R90")
 async def test_a_service_says_whether_its_sandboxes_system_is_read_only(capabilities: sb.Capabilities) -> None:
-    """R90: whoever grades in place may rely on it."""
+    """Whoever grades in place may rely on it."""
     assert capabilities.system_read_only
 
 
-async def test_no_loader_shell_or_library_of_an_agents_own_is_run_in_place_of_the_systems(box: Box) -> None:
-    """R90: the ways that made a reward."""
+@pytest.mark.requirement("R90")
+async def test_agents_own_loader_shell_or_library_never_replaces_the_systems(box: Box) -> None:
+    """The ways that made a reward."""
     attack = """
     rm -rf /lib64 /bin /lib /sbin; mkdir /lib64 /bin; mv /opt /opt2; mv /etc /etc2; mv /usr /usr2
     cp /usr/bin/true /lib64/ld-linux-x86-64.so.2; cp /usr/bin/true /bin/bash
@@ -114,8 +117,9 @@ async def test_no_loader_shell_or_library_of_an_agents_own_is_run_in_place_of_th
     assert (await box.run("python3", "-I", "-c", "print(6 * 7)")).stdout == b"42\n"
 
 
-async def test_new_names_at_the_top_level_are_the_users_and_stay_in_snapshots(make_box: MakeBox) -> None:
-    """R90: a task may keep its work at /app; what is there by now is protected, what is not may be made."""
+@pytest.mark.requirement("R90")
+async def test_new_top_level_names_are_the_users_and_stay_in_snapshots(make_box: MakeBox) -> None:
+    """A task may keep its work at /app; what is there by now is protected, what is not may be made."""
     box = await make_box()
     await box.out("mkdir /app /logs && echo kept > /app/file && echo x > /top && rm /top && echo y > /var/tmp/scratch")
     await box.write("/tests/check.sh", b"echo fine")

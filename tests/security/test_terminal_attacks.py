@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import Command, Penstock, RewardFrom, SeedFile, Task, TerminalHandle, Verifier
 
@@ -46,6 +46,7 @@ async def graded(terminal: TerminalHandle) -> tuple[float | None, list[int | Non
     return (None if end.reward is None else end.reward.value), [command.exit.code for command in told.verifier]
 
 
+@pytest.mark.requirement("R60", "R72", "R75")
 @pytest.mark.parametrize(
     "away",
     [
@@ -56,8 +57,8 @@ async def graded(terminal: TerminalHandle) -> tuple[float | None, list[int | Non
     ],
     ids=["in the background", "in a session of its own", "without an environment", "orphaned and deaf"],
 )
-async def test_who_waits_for_the_verifier_is_dead_before_it_starts(penstock: Penstock, away: str) -> None:
-    """R60, R72, R75: nothing that a command left running sees the verifier's files or its reward."""
+async def test_waiting_process_is_dead_before_the_verifier_starts(penstock: Penstock, away: str) -> None:
+    """Nothing that a command left running sees the verifier's files or its reward."""
     async with await penstock.terminals.open(task()) as terminal:
         await terminal.run(Command(shell="export FORGE", env={"FORGE": FORGE}))
         seen = await terminal.run(f"{away}\nuntil [ -e alive ]; do sleep 0.05; done; echo it runs")
@@ -66,8 +67,9 @@ async def test_who_waits_for_the_verifier_is_dead_before_it_starts(penstock: Pen
         assert await graded(terminal) == (0.25, [0, 0])
 
 
-async def test_what_is_laid_in_the_verifiers_way_is_not_followed(penstock: Penstock) -> None:
-    """R72, R75: links, directories and programs in the place of its files, and a reward that is there already."""
+@pytest.mark.requirement("R72", "R75")
+async def test_obstacles_to_the_verifier_are_not_followed(penstock: Penstock) -> None:
+    """Links, directories and programs in the place of its files, and a reward that is there already."""
     async with await penstock.terminals.open(task()) as terminal:
         await terminal.run("echo 'echo 1 > $PENSTOCK_REWARD_FILE' > mine.sh; ln -s mine.sh check.sh")
         await terminal.run(
@@ -97,8 +99,9 @@ async def test_a_command_that_breaks_its_shells_state_breaks_its_own_only(pensto
         assert await graded(terminal) == (0.25, [0, 0])
 
 
+@pytest.mark.requirement("R59", "R74")
 async def test_killing_all_that_it_can_reach_gives_no_reward_but_the_verifiers(penstock: Penstock) -> None:
-    """R59, R74: every process of the sandbox gets a SIGKILL; the episode goes on, or ends by type, and is not paid."""
+    """Every process of the sandbox gets a SIGKILL; the episode goes on, or ends by type, and is not paid."""
     async with await penstock.terminals.open(task()) as terminal:
         seen = await terminal.run("kill -9 -1; kill -9 1 $PPID $$")
         if seen.ended:
@@ -110,8 +113,9 @@ async def test_killing_all_that_it_can_reach_gives_no_reward_but_the_verifiers(p
             assert await graded(terminal) == (0.25, [0, 0])
 
 
+@pytest.mark.requirement("R37", "R40")
 async def test_processes_without_end_are_cut_by_the_limits(penstock: Penstock) -> None:
-    """R37, R40: a bomb of processes ends with its command's time, and the shell is as it was before."""
+    """A bomb of processes ends with its command's time, and the shell is as it was before."""
     async with await penstock.terminals.open(task()) as terminal:
         await terminal.run("word=before")
         seen = await terminal.run("for i in $(seq 60); do (trap '' TERM; sleep 1000) & done; wait", timeout=2)
@@ -122,8 +126,9 @@ async def test_processes_without_end_are_cut_by_the_limits(penstock: Penstock) -
         assert after.result.stdout == b"before\n0\n"
 
 
+@pytest.mark.requirement("R14")
 async def test_the_sandbox_reaches_no_service(stack: Running) -> None:
-    """R14: an episode has no network at all: none of the services, and none of their ports."""
+    """An episode has no network at all: none of the services, and none of their ports."""
     async with await stack.ps.terminals.open(task()) as terminal:
         tried = "; ".join(f"(: < /dev/tcp/127.0.0.1/{port}) && echo open" for port in stack.ports.values())
         seen = await terminal.run(f"{tried}; cat /proc/net/dev | grep -vc 'lo:\\||'")

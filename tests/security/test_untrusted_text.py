@@ -15,9 +15,9 @@ import aiohttp
 import grpc
 import pytest
 from tests.support.copying import Finished, finish, training
-from tests.support.endpoint import gate_rollout, metadata
-from tests.support.stack import Running
-from tests.support.upstream import vendor
+from tests.support.endpoints.endpoint import gate_rollout, metadata
+from tests.support.endpoints.upstream import vendor
+from tests.support.services.stack import Running
 from yarl import URL
 
 from penstock.client import (
@@ -32,7 +32,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
-from penstock.client.chat import Text
+from penstock.client.types.chat import Text
 from penstock.driver.v1 import rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
 
@@ -83,15 +83,16 @@ def assert_nothing_was_executed(finished: Finished) -> None:
         assert not list(folder.glob(f"*{MARK}*"))
 
 
+@pytest.mark.requirement("R2", "R67", "R68")
 @pytest.mark.parametrize("kind", INSTRUCTIONS)
 async def test_an_instruction_reaches_the_shell_agent_byte_for_byte(stack: Running, kind: str) -> None:
-    """R2, R67, R68"""
     await _arrives(stack, "shell", INSTRUCTIONS[kind])
 
 
+@pytest.mark.requirement("R2", "R67", "R68")
 @pytest.mark.parametrize("agent", ["opencode", "pi", "claude-code"])
 async def test_an_instruction_reaches_a_real_agent_byte_for_byte(stack: Running, agent: str) -> None:
-    """R2, R67, R68: one of everything, through standard input."""
+    """One of everything, through standard input."""
     text = "\n".join(INSTRUCTIONS[kind] for kind in INSTRUCTIONS if kind != "long")
     await _arrives(stack, agent, text.strip())
 
@@ -115,9 +116,10 @@ async def _arrives(stack: Running, agent: str, instruction: str) -> None:
     assert instruction in texts, texts
 
 
+@pytest.mark.requirement("R2", "R63")
 @pytest.mark.parametrize("agent", ["shell", "opencode", "pi", "claude-code"])
 async def test_a_system_prompt_reaches_an_agent_byte_for_byte(stack: Running, agent: str) -> None:
-    """R2, R63: an option takes effect, whatever is in it; the agent may add to it."""
+    """An option takes effect, whatever is in it; the agent may add to it."""
     prompt = SHELL + EVERY_BYTE if agent != "opencode" else SHELL.replace("\n", " ") + EVERY_BYTE
     label = secrets.token_hex(8)
     async with training(stack, label, lambda _prompt: "nothing to do") as trainer:
@@ -129,8 +131,9 @@ async def test_a_system_prompt_reaches_an_agent_byte_for_byte(stack: Running, ag
     assert prompt in call.messages[0].text, call.messages[0]
 
 
+@pytest.mark.requirement("R2", "R12")
 async def test_the_tasks_environment_reaches_an_agents_programs_as_it_is(stack: Running) -> None:
-    """R2, R12: values are data on every way, and only what was given is there beside the allow-list."""
+    """Values are data on every way, and only what was given is there beside the allow-list."""
     values = {"NASTY_SHELL": SHELL, "NASTY_TEMPLATES": TEMPLATES, "NASTY_ODD": ODD, "NASTY_EMPTY": ""}
     label = secrets.token_hex(8)
     command = "<tool_call>\n" + '{"name": "bash", "arguments": {"command": "env -0 > env.bin"}}' + "\n</tool_call>"
@@ -151,18 +154,18 @@ async def test_the_tasks_environment_reaches_an_agents_programs_as_it_is(stack: 
     assert seen.keys() - values.keys() - known == set()
 
 
+@pytest.mark.requirement("R1", "R2", "R8", "R11")
 @pytest.mark.parametrize("mode", [Mode.BLACK_BOX, Mode.TRANSPARENT_PROXY])
 @pytest.mark.parametrize("kind", KEYS)
 async def test_a_callers_key_goes_to_its_own_address_and_shows_nowhere_else(
     stack: Running, kind: str, mode: Mode
 ) -> None:
-    """R1, R2, R8, R11"""
     await _key_stays_secret(stack, "shell", KEYS[kind], mode)
 
 
+@pytest.mark.requirement("R1", "R2", "R8", "R11")
 @pytest.mark.parametrize("agent", ["opencode", "pi"])
 async def test_a_callers_key_stays_secret_with_a_real_agent(stack: Running, agent: str) -> None:
-    """R1, R2, R8, R11"""
     await _key_stays_secret(stack, agent, KEYS["leak"], Mode.BLACK_BOX)
 
 
@@ -189,9 +192,10 @@ async def _key_stays_secret(stack: Running, agent: str, key: str, mode: Mode) ->
         assert key.encode("unicode_escape") not in text
 
 
+@pytest.mark.requirement("R2", "R3")
 @pytest.mark.parametrize("key", ["line\nbreak", "carriage\rreturn", "nul\0", "snow\u2603man", " ", "\t"])
 async def test_a_key_that_no_header_can_carry_is_refused_before_anything_starts(stack: Running, key: str) -> None:
-    """R2, R3: typed, and without the key in the error."""
+    """Typed, and without the key in the error."""
     async with vendor() as endpoint:
         with pytest.raises(InvalidArgument) as refused:
             await stack.ps.rollouts.create(
@@ -206,11 +210,12 @@ async def test_a_key_that_no_header_can_carry_is_refused_before_anything_starts(
     assert endpoint.seen == []
 
 
+@pytest.mark.requirement("R1", "R4", "R8", "R10")
 @pytest.mark.parametrize(
     ("agent", "file"), [("shell", ".shell-agent/config.json"), ("claude-code", ".claude/key")], ids=["shell", "claude"]
 )
 async def test_an_agents_own_token_is_in_its_file_alone(stack: Running, agent: str, file: str) -> None:
-    """R1, R4, R8, R10: not in an argv on the host or inside, no environment, no log, event or answer."""
+    """Not in an argv on the host or inside, no environment, no log, event or answer."""
     label = secrets.token_hex(8)
     found: dict[str, Any] = {}
     async with training(stack, label, lambda _prompt: "nothing to do") as trainer:
@@ -240,8 +245,9 @@ async def test_an_agents_own_token_is_in_its_file_alone(stack: Running, agent: s
             assert secret.encode() not in text
 
 
+@pytest.mark.requirement("R1", "R12")
 async def test_the_services_tokens_are_in_no_argument_and_no_environment(stack: Running) -> None:
-    """R1, R12: each service reads them from a file that only its user can read."""
+    """Each service reads them from a file that only its user can read."""
     texts = [*host_arguments(), *host_environments(), stack.logs.encode()]
     for secret in (stack.stack.operator_token, stack.stack.trainer_token):
         assert not [text for text in texts if secret.encode() in text]
@@ -292,8 +298,9 @@ async def everything_shown(stack: Running, handle: RolloutHandle) -> list[bytes]
     return shown
 
 
-async def test_a_black_box_agent_reaches_completions_of_its_endpoint_and_no_other_path(stack: Running) -> None:
-    """R11, R14: with the operator's key an agent may ask for completions, not manage the account behind the key."""
+@pytest.mark.requirement("R11", "R14")
+async def test_black_box_agent_reaches_only_completions_of_its_endpoint(stack: Running) -> None:
+    """With the operator's key an agent may ask for completions, not manage the account behind the key."""
     async with vendor() as endpoint:
         source = interception_pb2.ModelSource(
             upstream=interception_pb2.Upstream(

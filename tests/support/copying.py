@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.network import AGENT_PORT, probe_script, said, targets
 from tests.support.policy import Reply, Trainer, in_shell, once_done
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import (
     Command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.client.chat import Completion
+from penstock.client.types.chat import Completion
 
 
 def turn_row(name: str, prompt: Sequence[int], done: Completion) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock_codec import TokenizerFiles, tiny
+from penstock_codec import TokenizerFiles, tiny_tokenizer
 
 TEXTS = ["You are a shell agent. Read the note, then write the file: héllo wörld €. List the files, please.\n"] * 4
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -80,20 +80,20 @@ _DEEPSEEK_MARKUP = (
     ),
 )
 
-FAMILIES: Mapping[str, tiny.Family] = {
-    "chatml": tiny.Family(tiny.chat_template()),
-    "qwen3": tiny.Family(template("qwen3")),
-    "qwen3_coder": tiny.Family(template("qwen3_coder")),
-    "llama3": tiny.Family(template("llama3"), _LLAMA, (), "<|eot_id|>", ("<|eom_id|>",), "<|begin_of_text|>"),
+FAMILIES: Mapping[str, tiny_tokenizer.Family] = {
+    "chatml": tiny_tokenizer.Family(tiny_tokenizer.chat_template()),
+    "qwen3": tiny_tokenizer.Family(template("qwen3")),
+    "qwen3_coder": tiny_tokenizer.Family(template("qwen3_coder")),
+    "llama3": tiny_tokenizer.Family(template("llama3"), _LLAMA, (), "<|eot_id|>", ("<|eom_id|>",), "<|begin_of_text|>"),
     # A vocabulary without a token for the tag: calls are bare, and nothing but their JSON tells them.
-    "llama3_bare": tiny.Family(
+    "llama3_bare": tiny_tokenizer.Family(
         template("llama3"), tuple(text for text in _LLAMA if text != "<|python_tag|>"), (), "<|eot_id|>", (), _LLAMA[0]
     ),
-    "llama4": tiny.Family(template("llama4"), _LLAMA4, (), "<|eot|>", (), "<|begin_of_text|>"),
-    "granite": tiny.Family(template("granite"), _GRANITE, (), "<|end_of_text|>"),
-    "mistral": tiny.Family(template("mistral"), _MISTRAL_NEW, (), "</s>", (), "<s>"),
-    "kimi": tiny.Family(template("kimi"), _KIMI, ("<think>", "</think>"), "<|im_end|>", (), "[BOS]"),
-    "deepseek": tiny.Family(
+    "llama4": tiny_tokenizer.Family(template("llama4"), _LLAMA4, (), "<|eot|>", (), "<|begin_of_text|>"),
+    "granite": tiny_tokenizer.Family(template("granite"), _GRANITE, (), "<|end_of_text|>"),
+    "mistral": tiny_tokenizer.Family(template("mistral"), _MISTRAL_NEW, (), "</s>", (), "<s>"),
+    "kimi": tiny_tokenizer.Family(template("kimi"), _KIMI, ("<think>", "</think>"), "<|im_end|>", (), "[BOS]"),
+    "deepseek": tiny_tokenizer.Family(
         template("deepseek"),
         _DEEPSEEK,
         _DEEPSEEK_MARKUP,
@@ -101,22 +101,22 @@ FAMILIES: Mapping[str, tiny.Family] = {
         (),
         _DEEPSEEK[0],
     ),
-    "glm": tiny.Family(
+    "glm": tiny_tokenizer.Family(
         template("glm"), _GLM, _GLM_MARKUP, "<|user|>", ("<|observation|>", "<|endoftext|>"), "<|endoftext|>"
     ),
-    "harmony": tiny.Family(
+    "harmony": tiny_tokenizer.Family(
         template("harmony"), _HARMONY, (), "<|return|>", ("<|call|>", "<|endoftext|>"), "<|startoftext|>"
     ),
     # Templates of other shapes than anyone's; the last ends a prompt inside reasoning.
-    "shows_call_ids": tiny.Family(template("shows_call_ids")),
-    "system_first": tiny.Family(template("system_first")),
-    "strips_old_reasoning": tiny.Family(template("strips_old_reasoning")),
+    "shows_call_ids": tiny_tokenizer.Family(template("shows_call_ids")),
+    "system_first": tiny_tokenizer.Family(template("system_first")),
+    "strips_old_reasoning": tiny_tokenizer.Family(template("strips_old_reasoning")),
 }
 """Families whose templates let a conversation go on exactly."""
 
-MOVING: Mapping[str, tiny.Family] = {
-    "mistral_v3": tiny.Family(template("mistral_v3"), _MISTRAL, (), "</s>", (), "<s>"),
-    "rewrites_history": tiny.Family(template("rewrites_history")),
+MOVING: Mapping[str, tiny_tokenizer.Family] = {
+    "mistral_v3": tiny_tokenizer.Family(template("mistral_v3"), _MISTRAL, (), "</s>", (), "<s>"),
+    "rewrites_history": tiny_tokenizer.Family(template("rewrites_history")),
 }
 """Families whose templates rewrite what was said before."""
 

@@ -10,11 +10,11 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from tests.support.docker_backend import run
+from tests.support.docker.backend import run
 
 from penstock_chassis.errors import NotFound
-from penstock_sandbox.backends.base import SandboxHandle
-from penstock_sandbox.backends.collected import Collected
+from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.processes.output import Collected
 
 FLAGS: Final = {
     "fork": 17,

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.stack import running
+from tests.support.services.stack import running
 
 
 async def _install() -> int:

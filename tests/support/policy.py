@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.client import Completion, InterceptSession, LogprobsMode, ModelCall
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 from penstock_codec.codec import Codec
 
-FILES = tiny.build(["Copy the word in note.txt to out.txt with the bash tool, please. cat echo hello world"], 384)
+FILES = tiny_tokenizer.build(
+    ["Copy the word in note.txt to out.txt with the bash tool, please. cat echo hello world"], 384
+)
 CODEC = Codec.load(FILES)
 TITLE_SYSTEM_PROMPT = "You are a title generator"
 
@@ -70,7 +72,7 @@ def once_done(work: Reply, end: str, *, title: str = "A title") -> Reply:
 def sampled(text: str) -> tuple[list[int], list[float]]:
     """Ids and logprobs as an engine would give them for `text`, its end of turn included."""
     assert CODEC.end_of_turn_id is not None
-    ids = [*tiny.bytewise(text), CODEC.end_of_turn_id]
+    ids = [*tiny_tokenizer.bytewise(text), CODEC.end_of_turn_id]
     return ids, [-((position % 7) + 1) / 8 for position in range(len(ids))]
 
 

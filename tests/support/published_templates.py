@@ -19,7 +19,7 @@ from typing import Final
 
 from tests.support.families import TEXTS
 
-from penstock_codec import Codec, CodecError, tiny
+from penstock_codec import Codec, CodecError, tiny_tokenizer
 from penstock_codec.parsers import GRAMMARS
 from penstock_interception.conformance.cases import Verdict
 from penstock_interception.conformance.report import Report, examine
@@ -53,7 +53,7 @@ class Found:
         return {line.case.name: f"{line.result.verdict.value} {line.result.reason}".strip() for line in wrong}
 
 
-def files_for(template: str) -> tiny.Family:
+def files_for(template: str) -> tiny_tokenizer.Family:
     """A small model whose tokenizer has the control tokens and the markup that a template writes."""
     markup = {text for grammar in GRAMMARS.values() for text in grammar.marks if text in template}
     controls = set(_CONTROL.findall(template)) - {text for text in markup if not text.startswith(("<|", "["))}
@@ -70,7 +70,7 @@ def files_for(template: str) -> tiny.Family:
     controls |= {bos, "</s>"} if bos == "<s>" else {bos}
     if "eos_token" in template and "[INST]" in template:
         end = "</s>"
-    return tiny.Family(template, tuple(sorted(controls)), tuple(sorted(markup - controls)), end, (), bos)
+    return tiny_tokenizer.Family(template, tuple(sorted(controls)), tuple(sorted(markup - controls)), end, (), bos)
 
 
 def examine_template(name: str, template: str, dialects: Sequence[str] = ("chat_completions",)) -> Found:

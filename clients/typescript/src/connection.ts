@@ -167,7 +167,7 @@ export class Penstock {
   /** Generate and render. Throws ConfigurationError NO_INFERENCE: what this connects to has no inference service. */
   get inference(): Inference {
     if (!this.#endpoints.addresses.inference) {
-      const message = "There is no inference service here: start one with `penstock up --model-dir DIR`";
+      const message = "These services have no inference service: start one with `penstock up --model-dir DIR`";
       throw new ConfigurationError(message, { reason: "NO_INFERENCE" });
     }
     this.#inference ??= new Inference(this.service("inference"));

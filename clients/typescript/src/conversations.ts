@@ -95,7 +95,7 @@ export class Conversation {
           continue;
         }
         if (frame.case !== "welcome") {
-          throw new Internal("The gate did not begin with Welcome", { reason: "PROTOCOL" });
+          throw new Internal("The gate's first message was not Welcome", { reason: "PROTOCOL" });
         }
         begun = true;
         clearTimeout(timer);
@@ -139,7 +139,7 @@ export class Conversation {
       }
       if (!(await this.#wake.wait(interval / 2)) && !this.#over) {
         if (performance.now() - this.#lastHeard > 3 * interval) {
-          this.#controller.abort(new Unavailable(`${this.#service.peer} fell silent`, { reason: "HEARTBEAT_MISSED" }));
+          this.#controller.abort(new Unavailable(`${this.#service.peer} stopped sending heartbeats`, { reason: "HEARTBEAT_MISSED" }));
           return;
         }
         yield create(InterceptRequestSchema, { frame: { case: "heartbeat", value: {} } });

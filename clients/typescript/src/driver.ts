@@ -1,7 +1,7 @@
 /** The driver's RPCs as the handles use them: reads, waits and watches that outlast a restart, trajectories. */
 
 import type { Client } from "@connectrpc/connect";
-import { FailedPrecondition, type PenstockError, Unavailable } from "./errors.js";
+import { FailedPrecondition, isBroken, type PenstockError, Unavailable } from "./errors.js";
 import { RolloutService } from "./gen/penstock/driver/v1/rollout_service_pb.js";
 import {
   type Group,
@@ -136,13 +136,13 @@ export class Driver {
   ): AsyncGenerator<A, void> {
     const patience = new Patience();
     for (;;) {
-      let error = new Unavailable("The driver ended the stream", { reason: "STREAM_ENDED" });
+      let error: PenstockError = new Unavailable("The driver ended the stream", { reason: "STREAM_ENDED" });
       try {
         if (yield* watch(() => patience.sign())) {
           return;
         }
       } catch (broken) {
-        if (!(broken instanceof Unavailable)) {
+        if (!isBroken(broken)) {
           throw broken;
         }
         error = broken;

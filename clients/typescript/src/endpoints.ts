@@ -60,9 +60,9 @@ interface FoundToken {
   readonly origin: string;
 }
 
-const GIVEN = "the program that calls";
+const GIVEN = "the calling program";
 
-/** Finds the endpoints by the order above. Throws ConfigurationError: says which address, token or file does not hold. */
+/** Finds the endpoints by the order above. Throws ConfigurationError: says which address, token or file is invalid. */
 export function resolve(given: ConnectOptions = {}): Endpoints {
   const { host, addresses, connectionFile } = given;
   if ([host, addresses, connectionFile].filter((item) => item !== undefined).length > 1) {
@@ -96,7 +96,7 @@ export function tokenAdvice({ token, tokenOrigin }: Endpoints): string {
   const [variable] = /^PENSTOCK_TOKEN\w*/.exec(tokenOrigin) ?? [];
   const advice =
     variable === undefined
-      ? "are these services of another start than it?"
+      ? "the services may have been restarted since"
       : `set it to a token of these services, or unset ${variable} to use that of ${file}.`;
   return `The token that was sent is from ${tokenOrigin}: ${advice}`;
 }
@@ -128,7 +128,7 @@ function checked(
     const far = Object.values(addresses).find((address) => address && !isLocal(address));
     if (tls === undefined && far !== undefined) {
       throw configuration(
-        `A token is not sent in clear to ${far}: give tls, or an address on this machine.`,
+        `A token must not be sent in cleartext to ${far}: set tls, or an address on this machine.`,
         "TOKEN_IN_CLEAR",
       );
     }
@@ -139,7 +139,7 @@ function checked(
 function ofHost(host: string): Record<ServiceName, string> {
   if (!host.trim() || host.includes("/") || (host.split(":").length === 2 && !host.includes("["))) {
     throw configuration(
-      `'${host}' is no host name: give a host (the default ports are used), or addresses of ${SERVICES.join(", ")}`,
+      `'${host}' is not a host name: pass a host (for the default ports), or addresses of ${SERVICES.join(", ")}`,
       "TARGET",
     );
   }
@@ -159,7 +159,7 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
   try {
     const info = statSync(file);
     if ((info.uid !== getuid?.() && info.uid !== 0) || (info.mode & 0o077) !== 0) {
-      throw configuration(`${file} holds a token and must be yours alone: chmod 600 ${file}`, "CONNECTION_FILE_OPEN");
+      throw configuration(`${file} has a token, so only you may read it: chmod 600 ${file}`, "CONNECTION_FILE_OPEN");
     }
     content = JSON.parse(readFileSync(file, "utf-8"));
     if (typeof content.addresses !== "object" || content.addresses === null || content.token === undefined) {
@@ -171,7 +171,7 @@ function readConnection(file: string, found: FoundToken | undefined, tls: Tls | 
     }
     const what =
       error instanceof SyntaxError
-        ? `${file} is no connection file: remove it, or start \`penstock up\` again`
+        ? `${file} is not a connection file: remove it, or start \`penstock up\` again`
         : `${file} cannot be read: ${(error as Error).message}`;
     throw configuration(what, "CONNECTION_FILE", error);
   }

@@ -6,7 +6,7 @@
  * rejects with that signal's reason, as `fetch` does.
  */
 
-/** One field of a request that does not hold: its path from the root of the request, and what is wrong with it. */
+/** One field of a request that is invalid: its path from the root of the request, and what is wrong with it. */
 export interface Violation {
   readonly field: string;
   readonly description: string;
@@ -76,6 +76,11 @@ export class Internal extends PenstockError {}
 export class ConfigurationError extends PenstockError {}
 /** A session at the gate ended and could not be taken up again. */
 export class SessionLost extends PenstockError {}
+
+/** Whether a stream ended that can be taken up where it was: the service went away, or the stream was not read. */
+export function isBroken(error: unknown): error is PenstockError {
+  return error instanceof Unavailable || (error instanceof ResourceExhausted && error.reason === "READER_TOO_SLOW");
+}
 
 /** The gate did not take a result; the subclass says why. */
 export class ResultRejected extends PenstockError {

@@ -121,7 +121,7 @@ export class Leases {
     result.leaseId = held.leaseId;
     const bytes = sizeOf(result);
     if (bytes > MAX_RESULT_BYTES) {
-      throw new InvalidCompletion(`A result has at most ${MAX_RESULT_BYTES} bytes`, { reason: "RESULT_TOO_LARGE" });
+      throw new InvalidCompletion(`A result must have at most ${MAX_RESULT_BYTES} bytes`, { reason: "RESULT_TOO_LARGE" });
     }
     held.answer = { result, bytes, accepted: Promise.withResolvers<void>() };
     this.#send(held);
@@ -270,7 +270,7 @@ function sizeOf(result: CallResult): number {
   return arrays.reduce((sum, item) => sum + (item?.length ?? 0), 1024);
 }
 
-/** `completion.span: no tokens`, taken apart. */
+/** `completion.span: must have tokens`, taken apart. */
 function violation(text: string): Violation {
   const colon = text.indexOf(": ");
   return colon < 0

@@ -16,6 +16,7 @@ import {
   DeadlineExceeded,
   Internal,
   InvalidArgument,
+  isBroken,
   PenstockError,
   SessionLost,
   Unavailable,
@@ -255,7 +256,7 @@ export class InterceptSession {
               throw error;
             }
             const seconds = Math.round(reconnectTimeoutMs / 1000);
-            throw new SessionLost(`The session could not be taken up again in ${seconds} s: ${error.message}`, {
+            throw new SessionLost(`The session could not be resumed in ${seconds} s: ${error.message}`, {
               reason: "SESSION_LOST",
               cause: error,
             });
@@ -267,7 +268,7 @@ export class InterceptSession {
       this.#end(
         error instanceof PenstockError
           ? error
-          : new Internal(`What the gate said could not be taken: ${String(error)}`, {
+          : new Internal(`The gate's message could not be read: ${String(error)}`, {
               reason: "PROTOCOL",
               cause: error,
             }),
@@ -383,7 +384,7 @@ function passes(error: unknown): error is PenstockError {
   if (error instanceof Aborted) {
     return false; // another process took the session over
   }
-  if (error instanceof Unavailable || error instanceof Cancelled || error instanceof DeadlineExceeded) {
+  if (isBroken(error) || error instanceof Cancelled || error instanceof DeadlineExceeded) {
     return true;
   }
   return error instanceof Internal && error.reason.startsWith("TRANSPORT_");

@@ -69,7 +69,7 @@ export function fromTransport(thrown: unknown, peer: string, token?: SentToken):
     // Not by us: it was the server's core, which drops calls under a flood.
     return new Unavailable(
       `${peer.charAt(0).toUpperCase()}${peer.slice(1)} dropped the call before it was answered: it is overloaded or shutting down. ` +
-        `Try again; if it stays so, look at who connects to it. (${thrown.rawMessage})`,
+        `Try again; if it continues, check which programs connect to it. (${thrown.rawMessage})`,
       { reason: "TRANSPORT_CANCELLED", cause: thrown },
     );
   }

@@ -209,7 +209,7 @@ function commandOf(command: Command): MessageInitShape<typeof CommandSchema> {
     return { command: { case: "shell", value: command } };
   }
   if ((command.argv === undefined) === (command.shell === undefined)) {
-    throw new InvalidArgument("A command has either argv or shell", { reason: "COMMAND" });
+    throw new InvalidArgument("A command must have either argv or shell", { reason: "COMMAND" });
   }
   const { env = {}, secretEnv = {}, cwd = "", user = "" } = command;
   return {

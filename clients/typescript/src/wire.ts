@@ -66,7 +66,7 @@ export function number<D extends DescEnum>(description: D, given: string): EnumS
   const found = description.values.find((item) => item.name === name);
   if (found === undefined) {
     const words = description.values.filter((item) => item.number > 0).map((item) => word(description, item.number));
-    throw new InvalidArgument(`'${given}' is none of ${words.join(", ")}`, { reason: "ENUM_VALUE" });
+    throw new InvalidArgument(`'${given}' is not one of ${words.join(", ")}`, { reason: "ENUM_VALUE" });
   }
   return found.number as EnumShape<D>;
 }

@@ -126,7 +126,7 @@ function Outlet({ found }: { found: Match }) {
     return (
       <div class="empty" role="alert">
         <h1>This part of the page could not be loaded</h1>
-        <p>The dashboard was updated or is gone. {failed.value}</p>
+        <p>The dashboard was updated or stopped. {failed.value}</p>
         <p>
           <button type="button" class="button" onClick={() => globalThis.location.reload()}>
             Load it again

@@ -1,1 +1,1 @@
-"""What every Penstock service stands on and none owns."""
+"""What every Penstock service shares: server, authentication, errors, settings, journal and telemetry."""

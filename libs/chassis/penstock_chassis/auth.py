@@ -1,8 +1,8 @@
-"""Who calls, and what a caller may do.
+"""Authenticates callers and decides what each role may call.
 
-A caller shows a bearer token in the metadata key `authorization`. Each token belongs to one role; each service has a
-table of which roles may call which method. The decision is made before the request is looked at (R5). An operator may
-call everything; a method that the table does not name is for operators only, so that forgetting a line closes a door.
+A caller sends a bearer token in the metadata key `authorization`. Each token belongs to one role; each service has a
+table of the roles that may call each method. The decision is made before the request is read (R5). An operator may call
+everything. A method that is missing from the table is for operators only, so a forgotten line denies access.
 """
 
 import hmac
@@ -17,11 +17,11 @@ HEADER: Final = "authorization"
 """Metadata key of the token: `Bearer <token>`."""
 
 HEALTH_CHECK: Final = "grpc.health.v1.Health/Check"
-"""The one method without a credential: it says alive or not, nothing else (R7)."""
+"""The one method without a credential: it reports liveness and nothing else (R7)."""
 
 
 class Role(StrEnum):
-    """What a caller may do: the table of each service says it in detail."""
+    """What a caller may do; each service's role table has the details."""
 
     OPERATOR = "operator"
     TRAINER = "trainer"
@@ -51,20 +51,20 @@ class RoleTable:
         return roles
 
     def unknown(self, methods: Iterable[str]) -> list[str]:
-        """The keys that name none of the methods that a server has: misspellings, to be refused at start."""
+        """The keys that match no method of the server: misspellings, to be refused at start."""
         known = {method.removeprefix("/") for method in methods}
         known |= {method.partition("/")[0] for method in known}
         return sorted(self._table.keys() - known)
 
 
 class Authenticator:
-    """Turns the metadata of a call into its caller's role, or refuses it.
+    """Authenticates a call's metadata and returns its caller's role.
 
-    Tokens are kept as SHA-256 digests; every comparison takes the same time and all of them are made (no early end).
+    Tokens are kept as SHA-256 digests. Every comparison takes the same time, and all are made (no early exit).
 
     Args:
-        tokens: a token per role; roles without a token cannot be used. Blank tokens are a ValueError (R3).
-        anonymous: serve callers without a token as operator. A wrong token is refused all the same.
+        tokens: a token per role; roles without a token cannot be used. Raises ValueError for a blank token (R3).
+        anonymous: treat callers without a token as operator. A wrong token is still refused.
     """
 
     __slots__ = ("_anonymous", "_digests")
@@ -73,16 +73,16 @@ class Authenticator:
         if any(not token.strip() for token in tokens.values()):
             raise ValueError("a token must not be blank")
         if not tokens and not anonymous:
-            raise ValueError("no token and not anonymous: nobody could call")
+            raise ValueError("neither a token nor anonymous is set: no caller could authenticate")
         self._digests = [(role, sha256(token.encode()).digest()) for role, token in tokens.items()]
         self._anonymous = anonymous
 
     def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Role:
-        """The role that the metadata proves.
+        """Returns the role that the metadata proves.
 
         Raises:
-            Unauthenticated: `CREDENTIAL_MISSING` without a token, `CREDENTIAL_INVALID` with one that is malformed,
-                given twice, or nobody's.
+            Unauthenticated: `CREDENTIAL_MISSING` without a token; `CREDENTIAL_INVALID` for a token that is malformed,
+                sent twice or unknown.
         """
         values = [value for key, value in metadata if key == HEADER]
         if not values:
@@ -98,11 +98,11 @@ class Authenticator:
             if hmac.compare_digest(digest, known):
                 found = role
         if found is None or len(values) > 1 or scheme.lower() != "bearer":
-            raise Unauthenticated("The token is not valid here.", reason="CREDENTIAL_INVALID")
+            raise Unauthenticated("The token is invalid for this service.", reason="CREDENTIAL_INVALID")
         return found
 
 
 def authorize(role: Role, method: str, table: RoleTable) -> None:
-    """Refuses a caller whose role may not call `method`. Raises PermissionDenied `ROLE_NOT_ALLOWED`."""
+    """Raises PermissionDenied `ROLE_NOT_ALLOWED` if `role` may not call `method`."""
     if role not in table.allowed(method):
         raise PermissionDenied(f"The role {role} may not call this method.", reason="ROLE_NOT_ALLOWED")

@@ -1,30 +1,29 @@
-"""Client channels between services, with the house's figures, the token, and typed errors.
+"""Client channels between services, with shared options, the token and typed errors.
 
-A token goes out in clear to loopback only; to anything else it needs TLS.
+A token is sent in clear to loopback only; any other target needs TLS.
 
-On plaintext loopback the token is added where the call is made (`_TokenChannel`) and not by a grpc.aio interceptor: an
-interceptor replaces streaming calls by proxies that copy each message through a queue.
+On plaintext loopback `_TokenChannel` adds the token at the call site instead of a grpc.aio interceptor: an interceptor
+replaces streaming calls by proxies that copy each message through a queue.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
 import grpc
 import structlog
 
-from penstock_chassis import tracing
 from penstock_chassis.auth import HEADER
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
 from penstock_chassis.rpc_status import broke_while_sending, from_rpc_error
 from penstock_chassis.server import MAX_MESSAGE_BYTES
 from penstock_chassis.settings import is_loopback
+from penstock_chassis.telemetry import tracing
 from penstock_chassis.tls import ClientTls
 
 MAX_CONNECTIONS: Final = 64
-"""Connections of one channel; with the 256 calls that a service allows on each, some 16,000 calls at once."""
+"""Connections per channel; a service allows 256 calls on each, so about 16,000 concurrent calls."""
 
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -33,12 +32,12 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # The default of two minutes between attempts would outlast a restart of the peer by far.
+    # The default of two minutes between attempts would far outlast a restart of the peer.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # A proxy from the environment must never see what goes to loopback or between our services.
+    # Traffic to loopback and between our services must never go through a proxy from the environment.
     ("grpc.enable_http_proxy", 0),
-    # A server bounds the calls of one connection (`limits`): whoever makes more opens more connections.
+    # A server bounds the calls per connection (`limits`); a client with more calls opens more connections.
     ("grpc.max_connections_per_subchannel_cap", MAX_CONNECTIONS),
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {MAX_CONNECTIONS}}}}}'),
 )
@@ -65,7 +64,7 @@ def connect(target: str, token: str | None = None, tls: ClientTls | None = None)
     if tls is None:
         if token is not None and not is_loopback(_host(target)):
             raise InvalidArgument(
-                f"A token is not sent in clear to {target}: use TLS, or an address on this machine.",
+                f"A token must not be sent in cleartext to {target}: use TLS, or an address on this machine.",
                 reason="TOKEN_IN_CLEAR",
             )
         return _TokenChannel(grpc.aio.insecure_channel(target, options=OPTIONS), token)
@@ -76,13 +75,13 @@ def connect(target: str, token: str | None = None, tls: ClientTls | None = None)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PenstockError:
-    """The typed error that a failed call stands for: what the other service raised."""
+    """Returns the typed error for a failed call: the one that the other service raised."""
     return from_rpc_error(error)
 
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Inside, a failed RPC raises the `PenstockError` that the other service raised; for use around awaits."""
+    """Converts failed RPCs inside to the `PenstockError` that the other service raised. Use around awaits."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -92,9 +91,9 @@ def typed_errors() -> Iterator[None]:
 async def upload(
     method: Callable[..., Any], frames: Callable[[], AsyncIterator[Any] | Iterator[Any]], *, timeout: float | None
 ) -> Any:
-    """One client stream's answer; sent again, twice at most, where grpc.aio forgot what the peer refused it with.
+    """Sends a client stream and returns its answer; retries at most twice if grpc.aio lost the peer's status.
 
-    Only for streams that say where they write, so that sending one twice changes nothing.
+    Only for streams that state their write position, so that sending one twice changes nothing.
 
     Args:
         method: a client-streaming method of a stub.
@@ -102,7 +101,7 @@ async def upload(
         timeout: seconds for each attempt; None = no limit.
 
     Raises:
-        grpc.aio.AioRpcError: what the peer answered with.
+        grpc.aio.AioRpcError: the peer's status.
     """
     for _ in range(2):
         try:
@@ -115,11 +114,11 @@ async def upload(
 
 @contextmanager
 def streaming(call: C) -> Iterator[C]:
-    """Holds a streaming RPC: `with streaming(stub.Watch(request)) as events: async for event in events: ...`.
+    """Scopes a streaming RPC: `with streaming(stub.Watch(request)) as events: async for event in events: ...`.
 
-    Leaving ends the RPC, whatever the way out, and failures come as `typed_errors` says. Without it a cancelled task
-    may leave its RPC open: grpc.aio misses a cancellation that comes while the request is being sent (seen with 1.85
-    on Python 3.13), and the server then serves nobody until the garbage collector comes by.
+    The RPC is cancelled on every exit, and failures are raised as in `typed_errors`. Without this, a cancelled task may
+    leave its RPC open: grpc.aio misses a cancellation that comes while the request is being sent (seen with 1.85 on
+    Python 3.13), and the server keeps serving until the call object is garbage-collected.
     """
     try:
         with typed_errors():
@@ -129,13 +128,13 @@ def streaming(call: C) -> Iterator[C]:
 
 
 def _host(target: str) -> str:
-    """The host of `host:port`; empty, hence not loopback, for targets of another form."""
+    """Returns the host of `host:port`; empty, hence not loopback, for other forms of target."""
     host, colon, port = target.rpartition(":")
     return host if colon and port.isdigit() and "/" not in host else ""
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel whose calls carry the token, the request id of the RPC that is being served, and what it works for."""
+    """A channel that adds the token, the id of the request being served and the tracing ids to each call."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self._channel = channel
@@ -168,9 +167,7 @@ class _TokenChannel(grpc.aio.Channel):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

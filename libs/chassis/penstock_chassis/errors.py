@@ -1,10 +1,10 @@
-"""The errors of the domain: what went wrong, in terms a caller can act on.
+"""Domain errors, in terms a caller can act on.
 
-Every error that a service means a caller to see is a `PenstockError`. It carries a stable `reason` (the name a client
-programs against), a message for people, and, where they help, field violations and a delay to wait before a retry.
-This module knows nothing of gRPC: `penstock_chassis.rpc_status` holds the one table from these classes to status codes.
+Every error that a service means a caller to see is a `PenstockError`. It has a stable `reason` (the name a client
+programs against), a message for people, and, where they help, field violations and a retry delay. This module does not
+know gRPC: `penstock_chassis.rpc_status` has the one table from these classes to status codes.
 
-A message and its metadata travel to the caller: they hold no credential, no path of the server and no text of an
+A message and its metadata travel to the caller: they contain no credential, no path of the server and no text of an
 internal exception (R8).
 """
 
@@ -19,10 +19,10 @@ _REASON = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request that does not hold.
+    """One invalid field of a request.
 
-    `field` is the path of the field from the root of the request, such as `task.verify[2].argv`; `description` says
-    what is wrong and what would be right, without repeating a value that may be a secret.
+    `field` is the path of the field from the root of the request, such as `task.verify[2].argv`; `description` states
+    what is wrong and what is valid, without repeating a value that may be a secret.
     """
 
     field: str
@@ -33,10 +33,10 @@ class PenstockError(Exception):
     """Base of all errors that callers may see; raise one of the subclasses.
 
     Args:
-        message: one or two sentences for a person; says what to do where that is known.
+        message: one or two sentences for a person, with advice where possible.
         reason: stable name in UPPER_SNAKE, at most 63 characters; a `ValueError` otherwise.
-        metadata: small facts that a program may read, such as the id of the thing that is meant.
-        violations: the fields of the request that do not hold.
+        metadata: small facts for programs, such as the id of the resource.
+        violations: the invalid fields of the request.
         retry_after_s: seconds to wait before a retry, finite and not negative; None when a retry is not advised.
     """
 
@@ -65,27 +65,27 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError):
-    """The request is wrong whatever the state; `violations` name the fields."""
+    """The request is invalid whatever the state; `violations` name the fields."""
 
 
 class Unauthenticated(PenstockError):
-    """The caller gave no credential, or one that nothing knows."""
+    """The caller sent no credential, or an unknown one."""
 
 
 class PermissionDenied(PenstockError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but may not do this."""
 
 
 class NotFound(PenstockError):
-    """The thing does not exist, or is not the caller's: the two look the same (R5)."""
+    """The resource does not exist or belongs to another caller: the two look the same (R5)."""
 
 
 class AlreadyExists(PenstockError):
-    """The id is taken by something with other content."""
+    """The id is in use by a resource with other content."""
 
 
 class FailedPrecondition(PenstockError):
-    """The thing is in a state in which this cannot be done; repeating the call alone will not help."""
+    """The resource's state does not allow this; repeating the call alone will not help."""
 
 
 class Aborted(PenstockError):
@@ -93,23 +93,23 @@ class Aborted(PenstockError):
 
 
 class Cancelled(PenstockError):
-    """Somebody asked for the work to stop."""
+    """The work was cancelled on request."""
 
 
 class ResourceExhausted(PenstockError):
-    """A limit in force is reached; `retry_after_s` says when to try again where that can help."""
+    """A limit is reached; `retry_after_s` is set where a later retry can help."""
 
 
 class Unavailable(PenstockError):
-    """The service, or one it needs, cannot answer now; the call may be repeated as it is."""
+    """The service, or one it depends on, cannot answer now; the same call may be retried."""
 
 
 class DeadlineExceeded(PenstockError):
-    """The time allowed for the call is over."""
+    """The call's deadline has passed."""
 
 
 class Unsupported(PenstockError):
-    """This server or backend cannot do it at all; nothing was started."""
+    """This server or backend does not support it; nothing was started."""
 
 
 class DataLoss(PenstockError):
@@ -117,4 +117,4 @@ class DataLoss(PenstockError):
 
 
 class Internal(PenstockError):
-    """A fault of the server; its details are in the server's log under the incident id, never in the message."""
+    """A fault of the server; the details are in its log under the incident id, never in the message."""

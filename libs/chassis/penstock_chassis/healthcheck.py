@@ -23,7 +23,7 @@ CA_VARIABLE: Final = "PENSTOCK_CA_FILE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks once; the exit code."""
+    """Checks once; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m penstock_chassis.healthcheck", description=__doc__)
     parser.add_argument("address", help="host:port of the service")
     parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait; default %(default)s")
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(address: str, ca: str | None, timeout: float) -> str:
-    """Why the service does not serve; empty when it does."""
+    """Returns why the service does not serve; empty when it does."""
     try:
         channel = (
             grpc.secure_channel(address, ClientTls(Path(ca)).credentials()) if ca else grpc.insecure_channel(address)

@@ -1,13 +1,15 @@
 """The one interceptor of every server. For each RPC, in this order:
 
-1. who calls, and whether that role may call this method (R5: before the request is read);
+1. authentication: the caller's role, and whether it may call this method (R5: before the request is read);
 2. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
-3. the context: that id, and what the caller says it works for (`tracing`), are on every line that the handler's task
-   writes and go on with the calls that it makes; where the caller is traced, so is the handler;
+3. the context: that id and the caller's tracing ids (`tracing`) are on every log line of the handler's task and on the
+   calls that it makes; if the caller is traced, so is the handler;
 4. the handler;
 5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
-6. one log line: method, code, duration, role; never a body; and the same in the metrics. Calls that were refused at 1
-   are lines up to REFUSED_BURST at once, then one in REFUSED_INTERVAL_S, which says how many were left out.
+6. for streams, no message waits longer for its reader than `reader_s`: the handler ends, which frees its resources, and
+   the call ends with RESOURCE_EXHAUSTED (READER_TOO_SLOW);
+7. one log line: method, code, duration, role, never a body; and the same as metrics. Calls refused at step 1 are logged
+   up to REFUSED_BURST at once, then one per REFUSED_INTERVAL_S with the number left out.
 
 A cancelled RPC's `CancelledError` passes through untouched. A call without a deadline is served like any other.
 """
@@ -27,31 +29,45 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from penstock_chassis import journal, rpc_status, tracing
+from penstock_chassis import journal, rpc_status
 from penstock_chassis.auth import HEALTH_CHECK, Authenticator, Role, RoleTable, authorize
-from penstock_chassis.errors import InvalidArgument, PenstockError, PermissionDenied, Unauthenticated
-from penstock_chassis.logging import Meter
-from penstock_chassis.metrics import histogram
+from penstock_chassis.errors import (
+    InvalidArgument,
+    PenstockError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+)
+from penstock_chassis.limits import READER_S
+from penstock_chassis.telemetry import tracing
+from penstock_chassis.telemetry.logging import Meter
+from penstock_chassis.telemetry.metrics import histogram
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-"""Metadata key of the id that ties the log lines of one request together across services."""
+"""Metadata key of the request id, which ties one request's log lines together across services."""
 
-RPC_SECONDS: Final = histogram("penstock_rpc_seconds", "RPCs served, streams with all of their life", "method", "code")
+RPC_SECONDS: Final = histogram(
+    "penstock_rpc_seconds", "RPCs served; a stream counts for its whole duration", "method", "code"
+)
 
 OPEN_REQUEST_S: Final = 10.0
-"""Seconds in which the request of a method that needs no token must have come."""
+"""Seconds within which the request of a method that needs no token must arrive."""
+
+LAST_WORD_S: Final = 1.0
+"""Seconds that a call ended for a slow reader gets to send its status. Later it is still sent once the caller reads
+again; the handler does not wait for that."""
 
 REFUSED_BURST: Final = 20
 REFUSED_INTERVAL_S: Final = 10.0
-"""Lines of refused calls, for each reason: whoever has no token may call as often as he likes."""
+"""Bounds of log lines for refused calls, for each reason: callers without a token may call any number of times."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN: Final = secrets.token_hex(8)
-"""Of this process; with a count behind it the ids that it gives are nobody else's."""
+"""Random per process; with a counter appended it makes unique request ids."""
 _COUNT: Final = itertools.count()
 _OPEN: Final = frozenset({HEALTH_CHECK})
 _MALFORMED: Final = object()
-"""Stands for a request that could not be read."""
+"""Placeholder for a request that could not be parsed."""
 
 _CODE_NAMES: Final[dict[Any, str]] = {key: item.name for item in grpc.StatusCode for key in (item, item.value[0])}
 _log = structlog.get_logger("penstock.rpc")
@@ -59,7 +75,7 @@ _log = structlog.get_logger("penstock.rpc")
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """One method of a server, with what answers a call to it: by the role that may, and by why one may not."""
+    """One method of a server and its handlers: one per admitted role, one per reason of refusal."""
 
     name: str
     handler: grpc.RpcMethodHandler[Any, Any]
@@ -68,15 +84,17 @@ class _Method:
 
 
 class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """See the module's text.
+    """The interceptor that the module's text describes.
 
     Args:
         authenticator: knows the tokens.
-        roles: says which roles may call which method.
+        roles: the roles that may call each method.
+        reader_s: seconds that the caller of a stream may take to read a message.
     """
 
-    def __init__(self, authenticator: Authenticator, roles: RoleTable) -> None:
+    def __init__(self, authenticator: Authenticator, roles: RoleTable, reader_s: float = READER_S) -> None:
         self._authenticator = authenticator
+        self._reader_s = reader_s
         self._roles = roles
         self._methods: dict[str, _Method] = {}
         self._meters: dict[str, Meter] = {}
@@ -86,15 +104,15 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps the method's handler, once for each role; a server's handlers and roles never change.
+        """Wraps the method's handler, once per role; a server's handlers and roles never change.
 
-        Who may not call is refused without reading what he sends: a request that never comes holds nothing.
+        A refused caller's request is not read, so a request that never arrives holds no resources.
         """
         method = self._methods.get(handler_call_details.method)
         if method is None:
             handler = await continuation(handler_call_details)
             if handler is None:
-                return None  # gRPC answers UNIMPLEMENTED: which methods exist is no secret, the protos are public
+                return None  # gRPC answers UNIMPLEMENTED: the methods are no secret, the protos are public
             method = _Method(handler_call_details.method.removeprefix("/"), handler)
             self._methods[handler_call_details.method] = method
         role = None
@@ -113,11 +131,11 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _refused(self, method: _Method, role: Role | None, error: PenstockError) -> grpc.RpcMethodHandler[Any, Any]:
-        """Answers at once: gRPC runs a handler that takes a stream before anything was sent."""
+        """Answers at once: gRPC runs the handler of a request stream before any message has arrived."""
         reason = error.reason
         refused = method.refused.get((role, reason))
         if refused is None:
-            status = rpc_status.to_status(error)  # as long as the reason and the role are the same, so is the text
+            status = rpc_status.to_status(error)  # the text is the same for the same reason and role
             meter = self._meters.setdefault(reason, Meter(REFUSED_BURST, REFUSED_INTERVAL_S))
 
             async def refuse(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -139,14 +157,14 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     def _wrap(
         self, method: str, handler: grpc.RpcMethodHandler[Any, Any], role: Role | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        # The four arities differ in the response only: a request stream is handed on as it is.
+        # The four arities differ in the response only; a request stream is passed on unchanged.
         if handler.response_streaming:
             kind, make = (
                 (handler.stream_stream, grpc.stream_stream_rpc_method_handler)
                 if handler.request_streaming
                 else (handler.unary_stream, grpc.unary_stream_rpc_method_handler)
             )
-            return make(_streaming(method, kind, role), _reader(handler), handler.response_serializer)
+            return make(_streaming(method, kind, role, self._reader_s), _reader(handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
             if handler.request_streaming
@@ -166,7 +184,7 @@ def _single(method: str, behaviour: Any, role: Role | None) -> Any:
         except BaseException as error:
             await _fail(method, started, context, error)
             raise
-        # After the answer, which is sent as soon as this returns: who waits for it does not wait for the log.
+        # After the answer, which is sent as soon as this returns: the caller does not wait for the log.
         took = time.perf_counter() - started
         asyncio.get_running_loop().call_soon(_report, method, took, _code(context, grpc.StatusCode.OK))
         return response
@@ -174,22 +192,33 @@ def _single(method: str, behaviour: Any, role: Role | None) -> Any:
     return call
 
 
-def _streaming(method: str, behaviour: Any, role: Role | None) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        patience = asyncio.timeout(None)
+
+        async def write(response: Any) -> None:
+            patience.reschedule(loop.time() + reader_s)
+            await context.write(response)
+            patience.reschedule(None)
+
         try:
             with tracing.served(method, _enter(context, role)):
-                responses = behaviour(_checked(request), context)
-                if hasattr(responses, "__aiter__"):
-                    try:
-                        async for response in responses:
-                            yield response
-                    finally:
-                        # A generator that is left early must run its clean-up now, not when it is collected.
-                        await responses.aclose()
-                else:
-                    await responses  # a handler that calls context.write itself
+                async with patience:
+                    responses = behaviour(_checked(request), context)
+                    if hasattr(responses, "__aiter__"):
+                        try:
+                            async for response in responses:
+                                await write(response)
+                        finally:
+                            # A generator that is left early must run its clean-up now, not when it is collected.
+                            await responses.aclose()
+                    else:
+                        await responses  # a handler that calls context.write itself
         except BaseException as error:
+            if patience.expired():
+                await _end_unread(method, started, context, reader_s)
             await _fail(method, started, context, error)
             raise
         _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.OK))
@@ -197,8 +226,24 @@ def _streaming(method: str, behaviour: Any, role: Role | None) -> Any:
     return call
 
 
+async def _end_unread(
+    method: str, started: float, context: grpc.aio.ServicerContext[Any, Any], reader_s: float
+) -> None:
+    """Ends a call whose caller does not read; always raises. Its status queues behind the unread messages."""
+    refused = ResourceExhausted(
+        f"The stream was not read for {reader_s:g} s, so it was ended. Open it again; a resumable stream continues "
+        "after the last position that you read.",
+        reason="READER_TOO_SLOW",
+    )
+    try:
+        async with asyncio.timeout(LAST_WORD_S):
+            await _fail(method, started, context, refused)
+    except TimeoutError:
+        raise asyncio.CancelledError from None  # nothing is left to do for this call
+
+
 def _enter(context: grpc.aio.ServicerContext[Any, Any], role: Role | None) -> str:
-    """Binds what the call's lines have in common; returns the trace context that it came with, or nothing."""
+    """Binds the fields that the call's log lines share; returns the caller's trace context, or an empty string."""
     metadata: Any = context.invocation_metadata() or ()
     request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
     if not _REQUEST_ID.fullmatch(request_id):
@@ -212,10 +257,10 @@ def _enter(context: grpc.aio.ServicerContext[Any, Any], role: Role | None) -> st
 
 
 def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
-    """The deserializer of a method's requests; of a single one, bytes that are no message are an answer, not an error.
+    """Returns the deserializer of a method's requests; for a unary request, bytes that do not parse return a marker.
 
-    gRPC reads a single request before the handler runs and would answer with the parser's own words. So it is looked at
-    after the caller was admitted; in a stream of requests the error comes up in the handler.
+    gRPC parses a unary request before the handler runs and would answer with the parser's own text. So the marker is
+    checked after the caller was admitted; in a request stream the error is raised in the handler.
     """
     read = handler.request_deserializer
     if read is None or handler.request_streaming:
@@ -231,14 +276,14 @@ def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
 
 
 def _soon(behaviour: Any) -> Any:
-    """A method that anybody may call, with its one request read here: gRPC itself would wait for it for ever."""
+    """Wraps a method without authentication: reads its one request with a timeout, since gRPC would wait forever."""
 
     async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             async with asyncio.timeout(OPEN_REQUEST_S):
                 request = await anext(requests)
         except (TimeoutError, StopAsyncIteration):
-            raise InvalidArgument("No request came with the call.", reason="REQUEST_MALFORMED") from None
+            raise InvalidArgument("The call has no request message.", reason="REQUEST_MALFORMED") from None
         return await behaviour(_checked(request), context)
 
     return call
@@ -251,33 +296,33 @@ def _checked(request: Any) -> Any:
 
 
 def _malformed() -> InvalidArgument:
-    return InvalidArgument("The request is no message of the method's type.", reason="REQUEST_MALFORMED")
+    return InvalidArgument("The request is not a message of the method's type.", reason="REQUEST_MALFORMED")
 
 
 async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
-    """Logs the end of a failed RPC and aborts it with its status; returns only where the exception is to go on."""
+    """Logs the end of a failed RPC and aborts it with its status; returns only if the exception must propagate."""
     if isinstance(error, grpc.aio.AbortError):
         _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.UNKNOWN))
         return
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         _report(method, time.perf_counter() - started, grpc.StatusCode.CANCELLED.name)
         return
-    told = rpc_status.expected(_malformed() if isinstance(error, DecodeError) else error)
-    if told is None:
+    reported = rpc_status.expected(_malformed() if isinstance(error, DecodeError) else error)
+    if reported is None:
         if not isinstance(error, Exception):
             return  # KeyboardInterrupt and its like end the process
-        told = rpc_status.unexpected()
-        _log.error("rpc failed", method=method, incident_id=told.metadata[rpc_status.INCIDENT], exc_info=error)
+        reported = rpc_status.unexpected()
+        _log.error("rpc failed", method=method, incident_id=reported.metadata[rpc_status.INCIDENT], exc_info=error)
     elif journal.refusal(error):
-        _log.error("the disk refused what an rpc was to record", method=method, exc_info=error)
-    status = rpc_status.to_status(told)
-    _report(method, time.perf_counter() - started, status.code.name, reason=told.reason)
+        _log.error("the disk refused an rpc's record", method=method, exc_info=error)
+    status = rpc_status.to_status(reported)
+    _report(method, time.perf_counter() - started, status.code.name, reason=reported.reason)
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
     await context.abort(status.code, status.message, trailing)
 
 
 def _code(context: grpc.aio.ServicerContext[Any, Any], default: grpc.StatusCode) -> str:
-    """The name of the code that the handler set, which may be the enum, its number, or nothing (0 or None)."""
+    """Returns the name of the code that the handler set, which may be the enum, its number, or nothing (0 or None)."""
     code: Any = context.code()
     return _CODE_NAMES.get(code, default.name) if code else default.name
 

@@ -1,8 +1,9 @@
-"""What one who has no token may take of a gRPC server: streams, connections, metadata, and time to show himself.
+"""Limits of a gRPC server for callers without a token (streams, connections, metadata, handshake time), and how long a
+caller with a token may leave a stream unread.
 
-gRPC hands calls to Python one after another, the callers of all connections in one queue. Who may fill it makes
-everybody wait, and past its bound gRPC ends everybody's calls with CANCELLED. A stream that was taken back counts until
-it is gone, so a bound on a connection's streams also bounds what opening and resetting them costs ("rapid reset").
+gRPC hands calls to Python one after another, from one queue for all connections. A caller that fills it makes all
+others wait, and past its bound gRPC ends everybody's calls with CANCELLED. A reset stream counts until it is gone, so a
+bound on a connection's streams also bounds the cost of opening and resetting them ("rapid reset").
 """
 
 import resource
@@ -10,34 +11,39 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_PENDING: Final = 20_000
-"""Calls that wait for Python; each holds some 16 KiB. Past it gRPC refuses calls of every connection."""
+"""Calls queued for Python; each holds some 16 KiB. Past it gRPC refuses calls of every connection."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
-"""Largest metadata of one call. Ours is a token, a request id and a trace context: less than 1 KiB."""
+"""Maximum metadata of one call. Ours is a token, a request id and a trace context: less than 1 KiB."""
 
 HANDSHAKE_S: Final = 10
-"""Seconds from being accepted to the end of the TLS handshake and of the HTTP/2 settings."""
+"""Seconds from accept to the end of the TLS handshake and of the HTTP/2 settings."""
 
 IDLE_S: Final = 300
 """Seconds without a call after which a connection is closed; a client's next call opens another."""
 
+READER_S: Final = 300.0
+"""Seconds that a stream's message may wait for its reader, which already has some MiB of unread messages buffered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one server.
+    """Limits of one server.
 
     Attributes:
-        streams: calls at once on one connection. Our Python (`channel.OPTIONS`), Go and TypeScript clients open
-            further connections by themselves; another one's further calls wait.
-        connections: open at once; at most half of what the process may open files, so that a service whose
-            connections are all taken still works for those who have one. One more is closed as soon as it is accepted.
+        streams: concurrent calls on one connection. Our Python (`channel.OPTIONS`), Go and TypeScript clients open
+            further connections by themselves; the further calls of other clients wait.
+        connections: open at once; at most half of the process's file limit, so that a service whose connections are
+            used up still works for those that are open. Any further one is closed as soon as it is accepted.
+        reader_s: seconds that the caller of a stream may take to read a message.
     """
 
     streams: int = 256
     connections: int = 1_000
+    reader_s: float = READER_S
 
     def options(self) -> tuple[tuple[str, int], ...]:
-        """As gRPC has them."""
+        """As gRPC channel arguments."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
             ("grpc.max_concurrent_streams", self.streams),

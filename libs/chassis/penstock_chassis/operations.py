@@ -1,7 +1,7 @@
-"""`penstock.ops.v1.OperationsService`: how a service and its process fare, and what it takes for trouble.
+"""`penstock.ops.v1.OperationsService`: the status of a service and its process, and its diagnostics.
 
-What is common to all services is found here: little disk left, few file descriptors left, an event loop that is held
-up. What only a service knows it tells itself (`Service.troubles`). Nothing here acts.
+Diagnostics common to all services are found here: little disk left, few file descriptors left, a stalled event loop. A
+service adds its own by `Service.troubles`. Nothing here acts on them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, Final, TypeAlias
 
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
-from penstock_chassis import metrics, times
+from penstock_chassis import times
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import InvalidArgument, Violation
-from penstock_chassis.loop_lag import LoopLag
+from penstock_chassis.telemetry import metrics
+from penstock_chassis.telemetry.loop_lag import LoopLag
 
 SERVICE: Final = "penstock.ops.v1.OperationsService"
 ROLES: Final = {SERVICE: frozenset(Role)}
@@ -29,17 +30,17 @@ DEFAULT_PATIENCE_S: Final = 60.0
 DEFAULT_MIN_FREE: Final = 1 << 30
 SUBJECTS: Final = 20
 LAG_S: Final = 0.5
-"""An agent's keep-alive is due every few seconds, and every call of everybody waits for the loop."""
+"""Loop lag that is a problem: an agent's keep-alive is due every few seconds, and every call waits for the loop."""
 _FILES_SHARE: Final = 0.8
 
 DISK_FREE: Final = metrics.gauge(
-    "penstock_disk_free_bytes", "What may still be written where the service keeps its state", "disk"
+    "penstock_disk_free_bytes", "Free bytes on the disk of the service's state directory", "disk"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One thing that is wrong, or about to be; see the message of the same name."""
+    """One diagnostic: a problem, present or imminent; see the message of the same name."""
 
     reason: str
     message: str
@@ -49,24 +50,24 @@ class Trouble:
 
 
 Troubles: TypeAlias = Callable[[float], Iterable[Trouble]]
-"""What a service takes for trouble now; the argument is how many seconds something may wait."""
+"""Returns a service's current diagnostics; the argument is how many seconds something may wait."""
 
 
 def no_troubles(_patience_s: float) -> Iterable[Trouble]:
-    """Of a service that has nothing to add."""
+    """For a service that adds no diagnostics."""
     return ()
 
 
 class Operations(rpc.OperationsServiceServicer):
-    """Speaks for one service.
+    """Reports the status of one service.
 
     Args:
         name: the service's short name.
-        troubles: what only it knows.
+        troubles: the service's own diagnostics.
         disks: directories by name.
         clock: seconds since the epoch.
-        restarts: how often the service's supervisor has started it again.
-        last_end: how the process before this one ended.
+        restarts: how often the service's supervisor has restarted it.
+        last_end: how the previous process ended.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class Operations(rpc.OperationsServiceServicer):
         self._lag: LoopLag | None = None
 
     def begin(self) -> None:
-        """The service is ready: what its start took of the loop is over."""
+        """Marks the service ready: loop delays of its start do not count."""
         self._started = self._clock()
         self._lag = LoopLag()
 
     def close(self) -> None:
-        """Looks at nothing any more."""
+        """Stops measuring."""
         if self._lag is not None:
             self._lag.close()
 
     def free(self) -> dict[tuple[str, ...], float]:
-        """What is free on each disk, for the metrics."""
+        """Free bytes on each disk, for the metrics."""
         return {(name,): float(shutil.disk_usage(path).free) for name, path in self._disks.items() if path.exists()}
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
@@ -146,9 +147,9 @@ class Operations(rpc.OperationsServiceServicer):
             times_ = "once" if self._restarts == 1 else f"{self._restarts} times"
             yield Trouble(
                 "SERVICE_RESTARTED",
-                f"the {self._name} service was started again {times_} after it had ended by itself. {self._last_end}",
-                "read its log from before that end; where the kernel killed it for want of memory, give it more or run"
-                " less at once. What it held in memory alone is lost: weights that were pushed to an engine, for one",
+                f"the {self._name} service was restarted {times_} after an unexpected end. {self._last_end}",
+                "read its log from before that end. If the kernel killed it for memory, give it more memory or run "
+                "less at once. State held in memory only is lost, such as weights pushed to an engine",
                 grave=False,
             )
 
@@ -158,24 +159,26 @@ def _of_process(status: pb.GetStatusResponse, min_free_bytes: int) -> Iterator[T
         if disk.free_bytes < min_free_bytes:
             yield Trouble(
                 "DISK_LOW",
-                f"{disk.free_bytes / 1e9:.1f} GB are free of {disk.size_bytes / 1e9:.1f} GB at {disk.path}, where the"
+                f"only {disk.free_bytes / 1e9:.1f} GB of {disk.size_bytes / 1e9:.1f} GB are free at {disk.path}, "
+                "where the"
                 f" {status.service} service keeps its {disk.name}",
-                "free some: delete old rollouts and snapshots, or move state_dir to a larger disk and restart",
+                "free space: delete old rollouts and snapshots, or move state_dir to a larger disk and restart",
                 grave=disk.free_bytes < min_free_bytes / 4,
             )
     if status.max_files and status.open_files > _FILES_SHARE * status.max_files:
         yield Trouble(
             "FILES_LOW",
-            f"the {status.service} service has {status.open_files} files and connections open, of {status.max_files}",
+            f"the {status.service} service has {status.open_files} files and connections open; its limit is "
+            f"{status.max_files}",
             "raise its limit (ulimit -n, LimitNOFILE, or the container's) and restart it",
         )
     lag = status.loop_lag.ToTimedelta().total_seconds()
     if lag > LAG_S:
         yield Trouble(
             "LOOP_LAG",
-            f"the {status.service} service's event loop was held up for {lag:.1f} s in the last minute",
-            "the machine is short of processors, or swaps: give the service a processor of its own; if it has one,"
-            " report it with the service's log",
+            f"the {status.service} service's event loop was blocked for {lag:.1f} s in the last minute",
+            "the machine has too few processors, or swaps: give the service its own processor; if it has one, "
+            "report this with the service's log",
             grave=False,
         )
 

@@ -1,4 +1,4 @@
-"""Ties to the process that started this one."""
+"""Binds this process's lifetime to its parent's."""
 
 import ctypes
 import os
@@ -10,27 +10,28 @@ from penstock_chassis.errors import Unsupported
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def set_parent_death_signal(parent: int | None = None, signum: signal.Signals = signal.SIGTERM) -> None:
-    """Asks the kernel to send `signum` to this process when its parent ends, however it ends.
+def set_parent_death_signal(parent: int | None) -> None:
+    """Asks the kernel to send SIGTERM to this process when its parent ends, however it ends.
 
-    The kernel watches the thread of the parent that started this process. A parent that ended before this call is
-    noticed, and the signal is sent at once.
+    The kernel watches the parent's thread that started this process. If the parent ended before this call, the signal
+    is sent at once.
 
     Args:
-        parent: pid that the caller expects as its parent; None takes whoever is the parent now, which cannot notice
-            one that ended before this process came this far.
-        signum: what to send.
+        parent: pid that the caller expects as its parent; None takes the current parent, and then a parent that ended
+            before this call goes unnoticed.
 
     Raises:
         Unsupported: `PARENT_DEATH_UNSUPPORTED` on anything but Linux.
         OSError: the kernel refused.
     """
     if sys.platform != "linux":
-        raise Unsupported("Following the parent's death needs Linux.", reason="PARENT_DEATH_UNSUPPORTED")
+        raise Unsupported(
+            "The setting that stops a service with its parent needs Linux.", reason="PARENT_DEATH_UNSUPPORTED"
+        )
     expected = os.getppid() if parent is None else parent
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     if os.getppid() != expected:
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGTERM)

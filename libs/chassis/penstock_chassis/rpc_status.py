@@ -1,10 +1,10 @@
-"""The one table between the errors of the domain and gRPC statuses, in both directions.
+"""The one table between domain errors and gRPC statuses, in both directions.
 
 A status carries `google.rpc` details: always `ErrorInfo{reason, domain: "penstock", metadata}`, `BadRequest` for field
-violations, `RetryInfo` for a delay. What the journal's disk refuses becomes UNAVAILABLE; any other exception that is
-not a `PenstockError` becomes INTERNAL with a generic text and an incident id under which the log has the details (R8).
+violations, `RetryInfo` for a delay. Journal disk errors become UNAVAILABLE; any other exception that is not a
+`PenstockError` becomes INTERNAL with a generic text and an incident id under which the log has the details (R8).
 
-Details travel in trailing metadata, which peers bound at 8 KiB: what does not fit is shortened, never the code nor the
+Details travel in trailing metadata, which peers bound at 8 KiB: longer texts are shortened, never the code or the
 reason.
 """
 
@@ -19,17 +19,18 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock_chassis import errors, journal
+from penstock_chassis import errors
 from penstock_chassis.errors import PenstockError, Violation
+from penstock_chassis.journal import journal
 
 DOMAIN: Final = "penstock"
-"""The `domain` of every ErrorInfo of ours."""
+"""The `domain` of each of our ErrorInfos."""
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 """Trailing metadata key of a serialised `google.rpc.Status` (the gRPC convention for rich errors)."""
 
 INCIDENT: Final = "incident_id"
-"""Metadata key of an INTERNAL error: what to look for in the server's log."""
+"""Metadata key of an INTERNAL error's incident id: search the server's log for it."""
 
 CODES: Final[Mapping[type[PenstockError], grpc.StatusCode]] = MappingProxyType(
     {
@@ -56,7 +57,7 @@ _CLASSES: Final[Mapping[grpc.StatusCode, type[PenstockError]]] = MappingProxyTyp
 )
 
 _SEND_FAILED: Final = "Internal error from Core"
-"""grpc.aio's words (seen in 1.85) for a stream that the peer ended while a request of it was being sent."""
+"""grpc.aio's text (seen in 1.85) for a stream that the peer ended while a request was being sent."""
 
 _MAX_MESSAGE = 1024
 _MAX_TEXT = 256
@@ -67,7 +68,7 @@ _MAX_DETAILS = 5 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RpcStatus:
-    """What a failed RPC ends with: `details` is a serialised `google.rpc.Status`."""
+    """The end of a failed RPC: `details` is a serialised `google.rpc.Status`."""
 
     code: grpc.StatusCode
     message: str
@@ -80,10 +81,10 @@ class RpcStatus:
 
 
 def expected(error: BaseException) -> PenstockError | None:
-    """The error that a caller is meant to see, or None when the exception is a fault of ours.
+    """Returns the error that a caller may see, or None when the exception is a fault of ours.
 
-    What the journal's disk refused is told as that, so that the caller asks again. A task group wraps what its tasks
-    raise: a group of nothing but `PenstockError`s counts as its first.
+    Journal disk errors are returned as such, so that the caller retries. A task group wraps its tasks' exceptions: a
+    group of nothing but `PenstockError`s counts as its first.
     """
     if isinstance(error, PenstockError):
         return error
@@ -95,7 +96,7 @@ def expected(error: BaseException) -> PenstockError | None:
 
 
 def unexpected() -> errors.Internal:
-    """What a caller is told of a fault of ours; log the exception under `metadata[INCIDENT]`."""
+    """Returns the error that a caller sees for a fault of ours; log the exception under `metadata[INCIDENT]`."""
     incident = secrets.token_hex(16)
     return errors.Internal(
         f"Internal error. The server's log has the details under incident {incident}.",
@@ -105,7 +106,7 @@ def unexpected() -> errors.Internal:
 
 
 def to_status(error: PenstockError) -> RpcStatus:
-    """The status of an error; shortens texts so that the trailers stay under the peers' limit."""
+    """Returns the status of an error; shortens texts so that the trailers stay under the peers' limit."""
     code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
     message = _shorten(error.message, _MAX_MESSAGE)
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -128,22 +129,22 @@ def to_status(error: PenstockError) -> RpcStatus:
 
 
 def broke_while_sending(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the peer ended the stream while it was written to: grpc.aio (seen with 1.85) then forgets its status."""
+    """Whether the peer ended the stream during a send: grpc.aio (seen with 1.85) then loses its status."""
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> PenstockError:
-    """The error that a call to another service failed with, as it was raised there.
+    """Returns the error of a failed call to another service, as it was raised there.
 
-    A status that carries no details of ours (the transport's own, a proxy's) gets the code's name as its reason, with
-    `TRANSPORT_` before it.
+    A status without our details (from the transport or a proxy) gets the code's name as its reason, with the prefix
+    `TRANSPORT_`.
 
-    grpc.aio forgets the peer's status when a send meets the end of its stream; that is `STREAM_BROKEN`, and the next
-    attempt hears why.
+    grpc.aio loses the peer's status when a send fails because the stream has ended; that becomes `STREAM_BROKEN`, and a
+    retry gets the real reason.
     """
     code = error.code()
     if broke_while_sending(error):
-        return errors.Unavailable("The peer ended the stream while it was written to.", reason="STREAM_BROKEN")
+        return errors.Unavailable("The peer ended the stream during a write.", reason="STREAM_BROKEN")
     kind = _CLASSES.get(code, errors.Internal)
     message = error.details() or f"The call failed with {code.name}."
     reason = f"TRANSPORT_{code.name}"
@@ -181,7 +182,7 @@ def _details(error: grpc.aio.AioRpcError) -> Iterable[Any]:
 
 
 def _bad_request(error: PenstockError, room: int) -> error_details_pb2.BadRequest:
-    """As many violations as fit into `room` bytes; the last one says how many were left out."""
+    """Returns as many violations as fit into `room` bytes; the last one states how many were left out."""
     bad = error_details_pb2.BadRequest()
     room -= 128  # the envelope and the closing remark
     for number, item in enumerate(error.violations):
@@ -196,7 +197,7 @@ def _bad_request(error: PenstockError, room: int) -> error_details_pb2.BadReques
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Cuts a text to at most `limit` bytes of UTF-8; lone surrogates, which have none, become question marks."""
+    """Cuts a text to at most `limit` bytes of UTF-8; lone surrogates, which have no encoding, become question marks."""
     encoded = text.encode("utf-8", errors="replace")
     if len(encoded) <= limit:
         return encoded.decode("utf-8")

@@ -1,11 +1,11 @@
 """Builds, runs and stops a service's gRPC server.
 
-`run` is the whole of a service's `__main__`: settings, logs, event loop, signals. `Server` is the part that tests use
-too: one server on one address with health, reflection and the interceptor.
+`run` is the whole of a service's `__main__`: settings, logs, event loop, signals. Tests use `Server` directly: one
+server on one address with health, reflection and the interceptor.
 
-A service stops in this order: health says NOT_SERVING; the service drains (it tells its streams to go away, takes
-nothing new, waits for what is open); the server refuses new RPCs and lets open ones end; the service's own resources
-close and persist the rest.
+A service stops in this order: health reports NOT_SERVING; the service drains (asks its streams to go away, accepts no
+new work, waits for what is open); the server refuses new RPCs and lets open ones end; the service's own resources close
+and persist the rest.
 """
 
 import asyncio
@@ -26,31 +26,33 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from penstock.ops.v1 import operations_service_pb2_grpc
-from penstock_chassis import logging, operations, tracing
+from penstock_chassis import operations
 from penstock_chassis.auth import Authenticator, Role, RoleTable
-from penstock_chassis.collector import Collector
+from penstock_chassis.disk import refused_start
 from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_chassis.exposition import exposition
+from penstock_chassis.garbage_collection import Collector
 from penstock_chassis.interceptor import ServerInterceptor
 from penstock_chassis.journal import refusal
 from penstock_chassis.limits import Limits
 from penstock_chassis.operations import Operations, Troubles, no_troubles
 from penstock_chassis.process import set_parent_death_signal
 from penstock_chassis.settings import ServiceSettings
+from penstock_chassis.telemetry import logging, tracing
+from penstock_chassis.telemetry.exposition import exposition
 from penstock_chassis.tls import ServerTls
 
 Registration: TypeAlias = tuple[object, Callable[[Any, Any], None]]
 """A servicer and the generated `add_..._to_server` that registers it."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-"""Largest message either way; the default of 4 MiB would kill a stream on one long prompt."""
+"""Largest message in both directions; the default of 4 MiB would kill a stream on one long prompt."""
 
 OPTIONS: Final = (
-    # By default a second instance would share the port silently and take half of the connections.
+    # By default a second instance would silently share the port and get half of the connections.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Clients ping every 30 s; anything slower than 10 s apart is welcome.
+    # Clients ping every 30 s; pings at least 10 s apart are allowed.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -58,7 +60,7 @@ OPTIONS: Final = (
 )
 
 PARENT_DEATH_VARIABLE: Final = "PENSTOCK_PARENT_DEATH"
-"""Set to 1 by a parent whose end must be ours too."""
+"""Set to 1 by a parent process with which this one must end."""
 
 _EVERYONE: Final = frozenset(Role)
 _log = structlog.get_logger("penstock.server")
@@ -72,11 +74,11 @@ async def _nothing(_seconds: float = 0.0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What a service brings: its servicers, who may call them, and how it starts and stops.
+    """A service's servicers, their roles, and how it starts and stops.
 
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
-    `warm_up` runs while health still says NOT_SERVING. `drain(seconds)` ends what is open within that time.
-    `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` is for operators.
+    `warm_up` runs while health still reports NOT_SERVING. `drain(seconds)` ends open work within that time. `endpoints`
+    are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators.
     """
 
     registrations: Sequence[Registration]
@@ -88,19 +90,19 @@ class Service:
 
 
 class Server:
-    """One gRPC server, listening inside its `async with`; leaving it drains and stops.
+    """One gRPC server, listening inside its `async with`; exit drains and stops it.
 
     Args:
         service: what to serve.
-        authenticator: who may call.
+        authenticator: authenticates callers.
         host: address to listen on.
         port: 0 lets the kernel choose; `address` has the result.
         tls: certificates; None serves plaintext.
         drain_s: seconds that open RPCs may take to end when stopping.
-        limits: what callers may take.
+        limits: limits for callers.
 
-    Entering raises FailedPrecondition `PORT_IN_USE` when the address cannot be bound, and ValueError when `roles`
-    names a method that is not there.
+    Entering raises FailedPrecondition `PORT_IN_USE` when the address cannot be bound, and ValueError when `roles` names
+    a method that does not exist.
     """
 
     def __init__(
@@ -138,10 +140,10 @@ class Server:
         roles = RoleTable({reflection.SERVICE_NAME: _EVERYONE, health.SERVICE_NAME: _EVERYONE, **self._service.roles})
         unknown = roles.unknown([*recorder.methods, f"{reflection.SERVICE_NAME}/", f"{health.SERVICE_NAME}/"])
         if unknown:
-            raise ValueError(f"roles are given for methods that are not served: {', '.join(unknown)}")
+            raise ValueError(f"roles are set for methods that are not served: {', '.join(unknown)}")
 
         self._server = server = grpc.aio.server(
-            interceptors=[ServerInterceptor(self.authenticator, roles)],
+            interceptors=[ServerInterceptor(self.authenticator, roles, self._limits.reader_s)],
             options=(*OPTIONS, *self._limits.options()),
         )
         generic = _GenericOnly(server)
@@ -166,7 +168,7 @@ class Server:
         await self.stop(self._drain_s if error is None else 0.0)
 
     async def stop(self, grace_s: float) -> None:
-        """Drains for at most `grace_s` seconds, then ends what is left. Idempotent; cancelling it ends all at once."""
+        """Drains for at most `grace_s` seconds, then ends the rest. Idempotent; cancelling it ends all at once."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -177,7 +179,7 @@ class Server:
                 async with asyncio.timeout_at(deadline):
                     await self._service.drain(grace_s)
             except TimeoutError:
-                _log.warning("drain not finished in time", seconds=grace_s)
+                _log.warning("drain timed out", seconds=grace_s)
         finally:
             # Shielded: a second signal cancels the wait above, and the server must still be taken down.
             left = deadline - asyncio.get_running_loop().time()
@@ -193,8 +195,9 @@ class Server:
             port = 0
         if port == 0:
             raise FailedPrecondition(
-                f"{self.address} cannot be listened on: another process has it, or this machine has no such address."
-                " Stop that process, or choose another port (0 takes a free one).",
+                f"{self.address}: the service cannot listen there, because another process uses it or this machine "
+                "lacks the address."
+                " Stop that process, or set another port (0 = any free one).",
                 reason="PORT_IN_USE",
             )
         return port
@@ -209,7 +212,7 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
 
     When it is ready it prints one line of JSON on standard output:
     `{"event": "ready", "service": name, "address": "127.0.0.1:7701", "endpoints": {}, "pid": 1}`.
-    A second signal stops without waiting. Settings or a start that fails are told in words on standard error.
+    A second signal stops without waiting. Invalid settings or a failed start are explained on standard error.
 
     Args:
         settings: the service's settings class; read from flags, environment and file.
@@ -219,8 +222,9 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
     Raises:
         SystemExit: 2 when the service could not start, 1 when a signal stopped it before it was ready or had drained.
     """
-    # gRPC's own remarks (a peer went away) are no lines of our log; its errors still are. Read at its first use.
+    # gRPC's informational messages (a peer went away) stay out of our log; its errors do not. Read at its first use.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    loaded: S | None = None
     try:
         loaded = settings.load()
         logging.configure(loaded.log_level, loaded.log_format)
@@ -230,20 +234,24 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(loaded, name, build))
     except asyncio.CancelledError:
-        sys.stderr.write(f"penstock-{name}: stopped by a signal before it was ready or had drained\n")
+        sys.stderr.write(f"penstock-{name}: stopped by a signal before it was ready or drained\n")
         raise SystemExit(1) from None
     except Exception as error:
-        # A service whose parts run in a task group fails with a group around what it has to say.
-        told = _only_cause(error)
-        told = refusal(told) or told
-        if not isinstance(told, PenstockError):
+        # A service whose parts run in a task group fails with a group around its own error.
+        cause = _only_cause(error)
+        where = ""
+        if loaded is not None:
+            if (of_journal := refusal(cause)) is not None:
+                cause, where = of_journal, f" Its state is in {loaded.state_dir} (state_dir)."
+            cause = refused_start(cause, loaded.state_dir) or cause
+        if not isinstance(cause, PenstockError):
             raise
-        sys.stderr.write(f"penstock-{name}: {told.message}\n")
+        sys.stderr.write(f"penstock-{name}: {cause.message}{where}\n")
         raise SystemExit(2) from None
 
 
 def _only_cause(error: BaseException) -> BaseException:
-    """What is inside groups of one."""
+    """Unwraps exception groups that contain a single exception."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
@@ -270,7 +278,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                     )
                 )
             )
-            stack.enter_context(operations.DISK_FREE.told_by(watched.free))
+            stack.enter_context(operations.DISK_FREE.supplied_by(watched.free))
             server = await stack.enter_async_context(_server(settings, watched_by(watched, service)))
             endpoints = dict(service.endpoints)
             if settings.metrics_port is not None:
@@ -293,7 +301,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
 
 
 def watched_by(watched: Operations, service: Service) -> Service:
-    """The service, with the one for operators beside its own."""
+    """Returns the service with the operations servicer added."""
     register = operations_service_pb2_grpc.add_OperationsServiceServicer_to_server
     return replace(
         service,
@@ -325,14 +333,14 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
         port=settings.port,
         tls=_tls(settings),
         drain_s=settings.drain_s,
-        limits=Limits(settings.max_streams, settings.max_connections),
+        limits=Limits(settings.max_streams, settings.max_connections, settings.reader_timeout_s),
     )
 
 
 class _Signals:
-    """Catches SIGTERM and SIGINT. Entering yields the function that waits for the first of them.
+    """Catches SIGTERM and SIGINT. Entering yields a function that waits for the first of them.
 
-    One that comes before anybody waits (the service is still starting), and any after the first, cancels the task.
+    A signal that comes before anyone waits (the service is still starting), and any after the first, cancels the task.
     """
 
     def __init__(self) -> None:
@@ -361,17 +369,16 @@ class _Signals:
 
 
 class _GenericOnly:
-    """Stands between generated code and a server, which then finds every method by name.
+    """Wraps a server so that generated code registers generic handlers only, which find every method by name.
 
     Generated code also registers each method by itself, and grpc.aio waits on one task per registered method for every
-    call: with the 40 methods of a service that is a sixth of what a small call costs.
+    call: with the 40 methods of a service that is a sixth of the cost of a small call.
     """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Hands them on."""
         self._server.add_generic_rpc_handlers(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
@@ -379,7 +386,7 @@ class _GenericOnly:
 
 
 class _Recorder:
-    """Stands in for a server while servicers register, to learn their services' and methods' names."""
+    """Stands in for a server while servicers register, to record the names of their services and methods."""
 
     def __init__(self) -> None:
         self.services: list[str] = []

@@ -1,8 +1,8 @@
 """The settings that every service has, and how they are read.
 
-A service starts from one `ServiceSettings` (its own subclass). Each setting is looked for in flags, then in the
+A service starts from one `ServiceSettings` (its own subclass). Each setting is looked up in flags, then in the
 environment (`PENSTOCK_<SERVICE>_<NAME>`), then in the service's table of the TOML file that `PENSTOCK_CONFIG` names,
-then its default holds. A key that no setting has is refused wherever it stands.
+then its default applies. An unknown key is refused in any of them.
 
 Secrets are `SecretStr`: they have no flag (R1: an argv is public), are never printed, and blank ones are refused (R3).
 The defaults bind loopback; anything wider needs TLS and a token (R9).
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json, to_json
 from pydantic_settings import (
@@ -30,6 +30,7 @@ from pydantic_settings import (
 )
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.limits import READER_S
 from penstock_chassis.validation import violations_of
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
@@ -44,49 +45,74 @@ class ServiceSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True, env_ignore_empty=False
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        validate_default=True,
+        env_ignore_empty=False,
+        enable_decoding=False,  # lists and tables are decoded by `_decoded`, whose errors name the setting
     )
 
     host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs TLS and a token")
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
-    operator_token: SecretStr | None = Field(None, description="bearer token that may call everything")
+    operator_token: SecretStr | None = Field(None, description="bearer token of operators, for all methods")
     trainer_token: SecretStr | None = Field(None, description="bearer token of trainers")
-    observer_token: SecretStr | None = Field(None, description="bearer token that may only read")
+    observer_token: SecretStr | None = Field(None, description="bearer token of observers, for read-only methods")
     anonymous: bool = Field(
         False, description="serve callers without a token as operator; only on loopback, for tests and experiments"
     )
     tls_cert: Path | None = Field(None, description="PEM file with the server's certificate chain")
     tls_key: Path | None = Field(None, description="PEM file with the certificate's private key")
-    tls_client_ca: Path | None = Field(None, description="PEM file; when set, clients must show a certificate of it")
-    max_streams: int = Field(256, ge=8, le=100_000, description="calls at once on one connection; further ones wait")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file with a CA; if set, clients must present a certificate that it signed"
+    )
+    max_streams: int = Field(256, ge=8, le=100_000, description="concurrent calls on one connection; further ones wait")
     max_connections: int = Field(
-        1_000, ge=8, le=1_000_000, description="connections at once; at most half of the files it may open (ulimit -n)"
+        1_000, ge=8, le=1_000_000, description="concurrent connections; at most half of the open-file limit (ulimit -n)"
+    )
+    reader_timeout_s: float = Field(
+        READER_S, ge=1, le=86_400, description="seconds after which a stream whose messages are not read is ended"
     )
     state_dir: Path = Field(Path(), description="directory of this service's state; the default is per user")
     journal_sync: Literal["normal", "full"] = Field(
         "normal", description="full: an acknowledged write also survives a loss of power, at one fsync per commit"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
-    log_format: Literal["json", "console"] = Field("json", description="json lines, or text for a person")
-    drain_s: float = Field(10.0, ge=0, le=3600, description="seconds that open calls may take to end when stopping")
+    log_format: Literal["json", "console"] = Field("json", description="json lines, or text for people")
+    drain_s: float = Field(
+        10.0, ge=0, le=3600, description="seconds that open calls have to end when the service stops"
+    )
     metrics_host: str = Field("127.0.0.1", description="address to serve metrics on; as for host")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port to serve Prometheus metrics on; 0 lets the kernel choose, unset: none"
     )
     otlp_endpoint: str = Field(
-        "", pattern=r"^(|https?://[^/\s]+/?)$", description="where traces go by OTLP over gRPC, http(s)://host:4317"
+        "", pattern=r"^(|https?://[^/\s]+/?)$", description="OTLP endpoint for traces, over gRPC: http(s)://host:4317"
     )
     otlp_token: SecretStr | None = Field(None, description="bearer token for otlp_endpoint")
-    otlp_ca: Path | None = Field(None, description="PEM file that otlp_endpoint's certificate is verified by")
-    trace_ratio: float = Field(1.0, ge=0, le=1, description="share of the traces begun here that are kept")
-    parent_pid: int | None = Field(None, ge=1, description="stop when this process, our parent, ends (Linux)")
-    restarts: int = Field(0, ge=0, description="how often what supervises this service has started it again")
-    last_end: str = Field("", description="how the process before this one ended, as its supervisor saw it")
+    otlp_ca: Path | None = Field(None, description="PEM file with the CA of otlp_endpoint")
+    trace_ratio: float = Field(1.0, ge=0, le=1, description="share of the traces started here that are kept")
+    parent_pid: int | None = Field(
+        None, ge=1, description="process id of the parent; the service stops when it ends (Linux)"
+    )
+    restarts: int = Field(0, ge=0, description="how often the supervisor has restarted this service")
+    last_end: str = Field("", description="how the previous process ended, as reported by the supervisor")
 
-    @field_validator("operator_token", "trainer_token", "observer_token", "otlp_token")
+    @field_validator("*", mode="before")
     @classmethod
-    def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
-        return refuse_blank(value)
+    def _decoded(cls, value: Any, info: ValidationInfo) -> Any:
+        """Decodes lists and tables, which are JSON in flags and in the environment."""
+        if not isinstance(value, str) or not _is_composite(cls.model_fields[str(info.field_name)]):
+            return value
+        try:
+            return from_json(value)
+        except ValueError:
+            raise ValueError("must be JSON") from None
+
+    @field_validator("*")
+    @classmethod
+    def _secrets_are_not_blank(cls, value: Any) -> Any:
+        return refuse_blank(value) if isinstance(value, SecretStr) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -98,21 +124,21 @@ class ServiceSettings(BaseSettings):
     @model_validator(mode="after")
     def _safe_to_listen(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key are given together or not at all")
+            raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
         if self.otlp_ca is not None and self.otlp_endpoint.startswith("http://"):
             raise ValueError(
-                "otlp_ca verifies nothing of an http:// otlp_endpoint, and spans would go in clear: make that https://,"
-                " or leave otlp_ca away"
+                "otlp_ca has no effect with an http:// otlp_endpoint, where spans are sent in cleartext: use "
+                "https://, or unset otlp_ca"
             )
         tokens = [t.get_secret_value() for t in (self.operator_token, self.trainer_token, self.observer_token) if t]
         if len(set(tokens)) != len(tokens):
-            raise ValueError("each role needs a token of its own")
+            raise ValueError("two roles have the same token: set a different one for each")
         if is_loopback(self.host) and self.operator_token is None and not self.anonymous:
             raise ValueError(
-                f"no operator_token is set ({self.env_name('operator_token')}); make one with"
-                " `openssl rand -hex 32`, or start everything with `penstock up`, which does it for you"
+                f"no operator_token is set ({self.env_name('operator_token')}); make one with `openssl rand -hex "
+                "32`, or start everything with `penstock up`, which sets it"
             )
         for name, host in (("host", self.host), ("metrics_host", self.metrics_host)):
             if not is_loopback(host) and (self.tls_cert is None or self.operator_token is None or self.anonymous):
@@ -127,9 +153,9 @@ class ServiceSettings(BaseSettings):
         """Reads flags (`argv`, by default the process's own), environment and file.
 
         Raises:
-            InvalidArgument: `INVALID_SETTINGS`, a violation for each setting that does not hold; values are not
-                repeated, since they may be secrets.
-            SystemExit: `--help` was asked for, or a flag is unknown.
+            InvalidArgument: `INVALID_SETTINGS`, with a violation for each invalid setting; values are not repeated,
+                since they may be secrets.
+            SystemExit: `--help` was given, or a flag is unknown.
         """
         return cls._load(cls._parse(argv))
 
@@ -145,16 +171,16 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def table(cls) -> str:
-        """The name of the service's table in the file, from the prefix: `PENSTOCK_SANDBOX_` gives `sandbox`."""
+        """Returns the name of the service's table in the file, from the prefix: `PENSTOCK_SANDBOX_` gives `sandbox`."""
         return (cls.model_config.get("env_prefix") or "").removeprefix("PENSTOCK_").rstrip("_").lower() or "service"
 
     @classmethod
     def env_name(cls, field: str) -> str:
-        """The environment variable of a setting."""
+        """Returns the environment variable of a setting."""
         return f"{cls.model_config.get('env_prefix') or ''}{field}".upper()
 
     def public(self) -> dict[str, Any]:
-        """All settings as JSON values, secrets masked: for the log at start."""
+        """Returns all settings as JSON values, secrets masked: for the log at start."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -166,7 +192,7 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags before environment before file; no .env file is ever read by surprise."""
+        """Flags before environment before file; no .env file is ever read."""
         table = _read_table(cls.table())
         return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=table)
 
@@ -176,7 +202,7 @@ class ServiceSettings(BaseSettings):
         if not prefix:
             return []
         known = {cls.env_name(name) for name in cls.model_fields}
-        # Where clients find this service: theirs, and often set in the shell that a service is started from.
+        # A client's variable for this service's address, often set in the shell that starts the service.
         known.add(f"{prefix}ADDRESS")
         return [
             Violation(name, "no such setting" + _suggestion(name, known))
@@ -189,7 +215,7 @@ class ServiceSettings(BaseSettings):
         parser = argparse.ArgumentParser(
             prog=f"penstock-{cls.table()}",
             description=f"Each setting is also an environment variable, and a key of [{cls.table()}] in the TOML file"
-            f" that {CONFIG_VARIABLE} names. Flags win over the environment, and it over the file.",
+            f" that {CONFIG_VARIABLE} names. Flags override the environment, which overrides the file.",
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )
@@ -207,8 +233,7 @@ class ServiceSettings(BaseSettings):
         if secrets:
             parser.epilog = "Secrets have no flag, since an argv is public:\n" + "\n".join(secrets)
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        flags = vars(parser.parse_args(argv))
-        return {name: _flag_value(cls.model_fields[name], value) for name, value in flags.items()}
+        return vars(parser.parse_args(argv))
 
 
 def is_loopback(host: str) -> bool:
@@ -222,25 +247,25 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_blank(value: SecretStr | None) -> SecretStr | None:
-    """Returns a secret unchanged, refuses one that is blank, has outer whitespace or cannot go into a header (R3).
+    """Returns a secret unchanged; refuses one that is blank, has outer whitespace or cannot go into a header (R3).
 
     For `field_validator`s of services that have secrets of their own.
 
     Raises:
-        ValueError: says what is wrong without repeating the value.
+        ValueError: states what is wrong without repeating the value.
     """
     if value is None:
         return None
     text = value.get_secret_value()
     if not text.strip():
-        raise ValueError("a secret must not be blank; leave it unset to have none")
+        raise ValueError("a secret must not be blank; unset it for none")
     if text != text.strip() or not text.isascii() or not text.isprintable():
         raise ValueError("a secret must be printable ASCII without whitespace around it")
     return value
 
 
 def default_state_dir() -> Path:
-    """Where state lives when nothing else is said: `$XDG_STATE_HOME/penstock`, or `~/.local/state/penstock`."""
+    """Returns the default state directory: `$XDG_STATE_HOME/penstock`, or `~/.local/state/penstock`."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "penstock"
 
@@ -254,11 +279,11 @@ def _read_table(name: str) -> dict[str, Any]:
     except OSError as error:
         raise _invalid([Violation(CONFIG_VARIABLE, f"cannot be read: {error.strerror}")]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        # The parser's message can quote the line, and the line can hold a token.
+        # The parser's message can quote the line, and the line can contain a token.
         raise _invalid([Violation(CONFIG_VARIABLE, "is not valid TOML in UTF-8")]) from None
     stray = [key for key, value in content.items() if not isinstance(value, dict)]
     if stray:
-        raise _invalid(Violation(key, "stands outside a table; put it under [<service>]") for key in stray)
+        raise _invalid(Violation(key, "is outside a table: move it under [<service>]") for key in stray)
     table: dict[str, Any] = content.get(name, {})
     return table
 
@@ -266,7 +291,7 @@ def _read_table(name: str) -> dict[str, Any]:
 def _invalid(violations: typing.Iterable[Violation]) -> InvalidArgument:
     found = tuple(violations)
     text = "; ".join(f"{item.field}: {item.description}" for item in found)
-    return InvalidArgument(f"The settings do not hold. {text}", reason="INVALID_SETTINGS", violations=found)
+    return InvalidArgument(f"Invalid settings: {text}", reason="INVALID_SETTINGS", violations=found)
 
 
 def _suggestion(name: str, known: set[str]) -> str:
@@ -278,30 +303,21 @@ def _is_secret(info: FieldInfo) -> bool:
     return SecretStr in _alternatives(info.annotation)
 
 
+def _is_composite(info: FieldInfo) -> bool:
+    composites = (list, tuple, dict, set, frozenset)
+    return any(typing.get_origin(item) in composites for item in _alternatives(info.annotation))
+
+
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
+    """Returns the members of a union, or the type itself."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def _default(info: FieldInfo) -> str:
-    """The default, for the help, as a flag or the environment would be given it; nothing where there is none."""
+    """Returns the default for the help text, in the syntax of flags and environment; empty where there is none."""
     if info.is_required() or info.default_factory is not None or info.default in (None, "", (), Path()):
         return ""
     value = info.default
     return f"; default {value if isinstance(value, str | Path) else to_json(value).decode()}"
-
-
-def _flag_value(info: FieldInfo, value: Any) -> Any:
-    """A flag's text as the environment would be read: lists and tables as JSON, the rest for pydantic to convert."""
-    composite = any(
-        typing.get_origin(item) in (list, tuple, dict, set, frozenset) for item in _alternatives(info.annotation)
-    )
-    if not composite or not isinstance(value, str):
-        return value
-
-    try:
-        return from_json(value)
-    except ValueError:
-        return value

@@ -1,13 +1,18 @@
-"""What the kernel knows of a socket: whether all that was written to it arrived at its other end (R105).
+"""Asks the kernel about a socket: whether the peer received everything that was written (R105).
 
-An end that closes with bytes unread, or that bytes come to after it closed, answers with a reset; one that read
-everything with an end of file, which acknowledges what it got. So an end of file with nothing left to be acknowledged
-says that all was read, and a reset that it was not. Linux only, as the rest.
+A peer that closes with bytes unread, or receives bytes after it closed, answers with a reset; a peer that read
+everything closes with an end of file, which acknowledges what it received. So an end of file with nothing left
+unacknowledged shows that all was read; a reset shows that it was not. Linux only, as everything here.
+
+TCP's limits: an acknowledged byte is in the peer's kernel, and only the way the connection ends shows whether the
+peer's program read it. A program that shuts down its sending side but neither reads nor exits sends the same end of
+file as one that read everything and exited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 import termios
@@ -16,35 +21,50 @@ from typing import Final
 
 _UNSENT: Final = 0x894B  # SIOCOUTQNSD
 _ESTABLISHED: Final = 1
+_FIN_WAIT1: Final = 4
+_FIN_WAIT2: Final = 5
+_CLOSE: Final = 7
 _CLOSE_WAIT: Final = 8
+_CLOSING: Final = 11
+_WHOLE: Final = frozenset({_ESTABLISHED, _FIN_WAIT1, _FIN_WAIT2, _CLOSE_WAIT, _CLOSING})
 
 
 def has_all(transport: asyncio.BaseTransport) -> bool:
-    """Whether the other end acknowledged every byte, and no reset came from it."""
+    """Whether the peer acknowledged every byte and did not reset."""
     sock = _socket(transport)
-    return sock is not None and _is_written(transport) and _is_whole(sock) and not _queued(sock, termios.TIOCOUTQ)
+    if sock is None or not _is_written(transport) or not _is_whole(transport, sock):
+        return False
+    return not _queued(sock, termios.TIOCOUTQ)
+
+
+def ended_whole(transport: asyncio.BaseTransport) -> bool:
+    """As `has_all`, for a connection just read to its end of file; this side may have ended before."""
+    sock = _socket(transport)
+    if sock is None or not _is_written(transport) or _queued(sock, termios.TIOCOUTQ):
+        return False
+    return _state(sock) in _WHOLE or _ended_in_order(sock)
 
 
 def gets_all(transport: asyncio.BaseTransport) -> bool:
-    """Whether the connection stands and every byte went out: an open end that reads gets them."""
+    """Whether every byte was sent and no reset came: a peer that reads gets them, or got them before it closed."""
     sock = _socket(transport)
-    return sock is not None and _is_written(transport) and _is_whole(sock) and not _queued(sock, _UNSENT)
+    return sock is not None and _is_written(transport) and _is_whole(transport, sock) and not _queued(sock, _UNSENT)
 
 
 def is_open(transport: asyncio.BaseTransport) -> bool:
-    """Whether the connection stands and its other end has not said that it ends."""
+    """Whether the connection is open and the peer has not ended its side."""
     sock = _socket(transport)
     return sock is not None and _state(sock) == _ESTABLISHED
 
 
 def stands(transport: asyncio.BaseTransport) -> bool:
-    """Whether no reset came: the connection is open, or its other end said in order that it sends no more."""
+    """Whether no reset came: the connection is open, or the peer ended its side in order."""
     sock = _socket(transport)
-    return sock is not None and _is_whole(sock)
+    return sock is not None and _is_whole(transport, sock)
 
 
 def unread(transport: asyncio.BaseTransport) -> int:
-    """Bytes that came and that this process has not read."""
+    """Bytes received that this process has not read."""
     sock = _socket(transport)
     return 0 if sock is None else _queued(sock, termios.FIONREAD)
 
@@ -55,13 +75,22 @@ def _socket(transport: asyncio.BaseTransport) -> socket.socket | None:
 
 
 def _is_written(transport: asyncio.BaseTransport) -> bool:
-    """Whether the kernel has all of it."""
+    """Whether the transport's buffer is empty: the kernel has everything."""
     return not isinstance(transport, asyncio.WriteTransport) or not transport.get_write_buffer_size()
 
 
-def _is_whole(sock: socket.socket) -> bool:
-    """Whether no reset came: only a connection that stands, or whose other end said that it ends, has these states."""
-    return _state(sock) in (_ESTABLISHED, _CLOSE_WAIT)
+def _is_whole(transport: asyncio.BaseTransport, sock: socket.socket) -> bool:
+    """Whether no reset came. A transport that closes may have read the error of one."""
+    return _state(sock) in _WHOLE or (not transport.is_closing() and _ended_in_order(sock))
+
+
+def _ended_in_order(sock: socket.socket) -> bool:
+    """Whether both sides have ended: the kernel has no state left, as after a reset, which leaves an error to read."""
+    if _state(sock) != _CLOSE:
+        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _state(sock: socket.socket) -> int:

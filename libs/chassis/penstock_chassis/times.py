@@ -1,27 +1,33 @@
-"""Times and spans of time, in seconds, as messages and back."""
+"""Conversions between seconds and protobuf times and durations."""
 
 from __future__ import annotations
 
-import math
+import time
+from collections.abc import Callable
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
-_NANOS = 10**9
+from penstock.values import times
+from penstock.values.times import seconds, timestamp
+
+__all__ = ["duration", "even_clock", "even_time", "seconds", "timestamp"]
 
 
-def timestamp(seconds: float) -> Timestamp:
-    """Seconds since the epoch."""
-    whole = math.floor(seconds)
-    return Timestamp(seconds=whole, nanos=int((seconds - whole) * _NANOS))
+def even_clock() -> Callable[[], float]:
+    """Returns a clock of seconds since the epoch that runs monotonically from now, whatever is done to the system
+    clock.
+
+    For deadlines and ages: setting the system clock forward expires nothing, setting it back extends nothing. A
+    restarted process begins from the system clock anew. The clock stands still while the machine sleeps.
+    """
+    began = time.time() - time.monotonic()
+    return lambda: began + time.monotonic()
+
+
+even_time = even_clock()
+"""The process's own, from its start."""
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds, to the nearest nanosecond; less than none is none."""
-    whole, nanos = divmod(round(max(0.0, seconds) * _NANOS), _NANOS)
-    return Duration(seconds=whole, nanos=nanos)
-
-
-def seconds(value: Duration) -> float:
-    """Of a Duration."""
-    return value.seconds + value.nanos / _NANOS
+    """From seconds, to the nearest nanosecond; negative values become zero."""
+    return times.duration(max(0.0, seconds))

@@ -1,7 +1,7 @@
 """Certificates for servers and clients: TLS, and mutual TLS between services.
 
-TLS proves who the server is and hides what is said; a client certificate admits a connection. Neither replaces the
-token, which says what the caller may do.
+TLS authenticates the server and encrypts the traffic; a client certificate admits a connection. Neither replaces the
+token, which decides what the caller may do.
 """
 
 import ssl
@@ -30,7 +30,7 @@ class ServerTls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """The same for a listener that speaks HTTP. Raises InvalidArgument `TLS_FILE` when a file cannot be read."""
+        """The same for an HTTP listener. Raises InvalidArgument `TLS_FILE` when a file cannot be read."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.cert, self.key)
@@ -65,7 +65,7 @@ class ClientTls:
 
 
 def read_pem(name: str, path: Path) -> bytes:
-    """The file that the setting `name` names. Raises InvalidArgument `TLS_FILE` when it cannot be read."""
+    """Returns the content of the file that the setting `name` names. Raises InvalidArgument `TLS_FILE` on failure."""
     try:
         return path.read_bytes()
     except OSError as error:

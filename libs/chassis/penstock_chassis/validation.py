@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a model's fields, as violations in our words."""
+"""Converts pydantic's validation errors to violations in our wording."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NOT: Final = re.compile(r" after validation, not (\d+)$")
 
 
 def violations_of(error: ValidationError, whole: str, prefix: str = "") -> list[Violation]:
-    """A violation for each problem, none with the value that was given: it may be a secret.
+    """Returns a violation for each problem, without the given value: it may be a secret.
 
     Args:
         error: pydantic's.
-        whole: the name of a field where a problem is of the whole model.
-        prefix: goes before the names of fields, as in "engine_options.".
+        whole: the field name for a problem of the whole model.
+        prefix: prepended to field names, as in "engine_options.".
     """
     problems = error.errors(include_url=False, include_input=False, include_context=False)
     return [
@@ -29,6 +29,6 @@ def violations_of(error: ValidationError, whole: str, prefix: str = "") -> list[
 
 
 def in_words(message: str) -> str:
-    """One of pydantic's messages as a sentence about the field: "must be greater than or equal to 1"."""
-    said = _SHOULD.sub("must ", message.removeprefix("Value error, "))
-    return _NOT.sub(r", and has \1", said)
+    """Turns one of pydantic's messages into a sentence about the field: "must be greater than or equal to 1"."""
+    text = _SHOULD.sub("must ", message.removeprefix("Value error, "))
+    return _NOT.sub(r", and has \1", text)

@@ -1,8 +1,8 @@
 """The chat vocabulary of Penstock's domain: messages, tools, sampling, completions.
 
-Plain immutable values, free of any wire format. Ingress dialects and the rpc layers convert to and from them; the
-codec renders them to token ids and parses them back. A value here says what was said, never how some client
-serialised it, with one exception: `ToolCallPart.arguments_json` is the text exactly as it was sampled (or received).
+Plain immutable values, free of any wire format. Ingress dialects and the rpc layers convert to and from them; the codec
+renders them to token ids and parses them back. A value holds the content, never a client's serialisation, with one
+exception: `ToolCallPart.arguments_json` is the text exactly as it was sampled (or received).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from penstock_codec.quick import quick
+from penstock_codec.fast_dataclass import quick
 
 
 class Role(StrEnum):
-    """Who speaks."""
+    """The author of a message."""
 
     SYSTEM = "system"
     DEVELOPER = "developer"
@@ -27,15 +27,13 @@ class Role(StrEnum):
 @quick
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Visible text."""
-
     text: str
 
 
 @quick
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """What the model thought before it answered; `signature` is a provider's opaque mark, to be echoed verbatim."""
+    """The model's reasoning before its answer; `signature` is a provider's opaque mark, to be echoed verbatim."""
 
     text: str
     signature: bytes = b""
@@ -53,7 +51,7 @@ class ImagePart:
 @quick
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """A call of a tool by the assistant; `arguments_json` is exactly what was sampled, spacing included."""
+    """A call of a tool by the assistant; `arguments_json` is the sampled text, spacing included."""
 
     id: str
     name: str
@@ -63,7 +61,7 @@ class ToolCallPart:
 @quick
 @dataclass(frozen=True, slots=True)
 class ToolResultPart:
-    """What a tool answered to the call `call_id`."""
+    """A tool's result for the call `call_id`."""
 
     call_id: str
     text: str
@@ -160,16 +158,16 @@ class ToolChoice:
 
     def __post_init__(self) -> None:
         if (self.mode is ToolChoiceMode.NAMED) != (self.name is not None):
-            raise ValueError("ToolChoice.name is given exactly when mode is 'named'")
+            raise ValueError("ToolChoice.name must be set if mode is 'named', and only then")
 
 
 @quick
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling as asked for or as used. None means unset, which differs from any value (R64).
+    """Sampling as requested or as used. None means unset, which differs from any value (R64).
 
     temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is
-    the number of alternatives asked for per token; `response_format` is JSON text as the OpenAI API writes it.
+    the number of alternatives requested per token; `response_format` is JSON text as the OpenAI API writes it.
     """
 
     temperature: float | None = None
@@ -202,7 +200,7 @@ class FinishReason(StrEnum):
 
     @property
     def truncated(self) -> bool:
-        """The model was cut off before it ended its turn."""
+        """Whether the model was cut off before it ended its turn."""
         return self in (FinishReason.LENGTH, FinishReason.ABORT)
 
 

@@ -1,6 +1,6 @@
-"""`Codec`: one model's text to token ids and back.
+"""`Codec`: converts one model's text to token ids and back.
 
-Immutable once loaded and safe to use from several threads; its calls are CPU work (a long first prompt takes tens of
+Immutable once loaded, its caches aside, and thread-safe. Its calls are CPU work (a long first prompt takes tens of
 milliseconds), so a service calls it off its event loop.
 """
 
@@ -16,11 +16,12 @@ from typing import Any, Self
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from penstock_codec.cache import Caches
 from penstock_codec.chat import FinishReason, Message, Tool
 from penstock_codec.control_text import ControlText, ControlTokens
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.errors import CodecError
-from penstock_codec.files import TokenizerFiles
+from penstock_codec.fast_dataclass import quick
 from penstock_codec.parsers import (
     GRAMMARS,
     CompletionParser,
@@ -32,11 +33,11 @@ from penstock_codec.parsers import (
     parser_for,
 )
 from penstock_codec.parsers.grammar import THINK
-from penstock_codec.quick import quick
 from penstock_codec.rendering import Rendering
 from penstock_codec.segments import Segments
 from penstock_codec.splice import Continuation, Inexact, IntArray, Splicer
 from penstock_codec.template import ChatTemplate
+from penstock_codec.tokenizer_files import TokenizerFiles
 
 _LIKE_MARKUP = re.compile(r"<[|｜].+[|｜]>|</?tool_\w+>")  # noqa: RUF001  (DeepSeek's character)
 MAX_VOCABULARY = 1 << 24
@@ -46,8 +47,8 @@ PROMPT_TAIL = 64  # a generation prompt is shorter than this
 @quick
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation's ids. `mixed_up`: what its texts spell of control tokens was read as such, since the template
-    changed them so that they could not be told from its own."""
+    """A conversation's ids. `mixed_up`: control tokens spelled in its texts were encoded as such, because the template
+    changed those texts beyond recognition."""
 
     ids: IntArray
     mixed_up: bool = False
@@ -73,18 +74,19 @@ class Codec:
         self._parser = parser_for(self._grammar)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        if self.vocab_size > MAX_VOCABULARY:  # tables are as long, whatever is in them
+        if self.vocab_size > MAX_VOCABULARY:  # tables have this length, however many ids are used
             raise CodecError(
                 "TOKENIZER_UNSUPPORTED", f"token ids are below {MAX_VOCABULARY}, not {self.vocab_size - 1}"
             )
         self._detokenizer = Detokenizer(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         controls = {token.content: index for index, token in added.items() if token.special}
-        # Every added token that is looked for in the text as it is, markup included, is a place to cut.
+        # A text can be cut at every added token that the tokenizer searches for in the raw text, markup included.
         whole = [t for t in added.values() if t.normalized or t.lstrip or t.rstrip or t.single_word]
         marks = [token.content for token in added.values()] if not whole else []
-        self._segments = Segments(tokenizer, marks, self._encode_batch)
-        self._control_text = ControlText(self._unspoken(added), self._said, files.tokenizer_json)
+        self.caches = Caches()
+        self._segments = Segments(tokenizer, marks, self._encode_batch, self.caches)
+        self._control_text = ControlText(self._unspoken(added), self._in_answers, files.tokenizer_json)
         plain = control_tokens is ControlTokens.PLAIN
         self._rendering = Rendering(template, self._segments, self._control_text if plain else None)
         stops: dict[str, int] = {}
@@ -104,6 +106,7 @@ class Codec:
         self._splicer = Splicer(
             self._rendering,
             {**controls, **stops},
+            self.caches,
             other_ends={**parts, **ends},
             openings=openings,
             thinking=tuple(zip(*think.values(), strict=True)),
@@ -132,12 +135,12 @@ class Codec:
         control_tokens: ControlTokens = ControlTokens.PLAIN,
         now: Callable[[], datetime] = datetime.now,
     ) -> Self:
-        """Build a codec. `parser` is a name in parsers.GRAMMARS; None lets the template decide, or refuses.
+        """Builds a codec. `parser` is a name in parsers.GRAMMARS; None detects it from the template, or fails.
 
-        `control_tokens`: how those are read that the texts of a conversation spell.
+        `control_tokens`: how control tokens spelled in a conversation's texts are encoded.
 
-        Raises CodecError: TOKENIZER_INVALID, TOKENIZER_UNSUPPORTED, TEMPLATE_INVALID, TOKEN_ID_INVALID,
-        PARSER_UNKNOWN, PARSER_UNDETECTED.
+        Raises CodecError: TOKENIZER_INVALID, TOKENIZER_UNSUPPORTED, TEMPLATE_INVALID, TOKEN_ID_INVALID, PARSER_UNKNOWN,
+        PARSER_UNDETECTED.
         """
         try:
             tokenizer = Tokenizer.from_str(files.tokenizer_json.decode("utf-8"))
@@ -155,7 +158,7 @@ class Codec:
 
     @property
     def markup(self) -> Mapping[str, Mark]:
-        """The markup that the parser knows, with its meaning."""
+        """The markup that the parser recognises, with its meaning."""
         return self._grammar.marks
 
     def has_token(self, text: str) -> bool:
@@ -170,7 +173,7 @@ class Codec:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model's text; see ChatTemplate.render for the errors."""
+        """Renders the conversation as the model's text; see ChatTemplate.render for the errors."""
         rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
@@ -184,7 +187,7 @@ class Codec:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> IntArray:
-        """The whole conversation as int32 ids, for a conversation of which nothing was sampled yet."""
+        """Renders a whole conversation, of which nothing was sampled yet, as int32 ids."""
         return self.prompt(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         ).ids
@@ -197,18 +200,18 @@ class Codec:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """As `render`, with what there is to say of it."""
+        """As `render`, with a flag for mixed-up control tokens."""
         rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
         return Prompt(self._rendering.ids(rendered.text, broken=rendered.broken), rendered.mixed_up)
 
     def may_spell_control_tokens(self, body: bytes) -> bool:
-        """Whether a body of JSON may hold texts that spell control tokens: a quick look at its bytes."""
+        """Whether the texts in a JSON body may spell control tokens: a quick scan of its bytes."""
         return self._control_text.spelled_in(body)
 
     def spells_control_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
-        """Whether a conversation's texts spell control tokens or the model's markup, an answer's own apart."""
+        """Whether a conversation's texts spell control tokens or markup; an answer's own markup is exempt."""
         return self.template.spells(self._control_text, messages, tools)
 
     def continuation(
@@ -221,10 +224,10 @@ class Codec:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Continuation | Inexact:
-        """The ids to append for `new` to a conversation whose ids are known and end in `last_id`.
+        """Returns the ids to append for `new` to a conversation whose ids are known and end in `last_id`.
 
-        `history` is the conversation in messages, the last one the assistant's that was sampled. An Inexact answer is
-        no error: the conversation has to be rendered anew, on a branch of its own.
+        `history` is the conversation in messages, the last one the sampled assistant message. An Inexact result is no
+        error: the conversation has to be rendered anew, on a branch of its own.
         """
         return self._splicer.continuation(
             history,
@@ -236,14 +239,15 @@ class Codec:
         )
 
     def encode(self, text: str) -> IntArray:
-        """Plain text to int32 ids; the text of special tokens becomes those tokens."""
+        """Encodes plain text to int32 ids; the text of special tokens becomes those tokens."""
         return self._segments.encode(text)
 
     def bytewise(self, text: str) -> IntArray:
-        """Ids for `text`, one for each byte and each added token: valid, yet not those that the tokenizer would choose.
+        """Encodes `text` with one id per byte and per added token: valid ids, but not those that the tokenizer would
+        choose.
 
-        What a model may sample, for tests of what happens to it then. A stretch with a byte that has no token of its
-        own is encoded as usual.
+        For tests of ids that a model may sample. A stretch with a byte that has no token of its own is encoded as
+        usual.
         """
         added, single, marks = self._pieces
         ids: list[int] = []
@@ -258,7 +262,7 @@ class Codec:
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
-        """Ids to text; control tokens are shown unless `skip_special`. Raises CodecError TOKEN_ID_INVALID."""
+        """Decodes ids to text; control tokens are shown unless `skip_special`. Raises CodecError TOKEN_ID_INVALID."""
         items = _as_list(ids)
         if any(not 0 <= index < self.vocab_size for index in items):
             raise CodecError("TOKEN_ID_INVALID", f"token ids are from 0 to {self.vocab_size - 1}")
@@ -268,7 +272,7 @@ class Codec:
         return stream.push(items) + stream.flush()
 
     def token_bytes(self, ids: Sequence[int] | IntArray) -> list[bytes]:
-        """The bytes of each id: maybe a part of a character, and none for an id that the tokenizer does not have."""
+        """The bytes of each id: possibly part of a character, and empty for an id that the tokenizer does not have."""
         return self._detokenizer.pieces(_as_list(ids))
 
     def stream_parser(
@@ -278,7 +282,7 @@ class Codec:
         tools: Sequence[Tool] = (),
         call_id: Callable[[], str] | None = None,
     ) -> CompletionParser:
-        """A parser to feed as ids come. `prompt_ids` tells it whether the prompt already opened the reasoning."""
+        """Returns an incremental parser. `prompt_ids` show whether the prompt already opened the reasoning."""
         return self._parser(
             self._reading,
             self._detokenizer,
@@ -296,7 +300,7 @@ class Codec:
         finish_reason: FinishReason | None = None,
         call_id: Callable[[], str] | None = None,
     ) -> ParsedCompletion:
-        """A whole completion, its stop token included, as an assistant message. Never raises on any ids.
+        """Parses a whole completion, its stop token included, to an assistant message. Never raises on any ids.
 
         `tools` are the request's, for families that write arguments without their types (Qwen3-Coder, GLM).
         """
@@ -305,11 +309,11 @@ class Codec:
         return parser.finish(finish_reason)[1]
 
     def reasoning_open(self, prompt_ids: Sequence[int] | IntArray) -> bool:
-        """Whether a prompt ends inside reasoning that it opened itself; only its end is looked at."""
+        """Whether a prompt ends inside reasoning that it opened itself; only its end is examined."""
         if not self._open_think:
             return False
         markup, silent = self._vocabulary.markup_ids, self._vocabulary.silent_ids
-        turn: list[int] = []  # the ids behind the last control token, last first
+        turn: list[int] = []  # the ids after the last control token, last first
         for index in reversed(_as_list(prompt_ids[-PROMPT_TAIL:])):
             if index in silent:
                 break
@@ -324,14 +328,15 @@ class Codec:
         return opened > max(text.rfind(item) for item in self._close_think)
 
     @property
-    def _said(self) -> Iterable[str]:
-        """Markup that an answer may hold as text: a malformed call is one, and clients inline reasoning."""
+    def _in_answers(self) -> Iterable[str]:
+        """The markup that an answer may contain as text: a malformed call is one, and clients inline reasoning."""
         return THINK if self._grammar.own_markup else {**THINK, **self._grammar.marks}
 
     def _unspoken(self, added: Mapping[int, AddedToken]) -> dict[str, int]:
-        """The tokens that no text of a conversation may make: control tokens, and the markup of models and templates.
+        """The tokens that no text of a conversation may produce: control tokens, and the markup of models and
+        templates.
 
-        Others are words of the vocabulary, such as Gemma's tokens for HTML and for line breaks.
+        Other added tokens are words of the vocabulary, such as Gemma's tokens for HTML and for line breaks.
         """
         markup = {text for grammar in GRAMMARS.values() for text in grammar.marks}
         return {
@@ -354,11 +359,11 @@ class Codec:
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            # Also for one: unlike `encode` it lets other threads run meanwhile, and it is faster (no offsets).
+            # Also for one: unlike `encode` it releases the GIL, and it is faster (no offsets).
             return [item.ids for item in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         except UnicodeEncodeError as error:
-            raise CodecError("TEXT_NOT_UNICODE", "the text holds half of a surrogate pair") from error
-        except TypeError as error:  # the binding's way to refuse a string that is no UTF-8
+            raise CodecError("TEXT_NOT_UNICODE", "the text has half of a surrogate pair") from error
+        except TypeError as error:  # the binding's error for a string that is not valid UTF-8
             raise CodecError("TEXT_NOT_UNICODE", "the text is not valid Unicode") from error
 
 

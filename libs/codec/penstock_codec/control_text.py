@@ -1,12 +1,12 @@
-"""Text that spells a control token stays text: what a user, a tool or a file says opens and closes no turn.
+"""Keeps text that spells a control token plain text: content of a user, a tool or a file opens and closes no turn.
 
-A template writes its control tokens as text among the texts of a conversation, and a tokenizer cannot tell the two
-apart. So each text is looked through before it is rendered: where it spells a control token, a break that nobody can
-guess goes into the middle of it. In the rendered text, then, every whole control token is the template's own. Those get
-names that nobody can guess either, the breaks go, and a tokenizer that knows the control tokens by these names only
-makes the ids: they are those of the text as plain text, to the last merge.
+A template writes its control tokens as text among the texts of a conversation, and a tokenizer cannot distinguish the
+two. So each text is searched before rendering: an unguessable break is inserted into the middle of each control token
+that it spells. Every whole control token in the rendered text is then the template's own. These get unguessable names,
+the breaks are removed, and a tokenizer that knows the control tokens by these names only makes the ids: they equal
+those of the text as plain text, to the last merge.
 
-Hardly any text spells one, so all this costs a search for the characters that they begin with where there is none.
+Hardly any text spells one; for the others the cost is a search for the control tokens' first characters.
 """
 
 from __future__ import annotations
@@ -25,57 +25,58 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from penstock_codec.errors import CodecError
-from penstock_codec.sandbox import Known
+from penstock_codec.template_sandbox import Known
 
 IntArray = NDArray[np.int32]
 T = TypeVar("T")
 
 _PREFIX: Final = 3
-_LISTS: Final = (list, tuple)  # a union would be made anew each time
+_LISTS: Final = (list, tuple)  # a union would be built anew each time
 _MOST_DEPTH: Final = 256
 _ESCAPED: Final = re.compile(rb"\\u00[^01]")
-"""A character that JSON need not escape. Those that it must, as a terminal's colours have, begin no token."""
+"""A character that JSON need not escape. Characters that must be escaped, as in terminal colours, begin no token."""
 
 
 class ControlTokens(StrEnum):
-    """How control tokens that a conversation's texts spell are read."""
+    """How control tokens spelled in a conversation's texts are encoded."""
 
     PLAIN = "plain"
-    """As the text that they are."""
+    """As plain text."""
     PARSE = "parse"
     """As control tokens, as most engines do."""
 
 
 class ControlText:
-    """Knows what a text may not spell, and how to keep it apart. Immutable but for what it makes once it is needed."""
+    """Texts that a conversation may not spell, and the breaks for them. Immutable but for lazily built parts."""
 
-    def __init__(self, tokens: Mapping[str, int], said: Iterable[str], tokenizer_json: bytes) -> None:
-        """`tokens` are the control tokens and markup, with their ids; `said` those of them that an answer may hold."""
+    def __init__(self, tokens: Mapping[str, int], in_answers: Iterable[str], tokenizer_json: bytes) -> None:
+        """`tokens`: control tokens and markup, with their ids; `in_answers`: those that an answer may contain."""
         self._ids = {text: index for text, index in tokens.items() if len(text) > 1}
         self._tokenizer_json = tokenizer_json
         self._every = _Finder(self._ids)
-        self._not_said = _Finder(self._ids.keys() - set(said))
+        self._never_in_answers = _Finder(self._ids.keys() - set(in_answers))
         digits = secrets.token_hex(12)
         self._break = f"q{digits}"
         self._pieces = tuple(digits[at : at + 8] for at in range(0, 24, 8))
         self._lock = Lock()
         self.key = object()
-        """Stands for these control tokens where it is remembered what is clear of them."""
+        """Identifies this set of control tokens in caches of texts known to be clear."""
 
     def spelled_in(self, body: bytes) -> bool:
-        """Whether a body of JSON may spell one: a quick look, for which an escaped character counts as one."""
+        """Whether a JSON body may spell one: a quick scan, in which any escaped character counts as a match."""
         return rb"\/" in body or _ESCAPED.search(body) is not None or self._every.may_be_in(body)
 
     def is_clear(self, texts: Iterable[str]) -> bool:
-        """That none of these texts spells one: quick, and now and then said of texts that do not as if they did."""
+        """Whether none of these texts spells one: quick; a clear text is sometimes reported as not clear."""
         return not self._every.found("\n".join(texts))
 
     def broken(self, value: T, *, answer: bool = False) -> T:
-        """The same with a break in each control token that its texts spell, keys included; itself where there is none.
+        """Returns `value` with a break in each control token that its texts spell, keys included; unchanged if there is
+        none.
 
-        `answer`: of an assistant's text, which may hold the markup that its model writes.
+        `answer`: the texts are an assistant's, which may contain the markup that its model writes.
         """
-        finder = self._not_said if answer else self._every
+        finder = self._never_in_answers if answer else self._every
         texts: list[str] = []
         gather(value, texts)
         if not any(map(finder.found, texts)):
@@ -84,25 +85,25 @@ class ControlText:
         return made
 
     def holds_breaks(self, text: str) -> bool:
-        """Whether a rendered text has breaks in it."""
+        """Whether a rendered text contains breaks."""
         return self._break in text
 
     def whole(self, text: str) -> str:
-        """A rendered text without the breaks."""
+        """Removes the breaks from a rendered text."""
         return text.replace(self._break, "")
 
     def is_damaged(self, text: str) -> bool:
-        """Whether a template cut or changed a break, so that part of it stays behind."""
+        """Whether a template cut or changed a break, so that a part of it is left."""
         rest = self.whole(text).lower()
         return any(piece in rest for piece in self._pieces)
 
     def hidden(self, message: str) -> str:
-        """What a template says of a conversation, for others to read: who knew a break could have texts mixed up."""
-        said = self.whole(message)
-        return "(not shown)" if self.is_damaged(said) else said
+        """Removes the breaks from a template's error message: a reader who knew one could have texts mixed up."""
+        text = self.whole(message)
+        return "(not shown)" if self.is_damaged(text) else text
 
     def ids(self, text: str) -> IntArray:
-        """The ids of a rendered text with breaks: its whole control tokens are the template's. CPU work."""
+        """Returns the ids of a rendered text with breaks: its whole control tokens are the template's. CPU work."""
         names, tokenizer = self._named
         named = self._every.pattern.sub(lambda match: names[match.group()], text)
         (encoded,) = tokenizer.encode_batch_fast([self.whole(named)], add_special_tokens=False)
@@ -114,7 +115,7 @@ class ControlText:
 
     @property
     def _named(self) -> tuple[Mapping[str, str], Tokenizer]:
-        with self._lock:  # it takes a second for a large vocabulary
+        with self._lock:  # takes a second for a large vocabulary
             return self._made
 
     @cached_property
@@ -125,7 +126,7 @@ class ControlText:
 
 
 class Breaking:
-    """Puts breaks into the texts of one conversation, and knows whether there were any to put."""
+    """Inserts breaks into the texts of one conversation, and records whether any were needed."""
 
     __slots__ = ("_control_text", "broke", "is_clear")
 
@@ -141,7 +142,7 @@ class Breaking:
         return made
 
     def known(self, tools: Sequence[Known]) -> Sequence[Known]:
-        """As `broken`, of tools, which remember that there is nothing to break in them."""
+        """As `broken`, for tools, which cache that they need no break."""
         key = self._control_text.key
         for tool in tools:  # a loop costs less than a generator
             if tool.clear_of is not key:
@@ -160,7 +161,7 @@ class Breaking:
 
 
 def gather(value: Any, texts: list[str], depth: int = 0) -> None:
-    """Adds to `texts` those of a value of JSON, keys included. Raises CodecError where it nests too deeply."""
+    """Appends to `texts` all texts of a JSON value, keys included. Raises CodecError where it nests too deeply."""
     if isinstance(value, str):
         texts.append(value)
         return
@@ -179,7 +180,7 @@ def gather(value: Any, texts: list[str], depth: int = 0) -> None:
 
 
 class _Finder:
-    """Looks for any of some texts: for their first characters, which is quick and mostly enough, then for more."""
+    """Searches for any of several texts: by their first characters, which is quick and mostly enough, then in full."""
 
     __slots__ = ("_begins", "_raw", "pattern")
 
@@ -189,7 +190,7 @@ class _Finder:
         by_first: dict[str, set[str]] = {}
         for text in ordered:
             by_first.setdefault(text[0], set()).add(text[:_PREFIX])
-        # A pattern for each first character: those that begin alike are looked for as fast as that character is.
+        # One pattern per first character: texts with the same first character are found as fast as that character.
         self._begins = tuple((first, re.compile(_any_of(begins))) for first, begins in by_first.items())
         by_byte: dict[bytes, set[bytes]] = {}
         for form in {form for begins in by_first.values() for begin in begins for form in _in_json(begin)}:
@@ -214,7 +215,7 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _in_json(text: str) -> Iterable[bytes]:
-    """A text as it stands in JSON: as it is, and with what is not ASCII escaped."""
+    """A text as JSON writes it: unescaped, and with non-ASCII characters escaped."""
     yield text.encode("utf-8", "surrogatepass")
     if not text.isascii():
         escaped = json.dumps(text)[1:-1]
@@ -239,7 +240,7 @@ def _too_deep() -> CodecError:
 
 
 def _renamed(tokenizer_json: bytes, names: Mapping[str, str]) -> str:
-    """A tokenizer.json in which some tokens have other names, and none of them can come about by merging."""
+    """Returns a tokenizer.json in which some tokens are renamed, and none of them can result from merging."""
     content = json.loads(tokenizer_json)
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

@@ -1,9 +1,9 @@
 """Token ids to text, all at once or as they come, without ever splitting a character.
 
-Each id stands for bytes, so a character that spans tokens appears when its last byte does, and pieces always add up
-to the whole. Two families of vocabularies are read this way, which is all that language models use: byte-level ones
-(a byte is a printable stand-in) and those with byte fallback or metaspace (`<0x0A>`, and U+2581 for a space). Bytes
-that are no UTF-8 become U+FFFD.
+Each id stands for bytes, so a character that spans tokens appears when its last byte does, and the pieces always add up
+to the whole. Two families of vocabularies are supported, which cover all language models: byte-level ones (a byte is a
+printable stand-in) and those with byte fallback or metaspace (`<0x0A>`, and U+2581 for a space). Bytes that are not
+valid UTF-8 become U+FFFD.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream:
-    """Ids in, text out, in pieces whose concatenation is the decoded text. Ids have to be in the vocabulary."""
+    """Incremental detokenizer: its pieces add up to the decoded text. All ids must be in the vocabulary."""
 
     __slots__ = ("_decoder", "_strip", "_table")
 
     def __init__(self, table: Sequence[bytes], *, strip: bool) -> None:
         self._table = table
-        self._strip = strip  # the first space of a text was put there by the tokenizer
+        self._strip = strip  # the tokenizer added the first space of a text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain after `ids`."""
+        """Returns the text that is certain after `ids`."""
         return self._shown(self._decoder.decode(b"".join(map(self._table.__getitem__, ids))))
 
     def flush(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return self._shown(text)
@@ -61,12 +61,12 @@ class Detokenizer:
         return TextStream(self._table, strip=self._strip)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each id by itself, which may be a part of a character; none for one without a token."""
+        """The bytes of each id by itself, possibly part of a character; empty for an id without a token."""
         count = len(self._table)
         return [self._table[index] if 0 <= index < count else b"" for index in ids]
 
     def single_bytes(self) -> dict[int, int]:
-        """An id for each byte that a token stands for alone."""
+        """An id for each byte that has a single-byte token."""
         return {text[0]: index for index, text in enumerate(self._table) if len(text) == 1}
 
 

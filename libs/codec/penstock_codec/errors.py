@@ -1,10 +1,10 @@
-"""The codec's one exception. It knows no grpc; a service maps `reason` to a status."""
+"""The codec's one exception. It does not know grpc; a service maps `reason` to a status."""
 
 from __future__ import annotations
 
 
 class CodecError(ValueError):
-    """Something that the codec was given cannot be turned into tokens or back.
+    """An input of the codec cannot be turned into tokens or back.
 
     `reason` is a stable UPPER_SNAKE name: TOKENIZER_INVALID, TOKENIZER_UNSUPPORTED, TEMPLATE_INVALID, TEMPLATE_REFUSED,
     TEMPLATE_WITHOUT_TOOLS, PARSER_UNKNOWN, PARSER_UNDETECTED, TOOL_INVALID, IMAGE_UNSUPPORTED, TEXT_NOT_UNICODE,

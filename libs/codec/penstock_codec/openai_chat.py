@@ -1,4 +1,4 @@
-"""Messages, tools and answers as OpenAI's Chat Completions API writes them, for whoever asks such an endpoint."""
+"""Messages, tools and answers in the format of OpenAI's Chat Completions API, for clients of such an endpoint."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _FINISH = {
 
 
 def write_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """A conversation; a message with several tool results becomes several."""
+    """Converts a conversation; a message with several tool results becomes several."""
     return [item for message in messages for item in _written(message)]
 
 
 def write_tool(tool: Tool) -> dict[str, Any]:
-    """A tool, its schema as it came. To be serialised by orjson."""
+    """Converts a tool, its schema unchanged. To be serialised by orjson."""
     function: dict[str, Any] = {
         "name": tool.name,
         "description": tool.description,
@@ -48,14 +48,13 @@ def write_tool(tool: Tool) -> dict[str, Any]:
 
 
 def write_tool_choice(choice: ToolChoice) -> Any:
-    """Whether a tool must be called."""
     if choice.mode is ToolChoiceMode.NAMED:
         return {"type": "function", "function": {"name": choice.name}}
     return choice.mode.value
 
 
 def read_message(value: Mapping[str, Any]) -> Message:
-    """What an endpoint's assistant said. Raises KeyError, TypeError and their like for what is no message."""
+    """Reads an endpoint's assistant message. Raises KeyError, TypeError or similar for an invalid one."""
     parts: list[TextPart | ReasoningPart | ToolCallPart] = []
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
@@ -70,12 +69,12 @@ def read_message(value: Mapping[str, Any]) -> Message:
 
 
 def read_finish_reason(value: Any) -> FinishReason:
-    """Why it ended; what is not known counts as its own end."""
+    """Reads a finish reason; an unknown one counts as the model's own end."""
     return _FINISH.get(value or "stop", FinishReason.STOP)
 
 
 def read_usage(value: Any) -> Usage:
-    """Token counts, 0 where they are not told. Raises TypeError, ValueError and their like for what are none."""
+    """Reads token counts, 0 where missing. Raises TypeError, ValueError or similar for invalid ones."""
     reported = value or {}
     return Usage(int(reported.get("prompt_tokens", 0)), int(reported.get("completion_tokens", 0)))
 
@@ -84,11 +83,11 @@ def _written(message: Message) -> Iterator[dict[str, Any]]:
     for result in message.tool_results:
         shown = [TextPart(result.text)] if result.text or not result.images else []
         yield {"role": "tool", "tool_call_id": result.call_id, "content": _content([*shown, *result.images])}
-    said = [part for part in message.parts if isinstance(part, TextPart | ImagePart)]
-    if message.role is Role.TOOL and not said:
+    visible = [part for part in message.parts if isinstance(part, TextPart | ImagePart)]
+    if message.role is Role.TOOL and not visible:
         return
     role = Role.USER if message.role is Role.TOOL else message.role
-    item: dict[str, Any] = {"role": role.value, "content": _content(said)}
+    item: dict[str, Any] = {"role": role.value, "content": _content(visible)}
     if message.name:
         item["name"] = message.name
     if message.role is Role.ASSISTANT:
@@ -104,7 +103,7 @@ def _written(message: Message) -> Iterator[dict[str, Any]]:
 
 
 def _content(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    """One text where there is nothing else, since not every server takes a list."""
+    """Returns a plain string where there is only one text, since not every server accepts a list."""
     if not any(isinstance(part, ImagePart) for part in parts):
         return "".join(part.text for part in parts if isinstance(part, TextPart))
     return [

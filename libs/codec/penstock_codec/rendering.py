@@ -1,4 +1,4 @@
-"""A conversation to text and to ids, with what its texts spell of control tokens kept apart from the template's own."""
+"""Renders a conversation to text and ids, and keeps control tokens spelled in its texts apart from the template's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock_codec.chat import Message, Tool
 from penstock_codec.control_text import Breaking, ControlText
-from penstock_codec.quick import quick
+from penstock_codec.fast_dataclass import quick
 from penstock_codec.segments import Segments
 from penstock_codec.template import ChatTemplate
 
@@ -21,10 +21,10 @@ IntArray = NDArray[np.int32]
 @quick
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation's text. Only `Rendering.ids` reads it: what texts of the conversation spell may have breaks in it.
+    """A conversation's text. Only `Rendering.ids` reads it: it may contain breaks.
 
-    `broken`: there are such. `mixed_up`: the template changed such a text, so that it was read as control tokens after
-    all.
+    `broken`: it does. `mixed_up`: the template changed a broken text, so that control tokens in it were encoded as such
+    after all.
     """
 
     text: str
@@ -33,10 +33,10 @@ class Rendered:
 
 
 class Rendering:
-    """Renders for one codec. Safe to use from several threads."""
+    """Renders for one codec. Thread-safe."""
 
     def __init__(self, template: ChatTemplate, segments: Segments, apart: ControlText | None) -> None:
-        """`apart` None: what a text spells of control tokens is read as control tokens."""
+        """`apart` None: control tokens spelled in texts are encoded as control tokens."""
         self.template = template
         self._segments = segments
         self._apart = apart
@@ -69,7 +69,7 @@ class Rendering:
         return Rendered(made, mixed_up=True)
 
     def ids(self, text: str, *, broken: bool) -> IntArray:
-        """The ids of a rendered text, or of a part of it; `broken` as it was rendered. CPU work."""
+        """Returns the ids of a rendered text, or of a part of it; `broken` as it was rendered. CPU work."""
         apart = self._apart
         if apart is None or not broken:
             return self._segments.encode(text)
@@ -88,5 +88,5 @@ class Rendering:
         return np.concatenate(arrays)
 
     def shown(self, text: str) -> str:
-        """A rendered text, or a part of it, as people and models read it."""
+        """Returns a rendered text, or a part of it, without breaks."""
         return text if self._apart is None else self._apart.whole(text)

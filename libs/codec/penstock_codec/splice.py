@@ -1,17 +1,17 @@
 """Exact continuation: the ids to append to a conversation whose ids are already known.
 
-What the engine saw and sampled is never rendered nor tokenised again. Instead the model's own template is probed: the
-last assistant turn is replaced by one with a random mark, the new messages are rendered after it, and the text after
-that turn's closing special token is tokenised on its own. Since the cut is at a special token, no merge crosses it. A
-turn that was cut off gets its closing token as context.
+Tokens that the engine saw and sampled are never rendered or tokenised again. Instead the model's own template is
+probed: the last assistant turn is replaced by one with a random mark, the new messages are rendered after it, and the
+text after that turn's closing special token is tokenised on its own. Since the cut is at a special token, no merge
+crosses it. A turn that was cut off gets its closing token as context.
 
 Some families (GLM) close no turn: the model ends it by sampling the token that opens the next one. That token is then
 the first of the new messages' text, and is appended unless it is the very one that was sampled.
 
-The probe needs no history, unless the template says otherwise: the first time a shape of continuation is seen (which
+The probe needs no history, unless the template requires it: the first time a shape of continuation is seen (which
 roles, with tools or without), a probe after a short history is compared with one after a longer history. Where they
-differ, the real history is rendered (as text only). Where new messages change what stands before them, there is no
-exact continuation, and the answer says why.
+differ, the real history is rendered (as text only). Where new messages change the text before them, there is no exact
+continuation, and the result gives the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -29,13 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock_codec.cache import LONGEST_SHAPE, Caches
 from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
 from penstock_codec.errors import CodecError
-from penstock_codec.quick import quick
+from penstock_codec.fast_dataclass import quick
 from penstock_codec.rendering import Rendered, Rendering
 
 IntArray = NDArray[np.int32]
-SHAPES_KEPT = 1024
 _SHOWN = 40
 _QUESTION = Message.user("q")
 _TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string"}}}')
@@ -46,7 +45,7 @@ _TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string
 class Continuation:
     """The ids to append. `closing` of them (0 or 1), at the front, close a turn that the model did not close itself.
 
-    `mixed_up`: what the new messages spell of control tokens could not be told from the template's own.
+    `mixed_up`: control tokens spelled in the new messages could not be distinguished from the template's own.
     """
 
     ids: IntArray
@@ -79,12 +78,13 @@ class EndOfTurn:
 
 
 class Splicer:
-    """Exact continuation for one template and tokenizer. Safe to use from several threads."""
+    """Exact continuation for one template and tokenizer. Thread-safe."""
 
     def __init__(
         self,
         rendering: Rendering,
         special_tokens: Mapping[str, int],
+        caches: Caches,
         *,
         other_ends: Mapping[str, int] | None = None,
         openings: Mapping[str, int] | None = None,
@@ -92,17 +92,17 @@ class Splicer:
     ) -> None:
         """`special_tokens` maps the text of special tokens to ids.
 
-        `other_ends` are tokens that may end a turn beside the one that the template shows after a plain answer;
-        `openings` those that open a turn and so end the one before it; `thinking` is the markup around reasoning.
+        `other_ends` are tokens that may end a turn besides the one that the template shows after a plain answer;
+        `openings` those that open a turn and so end the previous one; `thinking` is the markup around reasoning.
         """
         self._rendering = rendering
-        # The closing alone is what some (GLM 5's) leave of reasoning.
+        # Some templates (GLM 5's) leave only the closing mark of reasoning.
         pairs = "|".join(
             f"{re.escape(opening)}.*?{re.escape(closing)}|{re.escape(closing)}" for opening, closing in thinking
         )
         self._thinking = re.compile(pairs or r"(?!)", re.DOTALL)
         self._mark = "probe" + secrets.token_hex(12)
-        self._shapes: OrderedDict[tuple[Any, ...], _Probe | Inexact] = OrderedDict()
+        self._shapes = caches.shapes
         self._openings = openings or {}
         self.end_of_turn = self._find_end_of_turn(special_tokens)
         end = {} if self.end_of_turn is None else {self.end_of_turn.text: self.end_of_turn.id}
@@ -120,7 +120,7 @@ class Splicer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Continuation | Inexact:
-        """The ids that follow `history` (whose last message is the assistant's, its last id `last_id`) for `new`."""
+        """Returns the ids for `new` after `history` (last message the assistant's, its last id `last_id`)."""
         if not history or history[-1].role is not Role.ASSISTANT:
             raise ValueError("history ends with the assistant's message")
         if self.end_of_turn is None:
@@ -143,7 +143,7 @@ class Splicer:
             return Inexact("TEMPLATE_REFUSED", str(error))
         if isinstance(tail, Inexact):
             return tail
-        # The end of turn is encoded along, so that the tail is tokenised as text after a special token is.
+        # The end of turn is encoded too, so that the tail is tokenised as text after a special token.
         ids = self._rendering.ids(tail.end + tail.after, broken=tail.rendered.broken)
         if ids.size == 0 or ids[0] != self._ends[tail.end]:
             return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
@@ -161,7 +161,7 @@ class Splicer:
     ) -> _Probe | Inexact:
         key = (
             len(turn.tool_calls),
-            # Text beside a tool's result is a message of its own to the template.
+            # To the template, text beside a tool's result is a message of its own.
             tuple(
                 (message.role, len(message.tool_calls), len(message.tool_results), _has_text(message))
                 for message in new
@@ -170,12 +170,11 @@ class Splicer:
             add_generation_prompt,
             json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "",
         )
-        known = self._shapes.get(key)
+        known: _Probe | Inexact | None = self._shapes.get(key)
         if known is None:
             known = self._verify(turn, new, tools, add_generation_prompt, kwargs)
-            self._shapes[key] = known
-            while len(self._shapes) > SHAPES_KEPT:
-                self._shapes.popitem(last=False)
+            if len(new) <= LONGEST_SHAPE:
+                self._shapes.keep({key: known})
         return known
 
     def _verify(
@@ -190,20 +189,18 @@ class Splicer:
         try:
             longer = self._tail([Message.system("rules"), *earlier], new, tools, add_generation_prompt, kwargs)
             base = self._tail([Message.system("rules"), *earlier], (), tools, False, kwargs)
-        except CodecError:  # some templates take no system message
+        except CodecError:  # some templates refuse system messages
             longer = self._tail(earlier, new, tools, add_generation_prompt, kwargs)
             base = self._tail(earlier, (), tools, False, kwargs)
         if isinstance(longer, Inexact):
             return longer
         if isinstance(base, Inexact):
             return base
-        # Dropping old reasoning is no rewrite for us: the ids that were sampled stay as they are.
+        # Dropping old reasoning is no rewrite for us: the sampled ids are kept.
         if self._without_thinking(longer.before) != self._without_thinking(base.before):
             shown = self._rendering.shown
             change = _first_change(shown(base.before), shown(longer.before))
-            return Inexact(
-                "TEMPLATE_REWRITES_HISTORY", f"new messages change the text that stands before them: {change}"
-            )
+            return Inexact("TEMPLATE_REWRITES_HISTORY", f"new messages change the text before them: {change}")
         try:
             short = self._tail([Message.user("q"), turn], new, (), add_generation_prompt, kwargs)
         except CodecError:
@@ -234,9 +231,9 @@ class Splicer:
         return _Split(before, closed.group(), rest[closed.end() :], rendered)
 
     def _turn_like(self, turn: Message, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Message:
-        """A turn with the mark that stands for `turn`, as far as the template shows such a one.
+        """Returns a marked turn that stands for `turn`, as far as the template shows such a turn.
 
-        Some templates write one call of a turn only, whatever the model does: the last one then stands for all. Some
+        Some templates write only one call of a turn, whatever the model does: the last one then stands for all. Some
         write none (Granite 3): what follows then follows any answer.
         """
         calls = len(turn.tool_calls)
@@ -248,7 +245,7 @@ class Splicer:
 
     @cached_property
     def _shows_calls(self) -> bool:
-        """Whether the template writes a call into the history, or refuses it: asked once."""
+        """Whether the template writes a call into the history, or refuses it: probed once."""
         turn = self._marked(Message.assistant("", ToolCallPart("call_0", "f", "{}")))
         for tools in ((), (_TOOL,)):
             try:
@@ -272,7 +269,7 @@ class Splicer:
         return "".join(self._thinking.sub("", text).split())  # the white space around it goes with it
 
     def _marked(self, turn: Message) -> Message:
-        """A turn of the same kind as `turn` that holds the mark once, as the last thing in it."""
+        """Returns a turn of the same kind as `turn` that contains the mark once, at its end."""
         made = turn.tool_calls
         if not made:
             return Message.assistant(self._mark)
@@ -310,7 +307,7 @@ def _has_text(message: Message) -> bool:
 
 
 def _first_change(old: str, new: str) -> str:
-    """Where two texts part, in a few words of each."""
+    """Describes where two texts diverge, with a few words of each."""
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     start = max(0, at - _SHOWN // 2)
     return f"{old[start : at + _SHOWN]!r} becomes {new[start : at + _SHOWN]!r}"
@@ -320,6 +317,6 @@ def _first_change(old: str, new: str) -> str:
 @dataclass(frozen=True, slots=True)
 class _Split:
     before: str  # up to the mark
-    end: str  # what closes the marked turn
-    after: str  # behind the end of the marked turn
+    end: str  # the text that closes the marked turn
+    after: str  # after the end of the marked turn
     rendered: Rendered

@@ -1,10 +1,10 @@
 """A model's own chat template, rendered in a sandbox with the helpers that Hugging Face templates use.
 
 The rendering environment follows the documented contract of chat templates (block trimming, `raise_exception`,
-`strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text
-is the one that transformers renders. Messages go in the OpenAI shape; arguments that are a JSON object go in as an
-object. Agents give instructions in the midst of a conversation; to a template that takes them at its beginning only,
-they are the user's words.
+`strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text is
+the one that transformers renders. Messages are passed in the OpenAI shape; arguments that are a JSON object are passed
+as an object. Agents give instructions in the middle of a conversation; for a template that accepts them only at its
+beginning, they become user text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -25,10 +24,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 
+from penstock_codec import cache
 from penstock_codec.chat import Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_codec.control_text import Breaking, ControlText, gather
 from penstock_codec.errors import CodecError
-from penstock_codec.sandbox import WORK, Known, Sandbox, Work, joined
+from penstock_codec.template_sandbox import WORK, Known, Sandbox, Work, joined
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHABET = string.ascii_letters + string.digits
@@ -36,22 +36,20 @@ _PLAIN = (Role.SYSTEM, Role.USER, Role.ASSISTANT)
 _INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _ANSWER = Role.ASSISTANT.value
-_SAID = ("content", "reasoning_content")
+_ANSWER_TEXTS = ("content", "reasoning_content")
 _JSON = json.JSONEncoder(ensure_ascii=False)
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_TIME_CHARS = 256
 MAX_INDENT = 32
-# Tools with longer schemas are read anew each time; 1,024 of the others are kept.
-_KNOWN_SCHEMA_CHARS = 16 << 10
 
 
 class ChatTemplate:
-    """One compiled template. Immutable and safe to use from several threads."""
+    """One compiled template. Immutable and thread-safe."""
 
     def __init__(
         self, text: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """Compile `text`; `special_tokens` become variables (`bos_token`, ...); `now` feeds `strftime_now`.
+        """Compiles `text`; `special_tokens` become variables (`bos_token`, ...); `now` feeds `strftime_now`.
 
         Raises CodecError TEMPLATE_INVALID when the text is no template.
         """
@@ -68,12 +66,12 @@ class ChatTemplate:
             takes = meta.find_undeclared_variables(tree)
             self._template = environment.from_string(environment.bounded(tree))
         except Exception as error:
-            told = "it nests too deeply" if isinstance(error, RecursionError | MemoryError) else error
-            raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {told}") from error
-        # What every text has, which Jinja would put together for each.
+            reason = "it nests too deeply" if isinstance(error, RecursionError | MemoryError) else error
+            raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {reason}") from error
+        # Common to all renderings; Jinja would build it for each.
         self._given = {**self._template.globals, "documents": None, **special_tokens}
         self.text = text
-        # A word of the text is not enough: Phi-4-mini's reads `message['tools']`, which nobody gives.
+        # Searching the text for a word is not enough: Phi-4-mini's reads `message['tools']`, which nobody passes.
         self.supports_tools = "tools" in takes
         self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
         self._knows_developer = "developer" in text
@@ -95,13 +93,13 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         apart: Breaking | None = None,
     ) -> str:
-        """The conversation as the model's text; `apart` breaks what its texts spell of control tokens.
+        """Renders the conversation as the model's text; `apart` breaks control tokens spelled in its texts.
 
         Raises CodecError: TEMPLATE_REFUSED (the template raised, or a reserved name in `template_kwargs`),
         TEMPLATE_WITHOUT_TOOLS (tools given to a template that would drop them), TOOL_INVALID, IMAGE_UNSUPPORTED.
         """
         if tools and not self.supports_tools:
-            raise CodecError("TEMPLATE_WITHOUT_TOOLS", "the model's chat template has no place for tools")
+            raise CodecError("TEMPLATE_WITHOUT_TOOLS", "the model's chat template does not render tools")
         extra = dict(template_kwargs) if template_kwargs else {}
         if extra and (clash := RESERVED & extra.keys()):
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
@@ -126,12 +124,12 @@ class ChatTemplate:
             )
         except CodecError:
             raise
-        except Exception as error:  # a template is a program of the model's author: whatever it raises is its refusal
-            told = str(error) if apart is None else apart.hidden(str(error))
-            raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {told}") from error
+        except Exception as error:  # a template is a program by the model's author: anything it raises is its refusal
+            reason = str(error) if apart is None else apart.hidden(str(error))
+            raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {reason}") from error
 
     def spells(self, control_text: ControlText, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """Whether texts of a conversation spell control tokens, as `render` would keep them apart.
+        """Whether texts of a conversation spell control tokens that `render` would keep apart.
 
         Raises CodecError: TOOL_INVALID, IMAGE_UNSUPPORTED.
         """
@@ -152,14 +150,14 @@ class ChatTemplate:
         return False
 
     def _id(self, call_id: str) -> str:
-        """A call's id as the template takes it: some (Mistral) refuse all but nine letters and digits."""
+        """Returns a call id that the template accepts: some (Mistral) refuse all but nine letters and digits."""
         if not self._short_ids or _SHORT_ID.fullmatch(call_id):
             return call_id
         number = int.from_bytes(hashlib.blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=8).digest())
         return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
 
     def _takes_late_instructions(self) -> bool:
-        """Whether a system message may follow a user's. Some templates refuse it, leave it out or put it first."""
+        """Whether a system message may follow a user's. Some templates refuse it, drop it or move it to the front."""
         question, probe = "early question", "late instruction"
         try:
             text = self.render([Message.user(question), Message.system(probe)])
@@ -168,7 +166,7 @@ class ChatTemplate:
         return 0 <= text.find(question) < text.find(probe)
 
     def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """As the template takes them: late instructions, and a user's second message, go to the end of the first."""
+        """Moves late instructions, and a user's second message in a row, to the end of the previous user message."""
         if self._late_instructions and not self._joins_users:
             return messages
         placed: list[Message] = []
@@ -191,20 +189,20 @@ class ChatTemplate:
         return items, texts
 
     def _as_dicts(self, message: Message, texts: list[str]) -> list[dict[str, Any]]:
-        """A message as templates see it; what may spell control tokens of it is added to `texts`."""
+        """Returns a message as templates see it; appends texts that may spell control tokens to `texts`."""
         parts = message.parts
         if len(parts) == 1 and type(part := parts[0]) is TextPart and not message.name and message.role in _PLAIN:
             texts.append(part.text)
-            return [{"role": message.role.value, "content": part.text}]  # as below, for what most messages are
-        said: list[str] = []
+            return [{"role": message.role.value, "content": part.text}]  # as below, for the most common messages
+        visible: list[str] = []
         thought: list[str] = []
         calls: list[dict[str, Any]] = []
-        # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
-        # user's.
+        # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as a user
+        # message.
         results: list[dict[str, Any]] = []
         for part in parts:
             if type(part) is TextPart:
-                said.append(part.text)
+                visible.append(part.text)
             elif type(part) is ToolCallPart:
                 calls.append(self._call_dict(part, texts))
             elif type(part) is ReasoningPart:
@@ -212,8 +210,8 @@ class ChatTemplate:
             elif type(part) is ToolResultPart and not part.images:
                 results.append(self._result_dict(part, texts))
             else:
-                raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
-        text = "".join(said)
+                raise CodecError("IMAGE_UNSUPPORTED", "this model's tokenizer does not support images")
+        text = "".join(visible)
         texts.append(text)
         if results:
             if text:
@@ -242,7 +240,7 @@ class ChatTemplate:
         if "\\" in call.arguments_json:
             gather(arguments, texts)
         else:
-            texts.append(call.arguments_json)  # where nothing is escaped, it holds its texts as they are
+            texts.append(call.arguments_json)  # without escapes, it contains its texts verbatim
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
     def _result_dict(self, result: ToolResultPart, texts: list[str]) -> dict[str, Any]:
@@ -256,19 +254,19 @@ class ChatTemplate:
 
 
 def _all_apart(items: list[dict[str, Any]], texts: list[str], apart: Breaking) -> list[dict[str, Any]]:
-    """Messages as templates see them, their texts broken where `texts` spell control tokens."""
+    """Returns messages as templates see them, broken where `texts` spell control tokens."""
     return items if apart.is_clear(texts) else [_apart(item, apart) for item in items]
 
 
 def _apart(item: dict[str, Any], apart: Breaking) -> dict[str, Any]:
-    said = item["role"] == _ANSWER
-    return {key: apart.broken(value, answer=said and key in _SAID) for key, value in item.items()}
+    is_answer = item["role"] == _ANSWER
+    return {key: apart.broken(value, answer=is_answer and key in _ANSWER_TEXTS) for key, value in item.items()}
 
 
 def _arguments(text: str) -> Any:
-    """The arguments as templates want them: an object where the text is one or empty, else the text untouched."""
+    """Returns the arguments as templates want them: an object if the text is one or empty, else the text."""
     if not text.strip():
-        return {}  # what clients make of `{}`
+        return {}  # clients write `{}` so
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -276,22 +274,14 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
+@cache.TOOLS
 def _tool_dict(tool: Tool) -> Known:
-    return _known_tool(tool) if len(tool.parameters_json_schema) <= _KNOWN_SCHEMA_CHARS else _read_tool(tool)
-
-
-@lru_cache(maxsize=1024)
-def _known_tool(tool: Tool) -> Known:
-    return _read_tool(tool)
-
-
-def _read_tool(tool: Tool) -> Known:
     try:
         parameters = json.loads(tool.parameters_json_schema)
     except (ValueError, RecursionError) as error:
-        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON: {error}") from error
+        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are not JSON: {error}") from error
     if not isinstance(parameters, dict):
-        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON object")
+        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are not a JSON object")
     function = Known({"name": tool.name, "description": tool.description, "parameters": Known(parameters)})
     return Known({"type": "function", "function": function})
 
@@ -304,7 +294,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     if isinstance(indent, int) and indent > MAX_INDENT:
-        raise ValueError(f"JSON is indented by at most {MAX_INDENT}")
+        raise ValueError(f"the indent of JSON must be at most {MAX_INDENT}")
     # Jinja's own tojson escapes for HTML; models were trained on text without those escapes.
     if not (ensure_ascii or sort_keys or indent is not None or separators is not None):
         if type(value) is not Known:
@@ -317,7 +307,7 @@ def _to_json(
 
 def _time_as(form: str, now: datetime) -> str:
     if len(form) > MAX_TIME_CHARS:
-        raise ValueError(f"a format of a time has at most {MAX_TIME_CHARS} characters")
+        raise ValueError(f"a time format must have at most {MAX_TIME_CHARS} characters")
     return now.strftime(form)
 
 
@@ -326,7 +316,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant wrote; it changes nothing in the text."""
+    """`{% generation %}` marks the assistant's text; it changes nothing in the text."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an instance variable)
 

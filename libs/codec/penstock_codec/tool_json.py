@@ -1,8 +1,7 @@
-"""Tool calls written as JSON by a model: bounded, strict, and exact about what was written.
+"""Parses tool calls that a model wrote as JSON: bounded, strict, and exact about the text.
 
-A call is an object with exactly `name` (a string) and `arguments` (an object), or what its family calls them. The
-arguments come back as the very text that was sampled. Nothing is repaired or guessed: what is not such an object is
-malformed, with the reason.
+A call is an object with exactly `name` (a string) and `arguments` (an object), or its family's names for them. The
+arguments are returned exactly as sampled. Nothing is repaired or guessed: anything else is malformed, with the reason.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from penstock_codec.quick import quick
+from penstock_codec.fast_dataclass import quick
 
 MAX_CALL_CHARS = 1 << 20
 MAX_DEPTH = 64
 MAX_NAME_CHARS = 256
 
 _BRACKET = re.compile(r"[\[\]{}]")
-# None of these ever goes back over what it has read.
+# None of these ever backtracks.
 _STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _STRINGS = re.compile(rf'[^"]*+(?:"{_STRING.pattern}"[^"]*+)*+', re.DOTALL)
 _WHOLE_STRING = re.compile(f'"{_STRING.pattern}"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
-# As nearly every call is written; of its arguments only where they begin and end is known.
+# The form of nearly every call; of its arguments only the boundaries are known.
 _USUAL = re.compile(
     r'\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*"([^"\\\x00-\x1f]*)"[ \t\r\n]*,'
     r'[ \t\r\n]*"arguments"[ \t\r\n]*:[ \t\r\n]*(\{.*\})[ \t\r\n]*\}',
@@ -47,15 +46,15 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Why a text is no call: EMPTY, TOO_LARGE, TOO_DEEP, NOT_JSON, NOT_A_CALL, UNCLOSED, TOO_MANY."""
+    """Why a text is not a call: EMPTY, TOO_LARGE, TOO_DEEP, NOT_JSON, NOT_A_CALL, UNCLOSED, TOO_MANY."""
 
     reason: str
 
 
 class StringTracker:
-    """Follows JSON text as it comes: does it end inside a string? Linear in the text, whatever it holds.
+    """Follows streamed JSON text: does it end inside a string? Linear in the text, whatever it contains.
 
-    It looks at the text when it is asked, and then at all that came since: as a rule that is once, when a call closes.
+    It scans lazily, all text since the last question: usually once, when a call closes.
     """
 
     __slots__ = ("_escaping", "_inside", "_unread")
@@ -63,10 +62,10 @@ class StringTracker:
     def __init__(self) -> None:
         self._unread: list[str] = []
         self._inside = False
-        self._escaping = False  # what was read ends in an escaping backslash
+        self._escaping = False  # the scanned text ends in an escaping backslash
 
     def feed(self, text: str) -> None:
-        """Take the next piece of the text."""
+        """Adds the next piece of the text."""
         self._unread.append(text)
 
     @property
@@ -97,19 +96,19 @@ class StringTracker:
 
 
 def _string_end(text: str, at: int) -> int:
-    """Where the string ends that goes on at `at`: at its quote, at a last backslash, or with the text."""
+    """Returns the end of the string that goes on at `at`: its quote, a trailing backslash, or the end of the text."""
     found = _STRING.match(text, at)
     return at if found is None else found.end()
 
 
 def _strings_end(text: str, at: int) -> int:
-    """The quote that opens a string which the text does not close, or the text's end. `at` is outside of strings."""
+    """Returns the quote that opens an unclosed string, or the text's end. `at` is outside of strings."""
     found = _STRINGS.match(text, at)
     return at if found is None else found.end()
 
 
 def depths(text: str) -> tuple[int, int]:
-    """How deep JSON text nests at its end, and at most."""
+    """Returns the nesting depth of JSON text at its end, and the maximum."""
     depth = deepest = 0
     for match in _BRACKET.finditer(_WHOLE_STRING.sub("", text[: _strings_end(text, 0)])):
         if match.group() in "[{":
@@ -121,7 +120,7 @@ def depths(text: str) -> tuple[int, int]:
 
 
 def parse_call(text: str) -> CallText | Malformed:
-    """Read one call. Never raises."""
+    """Reads one call. Never raises."""
     usual = _usual_call(text)
     if usual is not None:
         return usual
@@ -130,7 +129,7 @@ def parse_call(text: str) -> CallText | Malformed:
 
 
 def _usual_call(text: str) -> CallText | None:
-    """A call as `parse_calls` reads it, in fewer steps; None for what is written otherwise, or is none."""
+    """Reads a call as `parse_calls` does, in fewer steps; None for any other form."""
     checked = _checked(text)
     if isinstance(checked, Malformed) or (found := _USUAL.fullmatch(checked)) is None:
         return None
@@ -151,10 +150,10 @@ def parse_calls(
     identifier: str | None = None,
     constants: Mapping[str, str] = _NOTHING,
 ) -> Sequence[CallText] | Malformed:
-    """Read one call, or with a `separator` one or more, all or none. Never raises.
+    """Reads one call, or with a `separator` one or more, all or none. Never raises.
 
-    With `brackets` they may stand in a list. `arguments` is the member that holds them. Allowed beside it and `name`
-    are `identifier`, a string, and the members of `constants` with exactly that JSON.
+    With `brackets` they may be in a list. `arguments` is the member that holds them. Allowed beside it and `name` are
+    `identifier`, a string, and the members of `constants` with exactly that JSON.
     """
     checked = _checked(text)
     if isinstance(checked, Malformed):
@@ -187,7 +186,7 @@ def parse_calls(
 
 
 def read_arguments(text: str) -> str | Malformed:
-    """An object of arguments that stands on its own, as written but for white space around it. Never raises."""
+    """Reads a standalone object of arguments, verbatim but for white space around it. Never raises."""
     checked = _checked(text)
     if isinstance(checked, Malformed):
         return checked
@@ -207,7 +206,7 @@ class JsonValue:
 
 
 def parse_value(text: str) -> JsonValue | None:
-    """A JSON value; None for what is none, or too deep or large. Never raises."""
+    """Parses a JSON value; None if it is invalid, too deep or too large. Never raises."""
     checked = _checked(text)
     if isinstance(checked, Malformed):
         return None
@@ -218,7 +217,7 @@ def parse_value(text: str) -> JsonValue | None:
 
 
 def _checked(text: str) -> str | Malformed:
-    """The text without space around it, if it is worth reading."""
+    """Strips the text; Malformed if it is empty, too large or too deep."""
     if len(text) > MAX_CALL_CHARS:
         return Malformed("TOO_LARGE")
     text = text.strip(" \t\r\n")
@@ -240,21 +239,28 @@ def _call(
         if not members[identifier].startswith('"'):
             return None
         call_id = json.loads(members[identifier])
+        if not _is_name(call_id):
+            return None
     if any(constants.get(key) != members[key] for key in extra):
         return None
     name_text, value = members.get("name", ""), members.get(arguments, "")
     if not name_text.startswith('"') or not value.startswith("{"):
         return None
     name: str = json.loads(name_text)
-    if not name.strip() or len(name) > MAX_NAME_CHARS:
+    if not name.strip() or not _is_name(name):
         return None
     return CallText(name, value, call_id)
 
 
-def _members(text: str, at: int) -> tuple[dict[str, str] | None, int]:
-    """Each member of the object at `at`, its value as written, and where it ends.
+def _is_name(text: str) -> bool:
+    """Whether it is short valid text: JSON can spell lone surrogates, which no message or journal can hold."""
+    return len(text) <= MAX_NAME_CHARS and (text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text))
 
-    None for members when it is no object or names a member twice. Raises ValueError for what is no JSON.
+
+def _members(text: str, at: int) -> tuple[dict[str, str] | None, int]:
+    """Returns each member of the object at `at`, its value verbatim, and where the object ends.
+
+    None for members when it is no object or names a member twice. Raises ValueError for invalid JSON.
     """
     if text[at : at + 1] != "{":
         _, end = _DECODER.raw_decode(text, at)

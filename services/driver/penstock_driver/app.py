@@ -1,38 +1,51 @@
-"""Puts the driver together: journal, clients of the other services, domain, servicers."""
+"""Assembles the driver: journal, clients of the other services, domain, servicers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import structlog
 from pydantic import SecretStr
 
+from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, terminal_service_pb2_grpc
+from penstock_chassis import times
 from penstock_chassis.auth import Role
 from penstock_chassis.channel import connect
 from penstock_chassis.journal import Journal
-from penstock_chassis.server import Service
-from penstock_driver import records, registry, rows
-from penstock_driver.allowance import Most
-from penstock_driver.fleet import Fleet
-from penstock_driver.history import History
-from penstock_driver.oversight import Oversight
-from penstock_driver.preflight import Preflight
-from penstock_driver.records import new_id
-from penstock_driver.rpc.gate import GrpcGate
-from penstock_driver.rpc.sandboxes import GrpcSandboxes
-from penstock_driver.rpc.shown import encode_event, encode_outcome
-from penstock_driver.rpc.terminal_forms import TerminalForms
-from penstock_driver.service import registrations
+from penstock_chassis.server import Registration, Service
+from penstock_driver.agents import registry
+from penstock_driver.agents.registry import AgentRegistry
+from penstock_driver.clients.gate import GrpcGate
+from penstock_driver.clients.sandboxes import GrpcSandboxes
+from penstock_driver.domain.ports import Gate, Sandboxes
+from penstock_driver.domain.records import new_id
+from penstock_driver.environments.forks import ThrottledForks
+from penstock_driver.environments.prepare import Environments
+from penstock_driver.rollouts.context import RunnerServices
+from penstock_driver.rollouts.event_limits import EventLimits
+from penstock_driver.rollouts.manager import Capacity, RolloutManager
+from penstock_driver.rollouts.preflight import Preflight
+from penstock_driver.rollouts.use_cases import Captures, RolloutUseCases
+from penstock_driver.rpc.agent_service import AgentServicer
+from penstock_driver.rpc.rollout_service import RolloutServicer
+from penstock_driver.rpc.terminal_service import TerminalServicer
 from penstock_driver.settings import DriverSettings
+from penstock_driver.status import Health
+from penstock_driver.store import records, summaries
+from penstock_driver.store.event_log import EventLog
+from penstock_driver.store.records import Records
+from penstock_driver.store.summaries import Summaries
 from penstock_driver.terminals import records as terminal_records
-from penstock_driver.terminals.fleet import Terminals
+from penstock_driver.terminals.manager import TerminalManager
+from penstock_driver.terminals.records import TerminalRecords
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
-    rows.MIGRATION,
+    summaries.MIGRATION,
 )
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
 _READING: Final = {
@@ -47,14 +60,119 @@ _READING: Final = {
 ROLES: Final = dict.fromkeys(_READING, (Role.TRAINER,)) | {
     f"{service}/{method}": _EVERYBODY for service, methods in _READING.items() for method in methods
 }
-"""A trainer may do everything here, an observer may read."""
+"""A trainer may do everything here, an observer may only read."""
 
 _log = structlog.get_logger("penstock.driver")
 
 
+class GateClient(Gate, Captures, Protocol):
+    """The interception service, with the captures for readers of trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The parts of one driver, wired. Before `recover()` only the event log's writer runs; `stop()` ends all else."""
+
+    instance_id: str
+    records: Records
+    event_log: EventLog
+    agents: AgentRegistry
+    manager: RolloutManager
+    terminals: TerminalManager
+    rollout_servicer: RolloutServicer
+    agent_servicer: AgentServicer
+    terminal_servicer: TerminalServicer
+
+    async def recover(self) -> None:
+        """End or continue what the last driver left, and start recording model calls."""
+        lost = await self.manager.recover()
+        if continued := await self.terminals.recover():
+            _log.info("terminals of the previous driver continue", count=continued)
+        self.manager.watch_calls()
+        if lost:
+            _log.warning("rollouts were running when the previous driver died", count=lost)
+
+    async def stop(self) -> None:
+        """End all rollouts and episodes, and return when they are released."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.terminals.aclose())
+            tasks.create_task(self.manager.aclose())
+
+    def registrations(self) -> Sequence[Registration]:
+        """The servicers with the generated functions that add them to a server."""
+        return [
+            (self.agent_servicer, agent_service_pb2_grpc.add_AgentServiceServicer_to_server),
+            (self.rollout_servicer, rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server),
+            (self.terminal_servicer, terminal_service_pb2_grpc.add_TerminalServiceServicer_to_server),
+        ]
+
+
+@asynccontextmanager
+async def wired(
+    journal: Journal,
+    sandboxes: Sandboxes,
+    gate: GateClient,
+    settings: DriverSettings,
+    clock: Callable[[], float] = times.even_time,
+) -> AsyncIterator[Driver]:
+    """Wire a driver over a journal and clients of the other services; at the end, write what is still to be written.
+
+    `clock` gives monotonic seconds since the epoch.
+    """
+    agents, driver_records = await AgentRegistry.open(journal), Records(journal)
+    event_log = EventLog(journal)
+    try:
+        instance_id, preflight = await driver_records.instance_id(new_id("d")), Preflight(sandboxes, gate)
+        manager = RolloutManager(
+            driver_records,
+            event_log,
+            runner_services(sandboxes, gate, settings),
+            instance_id=instance_id,
+            capacity=Capacity(
+                settings.max_running, settings.max_queued, EventLimits(settings.max_events, settings.max_event_bytes)
+            ),
+        )
+        terminals = TerminalManager(
+            driver_records,
+            TerminalRecords(journal),
+            sandboxes,
+            preflight,
+            instance_id=instance_id,
+            max_open=settings.max_terminals,
+            clock=clock,
+        )
+        service = RolloutUseCases(manager, driver_records, event_log, agents, preflight, gate)
+        yield Driver(
+            instance_id,
+            driver_records,
+            event_log,
+            agents,
+            manager,
+            terminals,
+            RolloutServicer(service, manager, driver_records, event_log, Summaries(journal)),
+            AgentServicer(agents, sandboxes),
+            TerminalServicer(terminals),
+        )
+    finally:
+        await event_log.aclose()
+
+
+def runner_services(sandboxes: Sandboxes, gate: Gate, settings: DriverSettings) -> RunnerServices:
+    """What the attempts of all rollouts share."""
+    return RunnerServices(
+        sandboxes,
+        gate,
+        Environments(sandboxes),
+        ThrottledForks(sandboxes),
+        agent_port=settings.agent_port,
+        spool=settings.spool_dir or settings.state_dir,
+        max_changes_bytes=settings.max_changes_bytes,
+    )
+
+
 @asynccontextmanager
 async def build(settings: DriverSettings) -> AsyncIterator[Service]:
-    """Open the driver's resources; what ran when it last died is ended and released."""
+    """Open the driver's resources. Rollouts that ran when it last died are ended and released."""
     async with AsyncExitStack() as stack:
         tls = settings.client_tls()
         sandbox_channel = await stack.enter_async_context(
@@ -64,68 +182,27 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             connect(settings.interception_address, _text(settings.interception_token), tls)
         )
         journal = await stack.enter_async_context(
-            await Journal.open(settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync)
+            await Journal.open(
+                settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync, reads_apart=True
+            )
         )
         sandboxes, gate = GrpcSandboxes(sandbox_channel), GrpcGate(gate_channel)
-        agents = await registry.AgentRegistry.open(journal)
-        memory, history = records.Records(journal), History(journal, encode_event)
-        stack.push_async_callback(history.aclose)
-        preflight, instance_id = Preflight(sandboxes, gate), await memory.instance_id(new_id("d"))
-        fleet = Fleet(
-            memory,
-            history,
-            sandboxes,
-            gate,
-            instance_id=instance_id,
-            encode_outcome=encode_outcome,
-            max_running=settings.max_running,
-            max_queued=settings.max_queued,
-            agent_port=settings.agent_port,
-            spool=settings.spool_dir or settings.state_dir,
-            max_changes_bytes=settings.max_changes_bytes,
-            most=Most(settings.max_events, settings.max_event_bytes),
-        )
-        terminals = Terminals(
-            memory,
-            terminal_records.TerminalRecords(journal),
-            sandboxes,
-            preflight,
-            TerminalForms(),
-            instance_id=instance_id,
-            max_open=settings.max_terminals,
-        )
-        oversight = Oversight(fleet, terminals)
-        stack.enter_context(oversight.told())
-
-        async def stop() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(terminals.aclose())
-                tasks.create_task(fleet.aclose())
+        driver = await stack.enter_async_context(wired(journal, sandboxes, gate, settings))
+        health = Health(driver.manager, driver.terminals)
+        stack.enter_context(health.reported())
 
         async def drain(_seconds: float) -> None:
-            await stop()
+            await driver.stop()
 
         try:
-            lost = await fleet.recover()
-            if taken_up := await terminals.recover():
-                _log.info("terminals of the last driver go on", count=taken_up)
-            fleet.watch_calls()
-            if lost:
-                _log.warning("rollouts were running when the last driver died", count=lost)
-            # A driver that can write nothing more ends, and the next start ends what ran: nobody waits for it in vain.
+            await driver.recover()
+            # A driver whose journal is broken exits; its next start ends what ran, so no caller waits forever.
             async with asyncio.TaskGroup() as whole:
-                watching = whole.create_task(history.until_broken())
-                yield Service(
-                    registrations=registrations(
-                        fleet, rows.Rows(journal), terminals, agents, preflight, sandboxes, gate
-                    ),
-                    roles=ROLES,
-                    drain=drain,
-                    troubles=oversight.troubles,
-                )
+                watching = whole.create_task(driver.event_log.until_broken())
+                yield Service(registrations=driver.registrations(), roles=ROLES, drain=drain, troubles=health.troubles)
                 watching.cancel()
         finally:
-            await stop()
+            await driver.stop()
 
 
 def _text(secret: SecretStr | None) -> str | None:

@@ -1,22 +1,24 @@
-"""What the driver counts; docs/guides/operate.md lists it. Imports nothing of the service."""
+"""The driver's metrics; docs/guides/operate.md lists them. Imports nothing of the service."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from penstock_chassis.metrics import counter, gauge, histogram
+from penstock_chassis.telemetry.metrics import counter, gauge, histogram
 
 ROLLOUTS: Final = gauge("penstock_driver_rollouts", "Rollouts that have not ended", "phase")
 ENDED: Final = counter(
-    "penstock_driver_rollouts_ended_total", "Rollouts that ended; `completed`, or the kind of failure and who made it",
+    "penstock_driver_rollouts_ended_total", "Rollouts that ended; `completed`, or the kind of failure and the "
+                                            "component at fault",
     "end", "caused_by",
 )  # fmt: skip
 PHASE_SECONDS: Final = histogram("penstock_driver_phase_seconds", "Time that a rollout spent in a phase", "phase")
 ATTEMPTS_FAILED: Final = counter(
-    "penstock_driver_attempts_failed_total", "Attempts at rollouts that failed and were begun anew", "caused_by"
+    "penstock_driver_attempts_failed_total", "Failed attempts of rollouts that were retried", "caused_by"
 )
 GROUPS: Final = gauge("penstock_driver_groups", "Groups with a rollout that has not ended")
 OWED: Final = gauge(
-    "penstock_driver_owed_releases", "Ended rollouts and terminals whose sandbox or gate is still to be released"
+    "penstock_driver_pending_cleanups",
+    "Ended rollouts and terminals whose clean-up at the sandbox service or the gate is pending",
 )
 TERMINALS: Final = gauge("penstock_driver_terminals", "Terminals that are open")

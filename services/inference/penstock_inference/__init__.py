@@ -1,5 +1,4 @@
-"""The inference service: tokens in, tokens and logprobs out; weights, policy versions, pause and resume.
+"""The inference service: token ids in, token ids and logprobs out; weights, policy versions, pause and resume.
 
-It knows no rollout, no agent and no text protocol. `engines` holds what computes; `service` is the only module that
-speaks gRPC.
+It knows no rollout, no agent and no text protocol. `engines` computes; `rpc` is the only package that knows protos.
 """

@@ -1,31 +1,49 @@
-"""Wiring: one engine, what receives its weights, and the servicer that speaks for both."""
+"""Assembles the service: one engine, the receivers of its weights, and their servicer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
+import structlog
+
+from penstock_chassis.auth import Role
+from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.server import Service
-from penstock_inference.adapters import AdapterUploads
+from penstock_codec.codec import Codec
+from penstock_codec.errors import CodecError
+from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.engines.base import Engine, EngineOptions
 from penstock_inference.engines.registry import open_engine
-from penstock_inference.model_files import TokenizerDirectory
-from penstock_inference.replicas.open import open_replicas
-from penstock_inference.service import REGISTER, ROLES, InferenceServicer
+from penstock_inference.replicas.devices import open_replicas
+from penstock_inference.rpc.inference_service import REGISTER, SERVICE, InferenceServicer
 from penstock_inference.settings import InferenceSettings
-from penstock_inference.text import load_codec
-from penstock_inference.transfers import Transfers
-from penstock_inference.uploads import Uploads
-from penstock_inference.weights import WeightUpdates
-from penstock_inference.workspace import workspace
+from penstock_inference.weights.adapters import AdapterUploads
+from penstock_inference.weights.manager import WeightUpdates
+from penstock_inference.weights.model_files import TokenizerDirectory
+from penstock_inference.weights.transfers import Transfers
+from penstock_inference.weights.uploads import Uploads, workspace
+
+_ANYONE = (Role.TRAINER, Role.OBSERVER)
+ROLES = {
+    # Trainers drive the engine; observers read its state.
+    SERVICE: (Role.TRAINER,),
+    f"{SERVICE}/GetInfo": _ANYONE,
+    f"{SERVICE}/GetTokenizer": _ANYONE,
+    f"{SERVICE}/ListAdapters": _ANYONE,
+    f"{SERVICE}/WatchStats": _ANYONE,
+}
+
+_log = structlog.get_logger("penstock.inference")
 
 
 @asynccontextmanager
 async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
-    """Open what the settings name and yield what to serve."""
+    """Open everything that the settings name, and yield the server's parts."""
     files = await asyncio.to_thread(TokenizerDirectory.read, settings.model_dir)
-    codec = await asyncio.to_thread(load_codec, settings.model_dir, settings.tool_call_parser)
+    codec = await asyncio.to_thread(_load_codec, settings.model_dir, settings.tool_call_parser)
     async with AsyncExitStack() as stack:
         work_dir = stack.enter_context(workspace(settings.state_dir))
         engine = await _engine(settings, settings.engine_settings(work_dir))
@@ -38,8 +56,8 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
         transfers = Transfers(engine)
         stack.push_async_callback(transfers.aclose)
         servicer = InferenceServicer(engine, files, codec, updates, adapters, transfers)
-        stack.enter_context(servicer.oversight.told())
-        yield Service(registrations=[(servicer, REGISTER)], roles=ROLES, troubles=servicer.oversight.troubles)
+        stack.enter_context(servicer.health.reported())
+        yield Service(registrations=[(servicer, REGISTER)], roles=ROLES, troubles=servicer.health.troubles)
 
 
 async def _engine(settings: InferenceSettings, options: EngineOptions) -> Engine:
@@ -54,3 +72,17 @@ async def _engine(settings: InferenceSettings, options: EngineOptions) -> Engine
         settings.log_format,
         settings.replica_silence_s,
     )
+
+
+def _load_codec(directory: Path, parser: str | None) -> Codec | None:
+    """Load the codec of a model directory; None, with the reason logged, if that fails: token ids can be served still.
+
+    Raises FailedPrecondition when a parser was requested and none is possible.
+    """
+    try:
+        return Codec.load(TokenizerFiles.from_directory(directory), parser=parser)
+    except CodecError as error:
+        if parser is not None:
+            raise FailedPrecondition(f"tool_call_parser {parser!r}: {error}", reason=error.reason) from error
+        _log.info("no codec: Render, Parse and chat prompts are off", reason=error.reason, detail=str(error))
+        return None

@@ -7,11 +7,11 @@ from pathlib import Path
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis.settings import ServiceSettings, refuse_blank
+from penstock_chassis.settings import ServiceSettings
 from penstock_inference.engines.base import EngineOptions
 
 WITHOUT_WEIGHTS = frozenset({"none", "openai", "scripted"})
-"""Engines that load no files of weights, from which a replica that comes back could start."""
+"""Engines that load no weight files, from which a restarted replica could recover."""
 
 
 class InferenceSettings(ServiceSettings):
@@ -21,7 +21,7 @@ class InferenceSettings(ServiceSettings):
 
     port: int = Field(7704, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
     model_dir: Path = Field(description="directory with config.json, model.safetensors, tokenizer.json, chat template")
-    model_name: str = Field("", description="the model's name as agents see it; empty takes the directory's name")
+    model_name: str = Field("", description="the model's name for agents; empty = the directory's name")
     engine: str = Field(
         "numpy",
         description="engine: numpy, vllm, openai, scripted, none (a tokenizer alone, for trainers that answer"
@@ -30,29 +30,29 @@ class InferenceSettings(ServiceSettings):
     engine_options: dict[str, str] = Field(
         default_factory=dict, description='options of the engine, a JSON object such as {"script": "turns.yaml"}'
     )
-    replicas: int = Field(1, ge=1, le=64, description="engines behind this service, each in a process of its own")
+    replicas: int = Field(1, ge=1, le=64, description="engines (replicas) of this service, each in its own process")
     replica_devices: list[str] = Field(
         default_factory=list,
-        description='GPUs of each replica, a JSON list such as ["0,1", "2,3"]; unset, this machine\'s in equal parts',
+        description='GPUs of each replica, a JSON list such as ["0,1", "2,3"]; unset = this machine\'s in equal parts',
     )
     replica_silence_s: float = Field(
         60.0,
         ge=5,
         le=3600,
-        description="seconds without a sign of life after which a replica is killed and started again",
+        description="seconds without a sign of life after which a replica is killed and restarted",
     )
     tool_call_parser: str | None = Field(
         None,
         description="parser of tool calls and reasoning: hermes, llama3, mistral, qwen3_coder, deepseek, kimi, glm,"
-        " harmony, granite, think or none; unset, the template decides",
+        " harmony, granite, think or none; unset = the template decides",
     )
-    max_concurrency: int = Field(64, ge=1, le=4096, description="generations that run at once, per replica; more wait")
-    max_waiting: int = Field(4096, ge=0, description="generations that may wait, per replica; more are refused")
+    max_concurrency: int = Field(64, ge=1, le=4096, description="most concurrent generations, per replica; more wait")
+    max_waiting: int = Field(4096, ge=0, description="most waiting generations, per replica; more are refused")
     max_context_tokens: int | None = Field(
         None,
         ge=2,
-        description="longest prompt and completion together, in tokens; numpy has 4096, scripted 2**20, vllm the"
-        " model's",
+        description="most tokens of prompt and completion together; unset = 4096 for numpy, 2**20 for scripted, the "
+        "model's for vllm",
     )
     kv_cache_bytes: int | None = Field(
         None,
@@ -61,13 +61,13 @@ class InferenceSettings(ServiceSettings):
         " vllm on a GPU what gpu_memory_utilization leaves",
     )
     weights_dir: Path | None = Field(
-        None, description="directory under which weight pushes may name paths; unset, none"
+        None, description="directory under which weight pushes may name paths; unset = none"
     )
     adapters_dir: Path | None = Field(
-        None, description="directory under which adapters may be named by path; unset, none"
+        None, description="directory under which adapters may be named by path; unset = none"
     )
     upstream_api_key: SecretStr | None = Field(
-        None, description="key of the endpoint that the engine openai asks; sent to its base_url only"
+        None, description="key of the endpoint of the engine openai; sent to its base_url only"
     )
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
     update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
@@ -80,13 +80,8 @@ class InferenceSettings(ServiceSettings):
             raise ValueError(f"must be 1 with the engine {engine}, which loads no weights")
         return value
 
-    @field_validator("upstream_api_key")
-    @classmethod
-    def _key_not_blank(cls, value: SecretStr | None) -> SecretStr | None:
-        return refuse_blank(value)
-
     def engine_settings(self, work_dir: Path) -> EngineOptions:
-        """The part that the engine is opened with; `work_dir` is there for as long as it runs."""
+        """The engine's options; `work_dir` exists as long as the engine runs."""
         return EngineOptions(
             model_dir=self.model_dir,
             model_name=self.model_name or self.model_dir.resolve().name,

@@ -1,23 +1,65 @@
-"""A small random model of any family the numpy engine computes, written on the spot: for tests and check-ups."""
+"""The service inside a test, and small random models of every family that the numpy engine computes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from penstock_chassis.auth import Role
+from penstock_chassis.server import Service
+from penstock_chassis.testing import serve
+from penstock_inference.app import build
 from penstock_inference.engines.numpy.model import ModelConfig
+from penstock_inference.engines.scripted.engine import ScriptedEngine as ScriptedEngine
+from penstock_inference.settings import InferenceSettings
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
+@dataclass(frozen=True, slots=True)
+class OpenInference:
+    """A running inference service."""
+
+    address: str
+    channel: grpc.aio.Channel
+    """Carries the operator's token where there is one."""
+    service: Service
+
+
+@asynccontextmanager
+async def open_inference(
+    model_dir: Path, state_dir: Path, *, tokens: Mapping[Role, str] | None = None, **settings: Any
+) -> AsyncIterator[OpenInference]:
+    """Opens what the settings name and serves it on a free port, as the service's own process does.
+
+    Args:
+        model_dir: the model's directory, as of `write_model`; with the engine `none` or `scripted` its tokenizer alone.
+        state_dir: where the service may write.
+        tokens: the tokens of the roles; None treats every caller as operator.
+        settings: further settings by name, such as ``engine="scripted"``.
+
+    Raises:
+        PenstockError: the engine or the model cannot be opened.
+    """
+    loaded = InferenceSettings(model_dir=model_dir, state_dir=state_dir, anonymous=True, **settings)
+    async with (
+        build(loaded) as service,
+        serve(*service.registrations, roles=service.roles, tokens=tokens) as (address, channel),
+    ):
+        yield OpenInference(address, channel, service)
+
+
 def random_config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
-    """The contents of a small model's config.json: grouped queries, sizes that fill no tile, tied but for Llama."""
+    """The config.json of a small model: grouped queries, sizes that do not fill a tile, tied except for Llama."""
     return {
         "model_type": family,
         "vocab_size": 101,
@@ -50,7 +92,7 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, NDArra
 
 
 def write_model(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]]) -> Path:
-    """A model directory without a tokenizer."""
+    """Write a model directory without a tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), "utf-8")
     (directory / "model.safetensors").write_bytes(save(dict(tensors)))

@@ -8,8 +8,8 @@ from penstock_interception.settings import InterceptionSettings
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
-    # The tokenizer's own threads take two to five times the CPU for the few words that are new in a prompt, and longer.
+    """Serves until SIGTERM."""
+    # For the few new words of a prompt, the tokenizer's own threads need two to five times the CPU, and take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     run(InterceptionSettings, "interception", build)
 

@@ -1,4 +1,4 @@
-"""Wiring: the journal, the sources, the gate, the ingress and the servicers. The only module that knows them all."""
+"""Wires the journal, the sources, the gate, the ingress and the servicers. No other module imports them all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 
@@ -19,31 +19,28 @@ from penstock_chassis.channel import connect
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.server import Service
 from penstock_chassis.tls import ClientTls
-from penstock_interception.calls import CodecChoice, Dialect
-from penstock_interception.codecs import CodecCache
-from penstock_interception.dispatch import DispatchLimits
-from penstock_interception.gate import Gate
-from penstock_interception.ingress.app import Ingress, IngressLimits
-from penstock_interception.ingress.chat import ChatCompletions
+from penstock_interception.clients.inference import InferenceSource
+from penstock_interception.conversation.codecs import CodecCache
+from penstock_interception.domain.calls import CodecChoice, Dialect
+from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.gate.context import GateLimits, LeasingLimits, ToolLimits
+from penstock_interception.ingress.black_box import Passthrough
 from penstock_interception.ingress.connections import IDLE_S, ConnectionLimits, Connections
-from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
-from penstock_interception.ingress.generate_content import GenerateContent
-from penstock_interception.ingress.messages import Messages
-from penstock_interception.ingress.passthrough import Passthrough
-from penstock_interception.ingress.responses import Responses
-from penstock_interception.limits import GateLimits
-from penstock_interception.oversight import Oversight
-from penstock_interception.requests import ChatRequest
+from penstock_interception.ingress.dialects.base import Ask, DialectCodec, Route
+from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
+from penstock_interception.ingress.dialects.generate_content.dialect import GenerateContent
+from penstock_interception.ingress.dialects.messages.dialect import Messages
+from penstock_interception.ingress.dialects.responses.dialect import Responses
+from penstock_interception.ingress.server import Ingress, IngressLimits
+from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
-from penstock_interception.rpc.inference import InferenceSource
 from penstock_interception.rpc.intercept_service import InterceptServicer, register_intercept
 from penstock_interception.settings import InterceptionSettings
 from penstock_interception.sources.base import ModelSource
 from penstock_interception.sources.registry import Endpoint, Sources
-from penstock_interception.store import CallStore
-from penstock_interception.tools.desk import ToolLimits
-from penstock_interception.turns import Turns
+from penstock_interception.status.health import Health
+from penstock_interception.store.store import CallStore
 
 _log = structlog.get_logger(__name__)
 
@@ -64,7 +61,7 @@ ROLES = {
 
 @asynccontextmanager
 async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
-    """Opens what the settings name, takes back what the journal has, and yields what to serve."""
+    """Opens everything the settings name, restores the journal, and yields the service to run."""
     async with AsyncExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(settings.codec_threads, thread_name_prefix="codec"))
         store = await CallStore.open(settings.state_dir, sync=settings.journal_sync)
@@ -77,25 +74,28 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
                 trust_env=False,
             )
         )
+        untouched = await stack.enter_async_context(_untouched(http))
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
         dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Messages(), Responses(), GenerateContent())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
         sources = await _sources(settings, codecs, http, parse, stack)
-        turns = Turns(
+        interceptor = Interceptor(
             store, sources, tasks, pool, parse=parse, limits=_limits(settings), closed_kept=settings.closed_kept
         )
-        restored = await turns.restore()
+        restored = await interceptor.restore()
         _log.info("restored", rollouts=restored)
-        tasks.create_task(_keep_time(turns.gate))
-        oversight = Oversight(turns.gate)
-        stack.enter_context(oversight.told())
+        tasks.create_task(interceptor.keep_time())
+        health = Health(interceptor.registry, interceptor.clock)
+        stack.enter_context(health.gauges())
         stopping = asyncio.Event()
         connections = stack.enter_context(closing(Connections(_connection_limits(settings))))
         ingress = Ingress(
-            turns,
+            interceptor,
             dialects,
-            Passthrough(turns, sources, http, connections, refuse_provider_tools=settings.provider_tools == "refuse"),
+            Passthrough(
+                interceptor, sources, untouched, connections, refuse_provider_tools=settings.provider_tools == "refuse"
+            ),
             connections,
             IngressLimits(
                 settings.max_body_bytes,
@@ -106,24 +106,36 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         )
         address = await stack.enter_async_context(_listening(ingress.app(), connections, settings))
         intercept = InterceptServicer(
-            turns,
-            CallWriter(parse, turns.gate.fail),
+            interceptor,
+            CallWriter(parse, interceptor.gate.fail),
             stopping,
             heartbeat_s=settings.heartbeat_s,
             allowed_tools=tuple(settings.host_tools),
         )
         reached = settings.ingress_address or (f"tls:{address}" if settings.ingress_tls_cert else address)
-        gate = RolloutGateServicer(turns, dialects, lambda: reached, stopping)
+        gate = RolloutGateServicer(interceptor, dialects, lambda: reached, stopping)
         yield Service(
             registrations=[
                 (gate, register_gate),
                 (intercept, register_intercept),
             ],
             roles=ROLES,
-            drain=partial(_drain, turns.gate, stopping),
+            drain=partial(_drain, interceptor, stopping),
             endpoints={"ingress": address},
-            troubles=oversight.troubles,
+            troubles=health.troubles,
         )
+
+
+def _untouched(http: aiohttp.ClientSession) -> aiohttp.ClientSession:
+    """A client on the same connections that passes bodies through without decompressing them."""
+    return aiohttp.ClientSession(
+        timeout=http.timeout,
+        connector=http.connector,
+        connector_owner=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
+    )
 
 
 async def _sources(
@@ -168,9 +180,10 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
     return GateLimits(
         max_rollouts=settings.max_rollouts,
         max_open_calls_per_rollout=settings.max_open_calls,
+        max_rollout_bytes=settings.max_rollout_bytes,
         rejoin_grace_s=settings.rejoin_grace_s,
         retention_s=settings.retention_s,
-        dispatch=DispatchLimits(resume_window_s=settings.resume_window_s),
+        leasing=LeasingLimits(resume_window_s=settings.resume_window_s),
         tools=ToolLimits(
             max_calls_per_rollout=settings.max_tool_calls,
             max_open_calls_per_rollout=settings.max_open_tool_calls,
@@ -198,7 +211,7 @@ def _parse(dialects: dict[Dialect, DialectCodec], dialect: Dialect, body: bytes)
 
 @asynccontextmanager
 async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose tasks end with the service."""
+    """A task group whose tasks are cancelled when the context exits."""
     ending = False
     try:
         async with asyncio.TaskGroup() as group:
@@ -211,7 +224,7 @@ async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class _Ended(Exception):
-    """The service stops."""
+    """Cancels the group's tasks when the service stops."""
 
 
 @asynccontextmanager
@@ -223,22 +236,23 @@ async def _listening(
         app,
         handler_cancellation=True,
         access_log=None,
+        auto_decompress=False,  # `ingress.encodings` decompresses
         shutdown_timeout=1.0,
         keepalive_timeout=IDLE_S,
-        # How long the rest of a body that was refused is read, so that its client sees the answer.
+        # How long the rest of a refused body is read, so that its client receives the response.
         lingering_time=min(10.0, settings.body_timeout_s),
     )
     await runner.setup()
     listener: asyncio.Server | None = None
     try:
         if runner.server is None:
-            raise RuntimeError("the runner was set up")
+            raise RuntimeError("the runner started")
         tls = None
         if settings.ingress_tls_cert is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             tls.load_cert_chain(settings.ingress_tls_cert, settings.ingress_tls_key)
         try:
-            # Not aiohttp's own site: every connection is under its limits from its first byte on.
+            # Not aiohttp's own site: `Connections` applies its limits from a connection's first byte.
             listener = await asyncio.get_running_loop().create_server(
                 connections.factory(runner.server),
                 settings.ingress_host,
@@ -251,7 +265,7 @@ async def _listening(
         except OSError as error:
             raise FailedPrecondition(
                 f"The ingress cannot listen on {settings.ingress_host}:{settings.ingress_port}: {error.strerror}."
-                " Stop the process that has it, or set ingress_port (0 takes a free one).",
+                " Stop the process that uses it, or set another ingress_port (0 = any free one).",
                 reason="PORT_IN_USE",
             ) from error
         host, port = listener.sockets[0].getsockname()[:2]
@@ -262,28 +276,6 @@ async def _listening(
         await runner.cleanup()
 
 
-async def _keep_time(gate: Gate) -> None:
-    """Does what is due."""
-    while True:
-        gate.sooner.clear()
-        due = gate.next_deadline()
-        wait = None if due is None else max(0.0, due - gate.clock.steady())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait):
-                await gate.sooner.wait()
-        try:
-            await gate.tick()
-        except Exception:  # noqa: BLE001 - one deadline's trouble must not stop all others
-            _log.exception("a deadline could not be served")
-
-
-async def _drain(gate: Gate, stopping: asyncio.Event, grace_s: float) -> None:
-    """Takes nothing new, tells the trainers, waits for answers that are under way."""
-    gate.draining = True
+async def _drain(interceptor: Interceptor, stopping: asyncio.Event, grace_s: float) -> None:
     stopping.set()
-    for session in gate.dispatcher.sessions():
-        session.wake()
-    gate.changes.wake()
-    waiting = [call.ended for call in gate.open_calls()]
-    if waiting:
-        await asyncio.wait(waiting, timeout=grace_s)
+    await interceptor.drain(grace_s)

@@ -1,19 +1,15 @@
-"""What the gate counts; docs/guides/operate.md lists it. Imports nothing of the service."""
+"""The gate's metrics; docs/guides/operate.md lists them. Imports nothing of the service."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from penstock_chassis.metrics import counter, gauge, histogram
+from penstock_chassis.telemetry.metrics import counter, gauge, histogram
 
-CALLS: Final = counter(
-    "penstock_gate_calls_total", "Model calls that ended, by what they were for", "class", "dialect", "state"
-)
+CALLS: Final = counter("penstock_gate_calls_total", "Model calls that ended, by class", "class", "dialect", "state")
 OPEN_CALLS: Final = gauge("penstock_gate_open_calls", "Model calls that have not ended", "state")
-HELD_CALLS: Final = gauge("penstock_gate_held_calls", "Open calls whose rollout a trainer has paused")
-OLDEST_CALL: Final = gauge(
-    "penstock_gate_oldest_open_call_seconds", "Age of the open call that came first; 0 without one"
-)
+HELD_CALLS: Final = gauge("penstock_gate_paused_calls", "Open calls whose rollout a trainer has paused")
+OLDEST_CALL: Final = gauge("penstock_gate_oldest_open_call_seconds", "Age of the oldest open call; 0 without one")
 QUEUE_WAIT: Final = histogram(
     "penstock_gate_queue_wait_seconds", "From an agent's request to the first lease or dispatch of its call"
 )
@@ -21,14 +17,16 @@ ANSWER: Final = histogram(
     "penstock_gate_answer_seconds", "From the last lease or dispatch of a call to its answer on disk", "by"
 )
 REDELIVERIES: Final = counter("penstock_gate_redeliveries_total", "Calls leased or dispatched again")
-REJECTED: Final = counter("penstock_gate_rejected_results_total", "Results of trainers that were not taken", "reason")
+REJECTED: Final = counter("penstock_gate_rejected_results_total", "Results of trainers that were rejected", "reason")
 TOKENS: Final = counter("penstock_gate_tokens_total", "Tokens of delivered calls", "kind")
 BUDGET_STOPS: Final = counter("penstock_gate_budget_stops_total", "Rollouts that a used-up budget stopped", "budget")
 ROLLOUTS: Final = gauge("penstock_gate_rollouts", "Rollouts that are not closed", "mode")
 SESSIONS: Final = gauge("penstock_gate_sessions", "Trainers' sessions", "state")
 CREDITS: Final = gauge("penstock_gate_credit_calls", "Calls that the connected sessions may hold at once")
 CREDITS_USED: Final = gauge("penstock_gate_credit_used_calls", "Calls that the connected sessions hold")
-NEEDED_POLICY: Final = gauge("penstock_gate_needed_policy_version", "Least policy version that every open call takes")
+NEEDED_POLICY: Final = gauge(
+    "penstock_gate_needed_policy_version", "Lowest policy version that every open call accepts"
+)
 NEWEST_POLICY: Final = gauge(
     "penstock_gate_newest_policy_version", "Newest policy version that a trainer has announced"
 )

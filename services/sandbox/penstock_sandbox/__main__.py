@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from penstock_chassis.server import run
-from penstock_sandbox.service import build
+from penstock_sandbox.app import build
 from penstock_sandbox.settings import SandboxSettings
 
 
 def main() -> None:
-    """Run the service until it is told to stop."""
+    """Runs the service until it receives a stop signal."""
     run(SandboxSettings, "sandbox", build)
 
 

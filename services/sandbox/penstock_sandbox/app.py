@@ -1,6 +1,6 @@
-"""Puts the domain together: the only module that knows all of its parts.
+"""Assembles the service: the only module that knows all of its parts, and the access rules of its methods.
 
-Invariants: parts are opened in the order of their needs and closed in the reverse one, whatever failed in between.
+Invariants: parts are opened in dependency order and closed in the reverse order, also after a failure.
 """
 
 from __future__ import annotations
@@ -14,25 +14,56 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from penstock.sandbox.v1 import (
+    file_service_pb2_grpc,
+    process_service_pb2_grpc,
+    sandbox_service_pb2_grpc,
+    toolbox_service_pb2_grpc,
+)
+from penstock_chassis.auth import Role
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal
-from penstock_sandbox.backends.base import ENTRY_POINTS, Backend
-from penstock_sandbox.backends.local import runtimes
+from penstock_chassis.server import Service
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
-from penstock_sandbox.backends.local.disk_use import Use
-from penstock_sandbox.backends.local.installer import Installer
-from penstock_sandbox.forks import Forks
-from penstock_sandbox.policy import Limits
-from penstock_sandbox.records import MIGRATIONS, SnapshotRecords
-from penstock_sandbox.sandboxes import Sandboxes
+from penstock_sandbox.backends.local.disk.usage import Use
+from penstock_sandbox.domain.backend import ENTRY_POINTS, Backend
+from penstock_sandbox.domain.records import MIGRATIONS, SnapshotRecords
+from penstock_sandbox.rpc.file_service import FileServicer
+from penstock_sandbox.rpc.process_service import ProcessServicer
+from penstock_sandbox.rpc.sandbox_service import SandboxServicer
+from penstock_sandbox.rpc.toolbox_service import ToolboxServicer
+from penstock_sandbox.sandboxes.manager import Sandboxes
+from penstock_sandbox.sandboxes.policy import Limits
 from penstock_sandbox.settings import SandboxSettings
-from penstock_sandbox.snapshots import Snapshots
-from penstock_sandbox.toolboxes import Toolboxes
+from penstock_sandbox.snapshots.forks import Forks
+from penstock_sandbox.snapshots.manager import Snapshots
+from penstock_sandbox.status import Health
+from penstock_sandbox.toolboxes import runtimes
+from penstock_sandbox.toolboxes.installer import Installer
+from penstock_sandbox.toolboxes.manager import Toolboxes
+
+_PACKAGE = "penstock.sandbox.v1"
+_READING = {
+    "SandboxService": (
+        *("GetSandbox", "ListSandboxes", "WatchSandbox", "WatchSandboxes", "GetStats"),
+        *("ListBackends", "GetSnapshot", "ListSnapshots"),
+    ),
+    "ToolboxService": ("ListToolboxes",),
+}
+_SERVICES = ("SandboxService", "ProcessService", "FileService", "ToolboxService")
+
+ROLES = {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES} | {
+    f"{_PACKAGE}.{service}/{method}": (Role.TRAINER, Role.OBSERVER)
+    for service, methods in _READING.items()
+    for method in methods
+}
+"""Roles beside the operator that may call each method. Not for observers: outputs and files, which may hold what
+agents were given."""
 
 
 @dataclass(frozen=True, slots=True)
 class App:
-    """The opened domain."""
+    """The opened domain objects."""
 
     sandboxes: Sandboxes
     forks: Forks
@@ -42,7 +73,6 @@ class App:
 
 
 def local_backend(settings: SandboxSettings) -> Backend:
-    """The local backend as the settings want it."""
     return LocalBackend(
         LocalOptions(
             state_dir=settings.state_dir / "local",
@@ -60,19 +90,19 @@ def local_backend(settings: SandboxSettings) -> Backend:
 
 @asynccontextmanager
 async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
-    """Open everything. Raises FailedPrecondition when the default backend is not installed."""
-    # Pipes, doors and endpoints: the customary 1024 is not enough for a few hundred sandboxes.
+    """Opens everything. Raises FailedPrecondition when the default backend is not installed."""
+    # Pipes, sandbox helpers and endpoints: the usual 1024 is not enough for a few hundred sandboxes.
     files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_limit, files_limit))
     async with AsyncExitStack() as stack:
-        # The journal's lock is what makes this instance the only one on its state directory: it comes first.
+        # The journal's lock makes this instance the only one on its state directory, so it is opened first.
         journal = await stack.enter_async_context(
             await Journal.open(settings.state_dir / "journal.sqlite", MIGRATIONS, sync=settings.journal_sync)
         )
         backends = {point.name: point.load()(settings) for point in entry_points(group=ENTRY_POINTS)}
         if settings.default_backend not in backends:
             raise FailedPrecondition(
-                f"the backend {settings.default_backend!r} is not installed; there are: "
+                f"the backend {settings.default_backend!r} is not installed; known backends:  "
                 + (", ".join(sorted(backends)) or "none"),
                 reason="BACKEND_UNAVAILABLE",
             )
@@ -124,6 +154,38 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
         await snapshots.open()
         stack.push_async_callback(snapshots.aclose)
         yield App(sandboxes, forks, snapshots, toolboxes, spool)
+
+
+def servicers(app: App, health: Health) -> Service:
+    """Returns the gRPC service of an opened app."""
+
+    async def drain(_seconds: float) -> None:
+        # A sandbox cannot outlive the service, so waiting for its work would only delay its end.
+        await app.sandboxes.drain()
+
+    return Service(
+        registrations=(
+            (
+                SandboxServicer(app.sandboxes, app.forks, app.snapshots),
+                sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server,
+            ),
+            (ProcessServicer(app.sandboxes.table), process_service_pb2_grpc.add_ProcessServiceServicer_to_server),
+            (FileServicer(app.sandboxes.table, app.spool), file_service_pb2_grpc.add_FileServiceServicer_to_server),
+            (ToolboxServicer(app.toolboxes), toolbox_service_pb2_grpc.add_ToolboxServiceServicer_to_server),
+        ),
+        roles=ROLES,
+        drain=drain,
+        troubles=health.troubles,
+    )
+
+
+@asynccontextmanager
+async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
+    """Opens the domain and yields the service; closing it ends every sandbox."""
+    async with open_app(settings) as app:
+        health = Health(app.sandboxes, app.snapshots)
+        with health.reported():
+            yield servicers(app, health)
 
 
 def _fresh_spool(spool: Path) -> None:

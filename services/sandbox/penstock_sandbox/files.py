@@ -1,7 +1,7 @@
-"""Files in sandboxes: ranges, digests and atomic writes on top of what a backend opens.
+"""Files in sandboxes: ranges, digests and atomic writes on top of the backend's open files.
 
-Invariants: content is bytes; a path is absolute or relative to the sandbox's working directory; what a caller sends is
-put in place only when all of it came and its digest, where one was given, agrees (R44). Chunks are at most 256 KiB.
+Invariants: content is bytes; a path is absolute or relative to the sandbox's working directory; an upload is put in
+place only when all of it has arrived and matches its digest, if one was given (R44). Chunks are at most 256 KiB.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted, Violation
-from penstock_sandbox.backends.base import SandboxHandle
-from penstock_sandbox.backends.diffs import DEFAULT_BYTES
-from penstock_sandbox.model import FileInfo
+from penstock_sandbox.domain.backend import MAX_ARCHIVE_BYTES, SandboxHandle
+from penstock_sandbox.domain.diffs import DEFAULT_BYTES
+from penstock_sandbox.domain.model import FileInfo
 
 CHUNK = 256 * 1024
 DEFAULT_TREE_BYTES = DEFAULT_BYTES
-# Below this a thread costs more than it takes off the event loop.
+# Below this size a thread costs more than it saves the event loop.
 _HASHED_AT_ONCE = 32 * 1024
-_MAX_ARCHIVE = 8 * 1024 * 1024 * 1024
 
 
 def absolute(handle: SandboxHandle, path: str) -> str:
-    """The absolute path that ``path`` means in a sandbox. Raises InvalidArgument (INVALID_PATH)."""
+    """Returns the absolute path of ``path`` in a sandbox. Raises InvalidArgument (INVALID_PATH)."""
     problem = "is empty" if not path else "contains a NUL byte" if "\0" in path else ""
     if problem:
         raise InvalidArgument(f"path {problem}", reason="INVALID_PATH", violations=[Violation("path", problem)])
@@ -36,7 +35,7 @@ def absolute(handle: SandboxHandle, path: str) -> str:
 async def read(
     handle: SandboxHandle, path: str, offset: int, length: int | None, *, follow_symlink: bool
 ) -> AsyncGenerator[FileInfo | bytes, None]:
-    """The file's metadata, its bytes from ``offset`` (at most ``length``) in chunks, then their SHA-256 digest."""
+    """Yields the file's metadata, its bytes from ``offset`` (at most ``length``) in chunks, then their SHA-256."""
     if offset < 0 or (length is not None and length < 0):
         raise InvalidArgument(
             "offset and length must not be negative",
@@ -60,7 +59,7 @@ async def read(
 
 @asynccontextmanager
 async def _beside(digest: hashlib._Hash, data: bytes) -> AsyncIterator[None]:
-    """Hash a chunk in a thread while something else is done with it; a small one is hashed at once."""
+    """Hashes a chunk in a thread while the body runs; a small one is hashed at once."""
     if len(data) < _HASHED_AT_ONCE:
         digest.update(data)
         yield
@@ -73,7 +72,7 @@ async def _beside(digest: hashlib._Hash, data: bytes) -> AsyncIterator[None]:
 
 
 class Upload:
-    """Bytes on their way to a file: counted, hashed, and checked at the end."""
+    """Bytes being written to a file: counted, hashed, and checked at the end."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -81,25 +80,25 @@ class Upload:
 
     @asynccontextmanager
     async def adding(self, data: bytes) -> AsyncIterator[None]:
-        """Account for a chunk, beside what is done with it in here."""
+        """Counts and hashes a chunk while the body runs."""
         self.size += len(data)
         async with _beside(self._digest, data):
             yield
 
     def check(self, expected: bytes) -> bytes:
-        """The digest. Raises DataLoss (DIGEST_MISMATCH) when ``expected`` is given and differs."""
+        """Returns the digest. Raises DataLoss (DIGEST_MISMATCH) when ``expected`` is given and differs."""
         found = self._digest.digest()
         if expected and expected != found:
-            raise DataLoss("the content does not have the digest that was announced", reason="DIGEST_MISMATCH")
+            raise DataLoss("the content does not match the announced digest", reason="DIGEST_MISMATCH")
         return found
 
 
 async def write(
     handle: SandboxHandle, path: str, mode: int, chunks: AsyncIterator[bytes | None], expected: list[bytes]
 ) -> tuple[int, bytes]:
-    """Write a file from chunks; ``None`` ends them (without it nothing is written). Answers size and digest.
+    """Writes a file from chunks; ``None`` ends them (without it nothing is written). Returns size and digest.
 
-    ``expected`` holds the announced digest by the time the None comes.
+    ``expected`` must hold the announced digest when the None arrives.
     """
     upload = Upload()
     async with handle.open_write(absolute(handle, path), mode) as writer:
@@ -114,7 +113,7 @@ async def write(
 
 
 async def write_whole(handle: SandboxHandle, path: str, content: bytes, mode: int) -> None:
-    """Write a small file that is in memory."""
+    """Writes a small file from memory."""
     async with handle.open_write(path, mode) as writer:
         for start in range(0, len(content), CHUNK):
             await writer.write(content[start : start + CHUNK])
@@ -122,7 +121,7 @@ async def write_whole(handle: SandboxHandle, path: str, content: bytes, mode: in
 
 
 def tree_limit(asked: int | None) -> int:
-    """Most bytes of a tree or a diff, where a caller asks for as many (None: it did not say).
+    """Returns the size limit of a tree or a diff for a caller's requested limit (None: not given).
 
     Raises InvalidArgument (INVALID_RANGE).
     """
@@ -136,7 +135,7 @@ def tree_limit(asked: int | None) -> int:
 
 
 async def read_tree(handle: SandboxHandle, path: str, max_bytes: int) -> AsyncGenerator[tuple[bytes, bytes], None]:
-    """A tree as tar chunks, each (chunk, b""), then (b"", SHA-256 of the tar)."""
+    """Yields a tree as tar chunks, each (chunk, b""), then (b"", SHA-256 of the tar)."""
     digest = hashlib.sha256()
     async with aclosing(handle.read_tree(absolute(handle, path), max_bytes)) as chunks:
         async for chunk in chunks:
@@ -149,7 +148,7 @@ async def read_tree(handle: SandboxHandle, path: str, max_bytes: int) -> AsyncGe
 async def diff(
     handle: SandboxHandle, below: Sequence[str], max_bytes: int
 ) -> AsyncGenerator[tuple[bytes, list[str], bytes], None]:
-    """A diff as tar chunks, each (chunk, [], b""), then (b"", deleted absolute paths, SHA-256 of the tar)."""
+    """Yields a diff as tar chunks, each (chunk, [], b""), then (b"", deleted absolute paths, SHA-256 of the tar)."""
     digest = hashlib.sha256()
     async with aclosing(handle.diff(below, max_bytes)) as pieces:
         async for piece in pieces:
@@ -169,7 +168,7 @@ async def write_tree(
     *,
     layer: bool = False,
 ) -> tuple[int, int]:
-    """Unpack a tar that comes in chunks; it is complete and checked before anything is unpacked."""
+    """Unpacks a tar from chunks, after it is complete and checked."""
     upload = Upload()
     with tempfile.TemporaryFile(dir=spool) as archive:
         async for chunk in chunks:
@@ -177,8 +176,10 @@ async def write_tree(
                 upload.check(expected[0] if expected else b"")
                 archive.flush()
                 return await handle.write_tree(absolute(handle, path), archive.fileno(), layer=layer)
-            if upload.size + len(chunk) > _MAX_ARCHIVE:
-                raise ResourceExhausted(f"the archive is larger than {_MAX_ARCHIVE} bytes", reason="TREE_TOO_LARGE")
+            if upload.size + len(chunk) > MAX_ARCHIVE_BYTES:
+                raise ResourceExhausted(
+                    f"the archive is larger than {MAX_ARCHIVE_BYTES} bytes", reason="TREE_TOO_LARGE"
+                )
             async with upload.adding(chunk):
                 await asyncio.to_thread(archive.write, chunk)
     raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")

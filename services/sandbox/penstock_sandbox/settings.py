@@ -8,40 +8,45 @@ from typing import Literal, TypeVar
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis.settings import ServiceSettings, refuse_blank
-from penstock_sandbox.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
+from penstock_chassis.settings import ServiceSettings
+from penstock_sandbox.domain.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
+from penstock_sandbox.domain.paths import hidden_by
 
 
 class SandboxSettings(ServiceSettings):
-    """Read from flags, ``PENSTOCK_SANDBOX_...`` and the file's ``[sandbox]`` table, like every service's."""
+    """Read from flags, ``PENSTOCK_SANDBOX_...`` and the ``[sandbox]`` table, as in every service."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_SANDBOX_")
 
     port: int = Field(7701, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
-    default_backend: str = Field("local", description="backend for specs that name none")
-    max_sandboxes: int = Field(512, ge=1, description="most sandboxes at once")
-    owner_label: str = Field("owner", min_length=1, description="label whose value says whom a sandbox counts for")
+    default_backend: str = Field("local", description="backend of specs that name none")
+    max_sandboxes: int = Field(512, ge=1, description="most concurrent sandboxes")
+    owner_label: str = Field(
+        "owner", min_length=1, description="label whose value is a sandbox's owner, for the limits per owner"
+    )
     max_sandboxes_per_owner: int | None = Field(
-        None, ge=1, description="most sandboxes at once of one owner; those without the label count together"
+        None, ge=1, description="most concurrent sandboxes of one owner; those without the label count together"
     )
     queue_timeout_s: float = Field(
-        30.0, ge=0, description="seconds that a create waits for a free place; 0 = it does not"
+        30.0, ge=0, description="seconds that a create waits for a free place; 0 = it does not wait"
     )
     max_queued: int = Field(1024, ge=0, description="most creates of one owner that wait for a free place")
-    default_lease_s: float = Field(900.0, gt=0, description="seconds a sandbox lives when its maker says nothing")
-    max_lease_s: float = Field(86_400.0, gt=0, description="longest lease that may be asked for, in seconds")
+    default_lease_s: float = Field(900.0, gt=0, description="default lease, in seconds")
+    max_lease_s: float = Field(86_400.0, gt=0, description="longest lease that a caller may request, in seconds")
     max_lifetime_s: float | None = Field(
         604_800.0,
         gt=0,
-        description="seconds after READY at which a sandbox ends however often it is renewed; unset = none",
+        description="longest life of a sandbox after READY, in seconds, whatever its renewals; unset = no limit",
     )
     snapshot_cache_bytes: int = Field(
-        20 * 1024**3, ge=0, description="bytes of snapshots to keep; the least recently used go first, none in use"
+        20 * 1024**3,
+        ge=0,
+        description="bytes of snapshots to keep; the least recently used are evicted first, but none in use",
     )
     keep_snapshots: bool = Field(
         False,
-        description="leave snapshots where they outlive this service (docker, e2b) when it is stopped, for its next "
-        "start on the same state directory; one that was killed leaves them anyway",
+        description="keep snapshots (docker, e2b) when this service is stopped, for its next start on the same "
+        "state directory; a killed service always leaves them",
     )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
@@ -54,54 +59,54 @@ class SandboxSettings(ServiceSettings):
     allow_open_network: bool = Field(
         False, description="offer sandboxes that share this host's network: no isolation from it"
     )
-    default_cpu: float | None = Field(
-        None, gt=0, description="cores for a sandbox that asks for none; unset = no limit"
-    )
+    default_cpu: float | None = Field(None, gt=0, description="default limit of cores of a sandbox; unset = no limit")
     default_memory_bytes: int = Field(
         4 * 1024**3,
         ge=0,
-        description="memory, /tmp and /dev/shm included, for a sandbox that asks for none, where that can be limited; "
+        description="default memory limit of a sandbox, /tmp and /dev/shm included, where it can be limited; "
         "at least 4 MiB, 0 = no limit",
     )
     default_pids: int = Field(
         1024,
         ge=0,
-        description="processes and threads for a sandbox that asks for none, where that can be limited; at least 8, "
+        description="default limit of a sandbox's processes and threads, where it can be limited; at least 8, "
         "0 = no limit",
     )
     default_disk_bytes: int = Field(
         16 * 1024**3,
         ge=0,
-        description="bytes on disk, its snapshot's included, for a sandbox that asks for none, where that can be "
-        "limited; at least 1 MiB, 0 = no limit",
+        description="default disk limit of a sandbox, its snapshot's bytes included, where it can be limited; at "
+        "least 1 MiB, 0 = no limit",
     )
     default_inodes: int = Field(
         1_000_000,
         ge=0,
-        description="files, directories and links on disk for a sandbox that asks for none, where that can be limited; "
+        description="default limit of a sandbox's files, directories and links on disk, where it can be limited; "
         "at least 64, 0 = no limit",
     )
-    max_cpu: float | None = Field(None, gt=0, description="most cores that a spec may ask for; unset = no maximum")
+    max_cpu: float | None = Field(None, gt=0, description="most cores that a spec may request; unset = no maximum")
     max_memory_bytes: int | None = Field(
-        None, ge=LEAST_MEMORY_BYTES, description="most memory that a spec may ask for; unset = what the machine has"
+        None, ge=LEAST_MEMORY_BYTES, description="most memory that a spec may request; unset = the machine's memory"
     )
     max_pids: int | None = Field(
-        None, ge=LEAST_PIDS, description="most processes and threads that a spec may ask for; unset = no maximum"
+        None, ge=LEAST_PIDS, description="most processes and threads that a spec may request; unset = no maximum"
     )
     max_disk_bytes: int | None = Field(
-        None, ge=LEAST_DISK_BYTES, description="most bytes on disk that a spec may ask for; unset = no maximum"
+        None, ge=LEAST_DISK_BYTES, description="most bytes on disk that a spec may request; unset = no maximum"
     )
     max_inodes: int | None = Field(
-        None, ge=LEAST_INODES, description="most files on disk that a spec may ask for; unset = no maximum"
+        None, ge=LEAST_INODES, description="most files on disk that a spec may request; unset = no maximum"
     )
     min_free_bytes: int = Field(
         1024**3,
         ge=0,
-        description="bytes that must be free where this service keeps its state for a sandbox to be made; with less "
-        "than half of that, local sandboxes are ended, those that hold most first",
+        description="bytes that must be free on the disk of the state directory to create a sandbox; below half of "
+        "it, local sandboxes are ended, the largest first",
     )
     min_free_inodes: int = Field(
-        10_000, ge=0, description="inodes that must be free there, likewise, where the filesystem has a fixed number"
+        10_000,
+        ge=0,
+        description="inodes that must be free there, with the same effect, on filesystems with a fixed number",
     )
     tmp_bytes: int = Field(1024**3, ge=1024**2, description="size of /tmp and of /dev/shm in a sandbox (memory)")
     tmp_inodes: int = Field(
@@ -112,7 +117,7 @@ class SandboxSettings(ServiceSettings):
     )
     uid_count: int = Field(4096, ge=1, le=1_000_000, description="how many such users there are")
     extra_read_only: tuple[Path, ...] = Field(
-        (), description="further host paths that every sandbox sees, read-only, at the same place"
+        (), description="more host paths that every sandbox sees, read-only, at the same path"
     )
 
     hf_client: Literal["hub", "hf-sandbox"] = Field(
@@ -121,37 +126,37 @@ class SandboxSettings(ServiceSettings):
     hf_token: SecretStr | None = Field(None, description="Hugging Face token; unset = HF_TOKEN in the environment")
     hf_image: str = Field("python:3.12", description="image of hf sandboxes that name none; it needs python3 >= 3.8")
     hf_allowed_images: tuple[str, ...] = Field(
-        (), description="patterns (with * and ?) of further images that hf sandboxes may name"
+        (), description="patterns (with * and ?) of more images that hf sandboxes may name"
     )
     hf_flavor: str = Field("cpu-basic", description="hardware flavor of hf sandboxes")
     hf_namespace: str = Field("", description="user or organisation that hf sandboxes run under; empty = the token's")
     hf_max_sandboxes: int = Field(
-        64, ge=1, le=1024, description="most hf sandboxes at once; each holds one of the service's threads"
+        64, ge=1, le=1024, description="most concurrent hf sandboxes; each uses one of the service's threads"
     )
     hf_idle_timeout_s: float = Field(
-        600.0, ge=1, description="seconds after which an hf sandbox ends that this service no longer touches"
+        600.0, ge=1, description="seconds without a keep-alive of this service after which an hf sandbox ends"
     )
     hf_start_timeout_s: float = Field(300.0, gt=0, description="seconds that an hf sandbox may take to start")
     hf_allow_open_egress: bool = Field(
         False,
-        description="offer sandboxes with one endpoint or no network on hf, where the rest of the internet can be "
-        "reached all the same; rollouts of agents need it",
+        description="allow sandboxes with one endpoint or no network on hf, although they can reach the rest of the "
+        "internet; rollouts of agents need it",
     )
 
-    e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; E2B_API_KEY counts where this is unset")
+    e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; unset = E2B_API_KEY")
     e2b_template: str = Field("base", min_length=1, description="E2B template of sandboxes that name no image")
     e2b_allowed_templates: tuple[str, ...] = Field(
         ("*",), description="patterns (with * and ?) of the E2B templates that a spec may name as its image"
     )
     e2b_domain: str = Field("", description="domain of an E2B deployment; unset = E2B_DOMAIN or E2B's own cloud")
-    e2b_api_url: str = Field("", description="address of its control plane where the domain does not tell it")
-    e2b_sandbox_url: str = Field("", description="address of its sandboxes where the domain does not tell it")
+    e2b_api_url: str = Field("", description="address of its control plane, if the domain is not enough")
+    e2b_sandbox_url: str = Field("", description="address of its sandboxes, if the domain is not enough")
     e2b_max_lifetime_s: float = Field(
-        86_400.0, ge=60, description="longest that the E2B account lets a sandbox live, in seconds (3600 on some plans)"
+        86_400.0,
+        ge=60,
+        description="longest life of a sandbox that the E2B account allows, in seconds (3600 on some plans)",
     )
-    docker_host: str = Field(
-        "", description="where the Docker daemon listens (unix, tcp or ssh URL); empty = as DOCKER_HOST says"
-    )
+    docker_host: str = Field("", description="address of the Docker daemon (unix, tcp or ssh URL); empty = DOCKER_HOST")
     docker_image: str = Field(
         "python:3.13-slim-bookworm", description="image of Docker sandboxes whose spec names none"
     )
@@ -160,9 +165,9 @@ class SandboxSettings(ServiceSettings):
     )
     docker_reach: Literal["auto", "direct", "sidecar", "inside"] = Field(
         "auto",
-        description="how this service gets into Docker sandboxes: direct = it enters their namespaces (root on the "
-        "daemon's machine), sidecar = a container beside each, inside = served by their first process (runtimes with a "
-        "kernel of their own, and no others); auto = the first that holds",
+        description="how this service enters Docker sandboxes: direct = it enters their namespaces (root on the "
+        "daemon's machine), sidecar = a container beside each, inside = served by their first process "
+        "(only runtimes with their own kernel); auto = the first that works",
     )
     docker_sidecar_image: str = Field(
         "python:3.13-slim-bookworm",
@@ -173,26 +178,21 @@ class SandboxSettings(ServiceSettings):
     )
     docker_read_only: bool = Field(
         False,
-        description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded memory: "
-        "no forks and no diffs then",
+        description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded "
+        "memory; forks and diffs are then unavailable",
     )
     docker_allow_root: bool = Field(
         False,
-        description="offer Docker sandboxes whose user is root: without a capability, but the kernel's root unless the "
-        "daemon remaps users",
+        description="allow Docker sandboxes whose user is root: without capabilities, but the kernel's root unless "
+        "the daemon remaps users",
     )
     docker_prepared_bytes: int = Field(
         20 * 1024**3,
         ge=0,
-        description="bytes that making images ready for sandboxes may add to the daemon's; the least recently used go "
-        "first, none in use",
+        description="bytes that images prepared for sandboxes may add to the daemon's; the least recently used are "
+        "evicted first, but none in use",
     )
     image_pull_timeout_s: float = Field(600.0, gt=0, description="seconds that pulling an image may take")
-
-    @field_validator("hf_token", "e2b_api_key")
-    @classmethod
-    def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
-        return refuse_blank(value)
 
     @field_validator("default_memory_bytes", "default_pids", "default_disk_bytes", "default_inodes")
     @classmethod
@@ -208,11 +208,15 @@ class SandboxSettings(ServiceSettings):
         for path in value:
             if not path.is_absolute() or path == Path("/"):
                 raise ValueError("each path must be absolute and not the root")
+            if own := hidden_by(path):
+                raise ValueError(
+                    f"{path} cannot be mounted into sandboxes, which have their own {own}: use another path"
+                )
         return value
 
     @property
     def default_resources(self) -> Resources:
-        """Limits of a sandbox whose spec gives none."""
+        """Returns the limits of a sandbox whose spec gives none."""
         return Resources(
             _lesser(self.default_cpu, self.max_cpu),
             _lesser(self.default_memory_bytes or None, self.max_memory_bytes),
@@ -223,7 +227,7 @@ class SandboxSettings(ServiceSettings):
 
     @property
     def max_resources(self) -> Resources:
-        """The most that a spec may ask for."""
+        """Returns the maximum limits that a spec may request."""
         return Resources(self.max_cpu, self.max_memory_bytes, self.max_pids, self.max_disk_bytes, self.max_inodes)
 
 
@@ -238,7 +242,7 @@ Amount = TypeVar("Amount", int, float)
 
 
 def _lesser(default: Amount | None, most: Amount | None) -> Amount | None:
-    """A sandbox that asks for nothing has no more than one that asks may have."""
+    """Returns the smaller amount: a default must not exceed the maximum."""
     if default is None or most is None:
         return most if default is None else default
     return min(default, most)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.support.policy import calling, sampled
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
+from penstock.agents.smoke_test import Reply, run_trial
 from penstock.client import Completion, LogprobsMode, ModelCall
-from penstock.client.trials import Said, run_trial
-from penstock_driver.registry import built_in_specs
+from penstock_driver.agents.registry import built_in_specs
 
 AGENTS = [spec.name for spec in built_in_specs()]
 """What comes with the driver: a new file there is covered without a line here."""
 
 
-def in_tokens(call: ModelCall, said: Said) -> Completion:
+def in_tokens(call: ModelCall, said: Reply) -> Completion:
     """What the script says as an engine would have sampled it."""
     text = calling(said.tool, **said.arguments) if said.tool else said.text
     ids, logprobs = sampled(text)
@@ -24,9 +24,10 @@ def in_tokens(call: ModelCall, said: Said) -> Completion:
     )
 
 
+@pytest.mark.requirement("R1", "R2", "R18", "R59", "R67", "R69", "R71", "R82", "R84", "R85", "R87")
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_an_agent_does_what_its_spec_says(stack: Running, agent: str) -> None:
-    """R1, R2, R18, R59, R67, R69, R71, R82, R84, R85, R87: it is installed and reaches the gate; an awkward instruction
+    """It is installed and reaches the gate; an awkward instruction
     of 100 KB arrives whole; its events are parsed; it ends as it should; no process has the key among its arguments; it
     calls a tool over MCP where it has that; and its trajectory is token-exact."""
     registered = await stack.ps.agents.get(agent)

@@ -15,7 +15,7 @@ from tests.conformance.clients.odd_services import empty_server, odd_driver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.subjects import SUBJECTS, Subject
 from tests.conformance.clients.world import SERVICES, WRONG_TOKEN, World
-from tests.support.restarting import restartable
+from tests.support.services.restarting import restartable
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

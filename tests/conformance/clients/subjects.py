@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import orjson
 
-from clients import golang, nodejs
+from clients import nodejs
+from tools import golang
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 GUARD_S: Final = 60.0
@@ -36,7 +37,7 @@ def _go() -> Sequence[str]:
     command = [
         sys.executable,
         "-m",
-        "clients.golang",
+        "tools.golang",
         "run",
         "go",
         "build",

@@ -13,12 +13,13 @@ from tests.conformance.clients.world import Execution, World
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.mark.requirement("R20", "R29", "R82")
 @pytest.mark.parametrize("language", SUBJECTS)
 @pytest.mark.parametrize("case", load(), ids=lambda case: case.name.replace(" ", "-"))
 async def test_a_client_does_what_the_case_says(
     world: World, subject_of: Callable[[str], Awaitable[Subject]], language: str, case: Case
 ) -> None:
-    """R20, R29, R82 and what each case names: clients of all languages behave alike, against the real services."""
+    """And what each case names: clients of all languages behave alike, against the real services."""
     subject = await subject_of(language)
     await world.heal()
     try:

@@ -17,12 +17,12 @@ from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.python_subject import observed_result
 from tests.conformance.clients.subjects import Subject
 from tests.support.policy import bash, sampled
-from tests.support.restarting import RestartableStack
-from tests.support.stack import OBSERVER_TOKEN, Running
+from tests.support.services.restarting import RestartableStack
+from tests.support.services.stack import OBSERVER_TOKEN, Running
 from tests.support.waiting import eventually, eventually_async
 
 from penstock.client import NotFound
-from penstock.client.endpoints import ServiceName
+from penstock.client.transport.endpoints import ServiceName
 from penstock.interception.v1 import intercept_service_pb2, intercept_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 

@@ -6,8 +6,8 @@ import pytest
 from tests.support import families
 
 from penstock_codec import Codec
-from penstock_interception.conformance.conversation import Conversation
 from penstock_interception.conformance.dialects import DIALECTS
+from penstock_interception.conformance.scripted_conversation import ScriptedConversation
 
 
 @pytest.fixture(scope="session", params=["chatml", "strips_old_reasoning", "shows_call_ids", "system_first"])
@@ -16,5 +16,5 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 
 
 @pytest.fixture(params=sorted(DIALECTS))
-def conversation(request: pytest.FixtureRequest, codec: Codec) -> Conversation:
-    return Conversation.start(codec, DIALECTS[request.param])
+def conversation(request: pytest.FixtureRequest, codec: Codec) -> ScriptedConversation:
+    return ScriptedConversation.start(codec, DIALECTS[request.param])

@@ -31,11 +31,12 @@ def codecs() -> Mapping[str, Codec]:
     return {name: Codec.load(families.build(name), parser="hermes" if name in NAMED else None) for name in names}
 
 
+@pytest.mark.requirement("R82", "R84", "R85")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_every_case_holds(codecs: Mapping[str, Codec], family: str, dialect: str, case: Case) -> None:
-    """R82, R84, R85: exact, or a branch with its label where the history was really changed."""
+    """Exact, or a branch with its label where the history was really changed."""
     codec = codecs[family]
     assert codec.parser == ("hermes" if family in NAMED else PARSERS.get(family, family))
     result = run_case(case, Setting.of(codec, DIALECTS[dialect]))
@@ -45,11 +46,10 @@ def test_every_case_holds(codecs: Mapping[str, Codec], family: str, dialect: str
         assert result == Result(case.expects)
 
 
+@pytest.mark.requirement("R82", "R85")
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
-def test_tools_that_move_to_the_last_question_end_the_exact_line_there_and_only_there(
-    codecs: Mapping[str, Codec], dialect: str
-) -> None:
-    """R82, R85: a tool's result goes on exactly; a new question moves the tools, and the branch shows what moved."""
+def test_moving_tools_end_the_exact_line_at_the_last_question(codecs: Mapping[str, Codec], dialect: str) -> None:
+    """A tool's result goes on exactly; a new question moves the tools, and the branch shows what moved."""
     setting = Setting.of(codecs["mistral_v3"], DIALECTS[dialect])
     verdicts = {case.name: run_case(case, setting) for case in CASES if case.main}
     exact = {name for name, result in verdicts.items() if result.verdict is Verdict.EXACT}
@@ -60,8 +60,9 @@ def test_tools_that_move_to_the_last_question_end_the_exact_line_there_and_only_
         assert "[AVAILABLE_TOOLS]" in verdicts[name].reason
 
 
+@pytest.mark.requirement("R85")
 def test_a_template_that_rewrites_everything_is_never_exact(codecs: Mapping[str, Codec]) -> None:
-    """R85: no splice where new messages change what stands before them."""
+    """No splice where new messages change what stands before them."""
     setting = Setting.of(codecs["rewrites_history"], DIALECTS["chat_completions"])
     verdicts = {case.name: run_case(case, setting).verdict for case in CASES}
     assert verdicts.pop("as_written") is Verdict.NOT_APPLICABLE
@@ -69,8 +70,9 @@ def test_a_template_that_rewrites_everything_is_never_exact(codecs: Mapping[str,
     assert set(verdicts.values()) == {Verdict.BRANCH}
 
 
+@pytest.mark.requirement("R82")
 def test_a_turn_that_ends_in_another_token_than_usual_is_closed_already(codecs: Mapping[str, Codec]) -> None:
-    """R82: Llama ends calls of built-in tools with <|eom_id|>; no second end of turn is put behind it."""
+    """Llama ends calls of built-in tools with <|eom_id|>; no second end of turn is put behind it."""
     codec = codecs["llama3"]
     setting = Setting.of(codec, DIALECTS["domain"])
     conversation = setting.conversation()
@@ -81,8 +83,9 @@ def test_a_turn_that_ends_in_another_token_than_usual_is_closed_already(codecs: 
     assert codec.decode(second.suffix).startswith("<|start_header_id|>ipython<|end_header_id|>")
 
 
+@pytest.mark.requirement("R82")
 def test_built_in_tools_whose_calls_the_template_closes_otherwise_stay_exact(codecs: Mapping[str, Codec]) -> None:
-    """R82: where the template itself writes <|eom_id|>, the new messages are cut behind it, results and all."""
+    """Where the template itself writes <|eom_id|>, the new messages are cut behind it, results and all."""
     codec = codecs["llama3"]
     conversation = Setting.of(codec, DIALECTS["domain"]).conversation()
     options = {"builtin_tools": ["code_interpreter"]}

@@ -58,8 +58,9 @@ def result_of(message: Message, text: str = "kiwi") -> Message:
     return Message.tool(message.tool_calls[0].id, text)
 
 
+@pytest.mark.requirement("R85")
 def test_a_compacted_history_opens_a_labelled_branch(conversation: Conversation) -> None:
-    """R85: compaction -> new labelled branch."""
+    """Compaction -> new labelled branch."""
     first = conversation.call(START, TEXT)
     second = conversation.call([*START, first.sampled.message, MORE], TEXT)
     summary = Message.user("So far: the note was read. Go on.")
@@ -71,8 +72,9 @@ def test_a_compacted_history_opens_a_labelled_branch(conversation: Conversation)
     assert branches[1].reason
 
 
+@pytest.mark.requirement("R85")
 def test_an_edited_history_opens_a_labelled_branch(conversation: Conversation) -> None:
-    """R85: edited history -> new labelled branch, from the last turn that still holds."""
+    """Edited history -> new labelled branch, from the last turn that still holds."""
     first = conversation.call(START, TEXT)
     second = conversation.call([*START, first.sampled.message, MORE], TEXT)
     edited = conversation.call([*START, first.sampled.message, Message.user("Something else.")], TEXT)
@@ -84,16 +86,18 @@ def test_an_edited_history_opens_a_labelled_branch(conversation: Conversation) -
     assert branch.shared_count == first.total
 
 
+@pytest.mark.requirement("R85")
 def test_a_rewritten_reply_opens_a_labelled_branch(conversation: Conversation) -> None:
-    """R85: words put into the model's mouth are not taken for what it sampled."""
+    """Words put into the model's mouth are not taken for what it sampled."""
     first = conversation.call(START, TEXT)
     forged = conversation.call([*START, Message.assistant("I never said that."), MORE], TEXT)
     assert not conversation.continues(forged, first)
     assert [branch.call_class for branch in conversation.graph.branches()] == [CallClass.MAIN, CallClass.EDIT]
 
 
+@pytest.mark.requirement("R85")
 def test_a_title_call_has_a_root_of_its_own(conversation: Conversation) -> None:
-    """R85: title call -> own root, whether it comes first or the agent's spec names it."""
+    """Title call -> own root, whether it comes first or the agent's spec names it."""
     named = CallHints(call_class=CallClass.TITLE)
     title = conversation.call([Message.user("Title?")], TEXT, tools=(), hints=named)
     first = conversation.call(START, TEXT)
@@ -103,8 +107,9 @@ def test_a_title_call_has_a_root_of_its_own(conversation: Conversation) -> None:
     assert first.parent is None
 
 
+@pytest.mark.requirement("R85")
 def test_a_title_call_that_comes_first_and_unnamed_is_found_out_later(conversation: Conversation) -> None:
-    """R85: what a call was for is settled once its neighbours are known."""
+    """What a call was for is settled once its neighbours are known."""
     title = conversation.call([Message.system("You name chats."), Message.user("Read the note.")], TEXT, tools=())
     first = conversation.call(START, CALL)
     conversation.call([*START, first.sampled.message, result_of(first.sampled.message)], TEXT)
@@ -113,8 +118,9 @@ def test_a_title_call_that_comes_first_and_unnamed_is_found_out_later(conversati
     assert classes[first.call_id] is CallClass.MAIN
 
 
-def test_a_title_asked_for_at_the_same_time_does_not_pass_for_the_main_line(conversation: Conversation) -> None:
-    """R85: some agents ask for a title and the first turn at once; whichever is answered first, both are told apart."""
+@pytest.mark.requirement("R85")
+def test_concurrent_title_call_is_not_the_main_line(conversation: Conversation) -> None:
+    """Some agents ask for a title and the first turn at once; whichever is answered first, both are told apart."""
     system = Message.system("You name chats.")
     title = conversation.graph.plan([system, START[1]])
     first = conversation.call(START, CALL)
@@ -124,8 +130,9 @@ def test_a_title_asked_for_at_the_same_time_does_not_pass_for_the_main_line(conv
     assert classes == {first.call_id: CallClass.MAIN, "title": CallClass.TITLE, sub.call_id: CallClass.SUB_AGENT}
 
 
+@pytest.mark.requirement("R85")
 def test_a_sub_agent_runs_beside_the_main_line(conversation: Conversation) -> None:
-    """R85: a sub-agent's line is its own, and the main line goes on where it waited."""
+    """A sub-agent's line is its own, and the main line goes on where it waited."""
     first = conversation.call(START, CALL)
     task = [Message.system("You are a shell agent."), Message.user("Only look at the note.")]
     sub = conversation.call(task, CALL)
@@ -138,8 +145,9 @@ def test_a_sub_agent_runs_beside_the_main_line(conversation: Conversation) -> No
     assert classes[first.call_id] is classes[second.call_id] is CallClass.MAIN
 
 
-def test_a_sub_agent_that_starts_as_the_main_line_did_is_told_apart_by_its_session(conversation: Conversation) -> None:
-    """R85: Codex begins both with the same description of the machine; its header names the thread."""
+@pytest.mark.requirement("R85")
+def test_sub_agent_is_separated_from_the_main_line_by_its_session(conversation: Conversation) -> None:
+    """Codex begins both with the same description of the machine; its header names the thread."""
     main, other = CallHints(session="main"), CallHints(session="other")
     fewer = [Tool("look", "Look only.", '{"type": "object", "properties": {}}')]
     first = conversation.call(START, CALL, hints=main)
@@ -152,10 +160,11 @@ def test_a_sub_agent_that_starts_as_the_main_line_did_is_told_apart_by_its_sessi
     assert classes[sub.call_id] is classes[last.call_id] is CallClass.SUB_AGENT
 
 
-def test_the_answer_that_the_agent_went_on_with_is_the_main_line_and_the_other_a_retry(
+@pytest.mark.requirement("R34", "R85")
+def test_continued_answer_is_the_main_line_and_the_other_a_retry(
     conversation: Conversation,
 ) -> None:
-    """R34, R85: the same prompt sampled twice keeps both answers; the one without a future is the retry."""
+    """The same prompt sampled twice keeps both answers; the one without a future is the retry."""
     first = conversation.call(START, "One answer.<|im_end|>")
     again = conversation.call(START, "Another answer.<|im_end|>")
     assert conversation.prompt(again) == conversation.prompt(first)
@@ -167,8 +176,9 @@ def test_the_answer_that_the_agent_went_on_with_is_the_main_line_and_the_other_a
     assert classes[again.call_id] is classes[second.call_id] is CallClass.MAIN
 
 
-def test_what_is_trained_is_what_was_sampled_once_each(conversation: Conversation) -> None:
-    """R82, R84: over all samples each sampled token is trained once, with its own logprob and version."""
+@pytest.mark.requirement("R82", "R84")
+def test_trained_tokens_are_the_sampled_ones_once_each(conversation: Conversation) -> None:
+    """Over all samples each sampled token is trained once, with its own logprob and version."""
     first = conversation.call(START, CALL)
     reply = first.sampled.message
     second = conversation.call([*START, reply, result_of(reply)], TEXT)

@@ -18,18 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock_chassis.errors import Internal
-from penstock_sandbox.backends.attended import launch
-from penstock_sandbox.backends.attended.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
-from penstock_sandbox.backends.attended.stream import LinkLost
-from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
-from penstock_sandbox.backends.local import rootfs, runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
-from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import NetworkKind, NetworkPolicy, SandboxSpec
+from penstock_sandbox.backends.local.spawner import seccomp
+from penstock_sandbox.domain import paths
+from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, SandboxSpec
+from penstock_sandbox.guest_client import launch
+from penstock_sandbox.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
+from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.guest_client.stream import LinkLost
+from penstock_sandbox.host.errors import Refused
 from penstock_sandbox.settings import SandboxSettings
-from penstock_sandbox.spawner import seccomp
+from penstock_sandbox.toolboxes import runtimes
 
 
 class AttendedBackend(Backend):
@@ -73,7 +74,7 @@ class AttendedBackend(Backend):
         toolboxes: Sequence[MountedToolbox],
         on_lost: Callable[[str], None],
     ) -> SandboxHandle:
-        made: list[AttendedSandbox] = []
+        made: list[GuestSandbox] = []
 
         def gone(reason: str) -> None:
             for sandbox in made:
@@ -92,18 +93,11 @@ class AttendedBackend(Backend):
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
-        sandbox = AttendedSandbox(
+        sandbox = GuestSandbox(
             sandbox_id,
             await self._opener(folder / "socket"),
-            home=backing.home,
-            workdir=backing.workdir,
-            user=backing.user,
-            default_env=backing.default_env,
-            on_lost=on_lost,
-            destroy=destroy,
-            diff=backing.diff,
-            stats=backing.stats,
-            oom_kills=backing.oom_kills,
+            ProcessDefaults(backing.home, backing.workdir, backing.user, backing.default_env),
+            BackendHooks(on_lost, destroy, diff=backing.diff, stats=backing.stats, oom_kills=backing.oom_kills),
         )
         made.append(sandbox)
         self._backing[sandbox_id] = backing
@@ -112,7 +106,7 @@ class AttendedBackend(Backend):
             await sandbox.open(network)
         except BaseException as error:
             await sandbox.destroy()
-            if isinstance(error, Refused | LinkLost | launch.AttendantFailed):
+            if isinstance(error, Refused | LinkLost | launch.GuestFailed):
                 raise Internal(f"the sandbox could not be made: {error}", reason="CREATE_FAILED") from error
             raise
         return sandbox
@@ -123,8 +117,8 @@ class AttendedBackend(Backend):
             self._program,
             folder / "socket",
             enter=backing.first_pid,
-            user=(rootfs.USER_ID, rootfs.USER_ID) if os.geteuid() == 0 else None,
-            cgroups=backing.join_files(),
+            user=(paths.USER_ID, paths.USER_ID) if os.geteuid() == 0 else None,
+            cgroups=backing.group.members_files if backing.group is not None else (),
             seccomp=self._folder / "calls",
         )
 
@@ -132,7 +126,7 @@ class AttendedBackend(Backend):
         return unix_socket(str(path))
 
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
-        assert isinstance(handle, AttendedSandbox)
+        assert isinstance(handle, GuestSandbox)
         sealed = await self._local.seal(self._backing[handle.id], layer_id)
         await handle.destroy()
         return sealed

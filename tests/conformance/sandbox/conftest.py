@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
-from tests.support import dockerd
+from tests.support.docker import dockerd
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps

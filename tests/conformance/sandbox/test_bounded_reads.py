@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.sandbox.conftest import Box, MakeBox, failure
 from tests.conformance.sandbox.needs import needs
 from tests.conformance.sandbox.services import Running
-from tests.support.memory import Peak
+from tests.support.loads.memory import Peak
 from tests.support.waiting import eventually
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
@@ -37,9 +37,10 @@ async def diff(box: Box, **fields: Any) -> tuple[bytes, list[str]]:
     return bytes(content), deleted
 
 
+@pytest.mark.requirement("R13", "R89")
 @needs("diff")
-async def test_a_file_of_eight_terabytes_of_holes_is_refused_before_it_is_read(box: Box) -> None:
-    """R89, R13: one line of shell, and no block on the disk."""
+async def test_sparse_eight_terabyte_file_is_refused_unread(box: Box) -> None:
+    """One line of shell, and no block on the disk."""
     # A runtime's own file system may hold less than this machine's.
     await box.out("truncate -s 8T huge || truncate -s 1T huge; test $(stat -c %s huge) -gt 1000000000000")
     peak = Peak(box.service.process.pid)
@@ -56,9 +57,10 @@ async def test_a_file_of_eight_terabytes_of_holes_is_refused_before_it_is_read(b
         assert "workspace/small" in archive.getnames()
 
 
+@pytest.mark.requirement("R89")
 @needs("diff")
 async def test_a_file_within_the_bound_comes_in_pieces(box: Box) -> None:
-    """R89: whatever its size, the service holds a few pieces of it."""
+    """Whatever its size, the service holds a few pieces of it."""
     await box.out("truncate -s 300M sparse")
     peak = Peak(box.service.process.pid)
     size = 0
@@ -70,9 +72,10 @@ async def test_a_file_within_the_bound_comes_in_pieces(box: Box) -> None:
     assert peak.grown() < ROOM
 
 
+@pytest.mark.requirement("R89")
 @needs("diff")
 async def test_a_diff_is_bounded_by_what_its_caller_asks_for(box: Box) -> None:
-    """R89: exactly, headers included."""
+    """Exactly, headers included."""
     await box.out("head -c 5000 /dev/urandom > file")
     whole, _ = await diff(box, below=["/workspace/file"])
     # 512 of the header (2 blocks more where the time has a fraction), 5120 of content, 1024 at the end.
@@ -86,9 +89,10 @@ async def test_a_diff_is_bounded_by_what_its_caller_asks_for(box: Box) -> None:
     assert isinstance(await failure(call), InvalidArgument)
 
 
+@pytest.mark.requirement("R89")
 @needs("diff")
 async def test_thousands_of_entries_cost_no_memory_of_the_services(box: Box) -> None:
-    """R89: in one directory and in many."""
+    """In one directory and in many."""
     make = (
         "import os\n"
         "os.mkdir('many')\n"
@@ -112,9 +116,10 @@ async def test_thousands_of_entries_cost_no_memory_of_the_services(box: Box) -> 
     assert peak.grown() < 16 * MIB
 
 
+@pytest.mark.requirement("R89")
 @needs("diff")
 async def test_a_file_that_grows_while_it_is_read_comes_as_it_was(box: Box) -> None:
-    """R89: a reader that follows it would never end."""
+    """A reader that follows it would never end."""
     await box.out("mkdir d; truncate -s 4M d/grows")
     await box.start("grow", shell="while :; do head -c 1M /dev/zero >> d/grows; done", output_limit_bytes=1)
     try:
@@ -129,9 +134,10 @@ async def test_a_file_that_grows_while_it_is_read_comes_as_it_was(box: Box) -> N
         await box.kill("grow")
 
 
+@pytest.mark.requirement("R13", "R89")
 @needs("diff")
-async def test_who_stops_listening_to_a_diff_ends_its_work(box: Box) -> None:
-    """R89, R13: a caller that is cancelled leaves no thread behind, and the service nothing open."""
+async def test_abandoned_diff_stops_its_work(box: Box) -> None:
+    """A caller that is cancelled leaves no thread behind, and the service nothing open."""
     await box.out("truncate -s 900M sparse")
     before = descriptors(box.service)
     for _ in range(8):
@@ -141,9 +147,10 @@ async def test_who_stops_listening_to_a_diff_ends_its_work(box: Box) -> None:
     await eventually(lambda: descriptors(box.service) < before + 8, "the work of the callers that left ends")
 
 
+@pytest.mark.requirement("R4", "R89")
 @needs("diff")
 async def test_many_diffs_of_one_sandbox_hold_nobody_up(box: Box) -> None:
-    """R89, R4: one whose caller reads nothing included."""
+    """One whose caller reads nothing included."""
     await box.out("truncate -s 200M idle; mkdir d; echo x > d/x")
     idle: Any = box.service.sandboxes.DiffSandbox(ss.DiffSandboxRequest(sandbox_id=box.id), timeout=300)
     assert (await idle.read()).tar_chunk
@@ -160,9 +167,10 @@ def descriptors(service: Running) -> int:
     return sum(1 for _ in Path(f"/proc/{service.process.pid}/fd").iterdir())
 
 
+@pytest.mark.requirement("R89")
 @needs("diff")
-async def test_a_sandbox_that_is_deleted_while_it_is_read_is_told_as_gone(make_box: MakeBox, service: Running) -> None:
-    """R89: never as a diff that looks whole."""
+async def test_sandbox_deleted_during_a_read_is_reported_gone(make_box: MakeBox, service: Running) -> None:
+    """Never as a diff that looks whole."""
     box = await make_box()
     await box.out("truncate -s 900M sparse")
     events = aiter(service.sandboxes.DiffSandbox(ss.DiffSandboxRequest(sandbox_id=box.id), timeout=60))

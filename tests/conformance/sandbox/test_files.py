@@ -31,9 +31,9 @@ NAMES = [
 ]
 
 
+@pytest.mark.requirement("R44")
 @pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1, 3_000_001])
 async def test_a_file_of_any_size_comes_back_as_it_was_written(shared_box: Box, size: int) -> None:
-    """R44"""
     content = hashlib.shake_128(b"content").digest(size)
     digest = hashlib.sha256(content).digest()
     written = await shared_box.write("file", content, sha256=digest)
@@ -42,17 +42,17 @@ async def test_a_file_of_any_size_comes_back_as_it_was_written(shared_box: Box, 
     assert (await shared_box.out("sha256sum file")).split()[0] == digest.hex()
 
 
+@pytest.mark.requirement("R44")
 async def test_a_hundred_megabytes_go_in_and_come_out(box: Box) -> None:
-    """R44"""
     content = bytes(1024 * 1024) * 100
     await box.write("big", content)
     returned, digest = await box.read("big")
     assert len(returned) == len(content) and digest == hashlib.sha256(content).digest()
 
 
+@pytest.mark.requirement("R42", "R44")
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_name_of_any_content_is_a_name(shared_box: Box, name: str) -> None:
-    """R42, R44"""
     await shared_box.write(f"odd/{name}", b"x")
     assert (await shared_box.read(f"odd/{name}"))[0] == b"x"
     listed = await shared_box.service.files.List(fs.ListRequest(sandbox_id=shared_box.id, path="odd"), timeout=30)
@@ -60,8 +60,9 @@ async def test_a_name_of_any_content_is_a_name(shared_box: Box, name: str) -> No
     assert (await shared_box.run("cat", f"odd/{name}")).stdout == b"x"
 
 
-async def test_what_is_written_belongs_to_the_user_with_the_mode_asked_for(box: Box) -> None:
-    """R44, R45: parents are created."""
+@pytest.mark.requirement("R44", "R45")
+async def test_written_files_belong_to_the_user_with_the_given_mode(box: Box) -> None:
+    """Parents are created."""
     script = f"{box.sandbox.home}/a/b/script"
     await box.write(script, b"#!/bin/sh\necho ran\n", mode=0o755)
     await box.write("plain", b"")
@@ -70,8 +71,8 @@ async def test_what_is_written_belongs_to_the_user_with_the_mode_asked_for(box: 
     assert await box.out("stat -c '%U %a' ~/a/b ~/a/b/script plain") == (f"{user} 755\n{user} 755\n{user} 644")
 
 
+@pytest.mark.requirement("R44")
 async def test_ranges_of_a_file_are_read_alone(box: Box) -> None:
-    """R44"""
     await box.write("file", b"0123456789")
     assert (await box.read("file", offset=3, length=4))[0] == b"3456"
     assert (await box.read("file", offset=8))[0] == b"89"
@@ -80,8 +81,9 @@ async def test_ranges_of_a_file_are_read_alone(box: Box) -> None:
     assert isinstance(await failure(box.read("file", offset=-1)), InvalidArgument)
 
 
+@pytest.mark.requirement("R44")
 async def test_a_wrong_digest_or_a_missing_end_leaves_the_old_content(box: Box) -> None:
-    """R44: a reader sees the old content or the new."""
+    """A reader sees the old content or the new."""
     await box.write("file", b"old")
     assert isinstance(await failure(box.write("file", b"new", sha256=b"\0" * 32)), DataLoss)
     assert (await failure(box.write("file", b"new", end=False))).reason == "STREAM_INCOMPLETE"
@@ -89,8 +91,9 @@ async def test_a_wrong_digest_or_a_missing_end_leaves_the_old_content(box: Box) 
     assert await box.out("ls -A") == "file"
 
 
-async def test_missing_and_forbidden_files_are_told_apart(box: Box) -> None:
-    """R44: every outcome is checked."""
+@pytest.mark.requirement("R44")
+async def test_missing_and_forbidden_files_have_different_errors(box: Box) -> None:
+    """Every outcome is checked."""
     error = await failure(box.read("absent"))
     assert isinstance(error, NotFound) and error.reason == "FILE_NOT_FOUND"
     await box.run(shell="echo secret > locked; chmod 000 locked; mkdir dir; mkfifo pipe")
@@ -105,8 +108,9 @@ async def test_missing_and_forbidden_files_are_told_apart(box: Box) -> None:
         assert isinstance(await failure(box.read(path)), InvalidArgument)
 
 
+@pytest.mark.requirement("R75")
 async def test_a_planted_link_leads_no_write_astray(box: Box) -> None:
-    """R75: paths are recreated, links refused."""
+    """Paths are recreated, links refused."""
     await box.run(shell="mkdir real; ln -s real linked; ln -s /etc/passwd target; echo keep > real/keep")
     error = await failure(box.write("linked/tests.py", b"x"))
     assert isinstance(error, FailedPrecondition) and error.reason == "SYMLINK_IN_PATH"
@@ -115,8 +119,8 @@ async def test_a_planted_link_leads_no_write_astray(box: Box) -> None:
     assert await box.out("cat target; stat -c %F target; ls real") == "mineregular file\nkeep"
 
 
+@pytest.mark.requirement("R75")
 async def test_a_link_is_read_only_when_that_is_asked_for(box: Box) -> None:
-    """R75"""
     await box.run(shell="echo content > file; ln -s file link; ln -s /etc/shadow out")
     assert (await failure(box.read("link"))).reason == "NOT_A_FILE"
     assert (await box.read("link", follow_symlink=True))[0] == b"content\n"
@@ -124,8 +128,8 @@ async def test_a_link_is_read_only_when_that_is_asked_for(box: Box) -> None:
     assert (await failure(box.read("out", follow_symlink=True))).reason in ("FILE_NOT_FOUND", "FILE_PERMISSION")
 
 
+@pytest.mark.requirement("R12", "R47")
 async def test_the_hosts_files_are_not_there(box: Box, service: Running) -> None:
-    """R12, R47"""
     for path in ("/etc/shadow", "/root/.bashrc", str(service.state_dir), "/sys/kernel", "/proc/1/root/etc/shadow"):
         assert (await failure(box.read(path))).reason in ("FILE_NOT_FOUND", "FILE_PERMISSION"), path
     people = {entry.pw_name for entry in pwd.getpwall() if 1000 <= entry.pw_uid < 65534}
@@ -133,8 +137,8 @@ async def test_the_hosts_files_are_not_there(box: Box, service: Running) -> None
     assert not people & {account.partition(":")[0] for account in accounts} - {"agent", "user"}
 
 
+@pytest.mark.requirement("R44")
 async def test_directories_are_made_listed_and_removed(box: Box) -> None:
-    """R44"""
     stub, box_id = box.service.files, box.id
     for _ in range(2):
         await stub.MakeDirectory(fs.MakeDirectoryRequest(sandbox_id=box_id, path="d/e/f", mode=0o700), timeout=30)
@@ -158,16 +162,16 @@ async def test_directories_are_made_listed_and_removed(box: Box) -> None:
     assert await box.out("ls -A") == ""
 
 
+@pytest.mark.requirement("R75")
 async def test_removing_a_tree_with_links_removes_the_links_only(box: Box) -> None:
-    """R75"""
     await box.run(shell="mkdir keep tree; echo x > keep/file; ln -s ../keep tree/link; ln -s /workspace/keep tree/abs")
     request = fs.RemoveRequest(sandbox_id=box.id, path="tree", recursive=True)
     await box.service.files.Remove(request, timeout=30)
     assert await box.out("ls; cat keep/file") == "keep\nx"
 
 
-async def test_a_tree_comes_out_as_a_tar_with_everything_that_belongs_in_one(box: Box) -> None:
-    """R44"""
+@pytest.mark.requirement("R44")
+async def test_tree_download_is_a_complete_tar(box: Box) -> None:
     await box.run(shell="mkdir -p t/sub; echo a > t/a; echo b > t/sub/b; chmod 750 t/sub/b; ln -s a t/l; mkfifo t/fifo")
     content, digest = bytearray(), b""
     async for event in box.service.files.ReadTree(fs.ReadTreeRequest(sandbox_id=box.id, path="t"), timeout=30):
@@ -199,8 +203,9 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int =
     return info
 
 
+@pytest.mark.requirement("R75", "R76")
 async def test_a_layer_lands_whatever_somebody_left_in_its_way(box: Box) -> None:
-    """R75, R76: links, pipes, directories, files in the place of directories, locked doors; and it removes."""
+    """Links, pipes, directories, files in the place of directories, locked doors; and it removes."""
     await box.run(
         shell="mkdir -p real folder/deep locked sealed/in old; echo keep | tee real/keep sealed/in/keep; "
         "ln -s real linked; ln -s /etc/passwd target; mkfifo pipe; echo x | tee file folder/deep/x old/x; "
@@ -225,25 +230,27 @@ async def test_a_layer_lands_whatever_somebody_left_in_its_way(box: Box) -> None
     assert await box.out("cat plain/.wh.x") == "content", "it means something in a layer only"
 
 
+@pytest.mark.requirement("R75", "R76")
 @pytest.mark.parametrize("mode", ["500", "000"])
 async def test_a_small_layer_lands_in_a_directory_that_its_owner_locked(box: Box, mode: str) -> None:
-    """R75, R76: small layers go another way than large ones, with the same end."""
+    """Small layers go another way than large ones, with the same end."""
     await box.run(shell=f"mkdir -p a/locked a/open; echo old | tee a/locked/x a/open/x; chmod {mode} a/locked")
     layer = tar(*((member(name), b"new") for name in ("a/open/x", "a/locked/x", "a/made/x", "a/open/y/x")))
     await box.write_tree(".", layer, layer=True)
     assert await box.out("cat a/open/x a/locked/x a/made/x a/open/y/x") == "new" * 4
 
 
+@pytest.mark.requirement("R75", "R76")
 async def test_a_small_layer_removes_files_and_lands_in_open_directories(box: Box) -> None:
-    """R75, R76"""
     await box.run(shell="mkdir -p a; echo old | tee a/x a/y; ln -s x a/z")
     removed = ((member(name), b"") for name in ("a/.wh.x", "a/.wh.nothing", ".wh.neither"))
     await box.write_tree(".", tar(*removed, (member("a/z"), b"new"), (member("a/w"), b"new")), layer=True)
     assert await box.out("cd a; ls; cat y z w; stat -c ' %F' z") == "w\ny\nz\nold\nnewnew regular file"
 
 
+@pytest.mark.requirement("R70", "R75")
 async def test_a_tree_is_removed_however_deep_and_locked_it_is(box: Box) -> None:
-    """R70, R75: by a remove and by a layer."""
+    """By a remove and by a layer."""
     make = (
         "import os, sys; top = os.getcwd(); name = sys.argv[1]; os.mkdir(name); os.chdir(name)\n"
         "for _ in range(1050): os.mkdir('d'); os.chdir('d')\n"
@@ -257,8 +264,8 @@ async def test_a_tree_is_removed_however_deep_and_locked_it_is(box: Box) -> None
     assert await box.out("ls; cat two") == "two\nnew"
 
 
+@pytest.mark.requirement("R44", "R76")
 async def test_a_tar_is_unpacked_over_what_is_there(box: Box) -> None:
-    """R44, R76"""
     await box.run(shell="mkdir dst; echo old > dst/a; echo victim > victim; ln -s ../victim dst/b")
     answer = await box.write_tree(
         "dst",
@@ -278,6 +285,7 @@ async def test_a_tar_is_unpacked_over_what_is_there(box: Box) -> None:
     assert await box.out("stat -c '%a %U' dst/sub dst/sub/c") == f"555 {user}\n755 {user}"
 
 
+@pytest.mark.requirement("R75")
 @pytest.mark.parametrize(
     "bad",
     [
@@ -295,20 +303,19 @@ async def test_a_tar_is_unpacked_over_what_is_there(box: Box) -> None:
 async def test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked(
     shared_box: Box, bad: tarfile.TarInfo
 ) -> None:
-    """R75"""
     error = await failure(shared_box.write_tree("dst", tar((member("good"), b"x"), (bad, b""))))
     assert isinstance(error, InvalidArgument) and error.reason == "TAR_MEMBER_REFUSED"
     assert await shared_box.out("ls -A") == ""
 
 
+@pytest.mark.requirement("R75")
 async def test_a_tar_does_not_follow_a_link_that_is_in_the_way(box: Box) -> None:
-    """R75"""
     await box.run(shell="mkdir dst other; ln -s ../other dst/sub")
     error = await failure(box.write_tree("dst", tar((member("sub/file"), b"x"))))
     assert error.reason == "SYMLINK_IN_PATH"
     assert await box.out("ls other") == ""
 
 
-async def test_what_is_no_tar_is_refused(box: Box) -> None:
-    """R80"""
+@pytest.mark.requirement("R80")
+async def test_invalid_tar_is_refused(box: Box) -> None:
     assert (await failure(box.write_tree("dst", b"not a tar" * 1000))).reason == "TAR_UNREADABLE"

@@ -40,8 +40,9 @@ async def delete(service: Running, *sandbox_ids: str) -> None:
         await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox_id), timeout=60)
 
 
+@pytest.mark.requirement("R26", "R41", "R51")
 async def test_a_create_waits_for_a_place_until_its_deadline_is_near(small: Running) -> None:
-    """R51, R26, R41: refused in time to hear of it, with a delay."""
+    """Refused in time to hear of it, with a delay."""
     held = [await create(small, "a"), await create(small, "a")]
     # Before the deadline, not by it, which would be DEADLINE_EXCEEDED.
     error = await failure(create(small, "a", timeout_s=3.0))
@@ -57,8 +58,8 @@ async def test_a_create_waits_for_a_place_until_its_deadline_is_near(small: Runn
     await delete(small, held[1], await waiting, other)
 
 
+@pytest.mark.requirement("R50", "R61")
 async def test_a_lease_ends_with_the_sandboxs_life_and_the_answer_says_so(small: Running) -> None:
-    """R50, R61"""
     answer = await small.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
     (backend,) = [backend for backend in answer.backends if backend.is_default]
     assert (backend.max_lifetime.seconds, backend.max_sandboxes_per_owner) == (60, 2)

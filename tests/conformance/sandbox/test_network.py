@@ -52,17 +52,17 @@ while d := s.recv(65536): sys.stdout.buffer.write(d)
 '"""
 
 
+@pytest.mark.requirement("R14", "R18")
 @needs("one_endpoint")
 async def test_the_one_endpoint_leads_to_its_upstream(make_box: MakeBox) -> None:
-    """R14, R18"""
     async with upstream() as address:
         box = await make_box(network=one_endpoint(address))
         assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
 
 
+@pytest.mark.requirement("R26")
 @needs("one_endpoint")
 async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(make_box: MakeBox) -> None:
-    """R26"""
     async with upstream() as address:
         box = await make_box(network=one_endpoint(address))
         data = bytes(range(256)) * 16384
@@ -70,9 +70,9 @@ async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(make_bo
         assert result.stdout == b"echo:" + data
 
 
+@pytest.mark.requirement("R14")
 @needs("one_endpoint")
 async def test_a_unix_socket_can_be_the_upstream(make_box: MakeBox, service: Running) -> None:
-    """R14"""
     path = service.state_dir / "upstream.sock"
     server = await asyncio.start_unix_server(_echo, path)
     path.chmod(0o666)
@@ -81,9 +81,9 @@ async def test_a_unix_socket_can_be_the_upstream(make_box: MakeBox, service: Run
         assert (await box.run(shell=TALK, stdin=b"x")).stdout == b"echo:x"
 
 
+@pytest.mark.requirement("R27")
 @needs("one_endpoint")
-async def test_an_upstream_that_is_not_there_is_a_broken_connection_and_no_hang(make_box: MakeBox) -> None:
-    """R27"""
+async def test_absent_upstream_is_a_broken_connection(make_box: MakeBox) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         box = await make_box(network=one_endpoint(f"127.0.0.1:{closed.getsockname()[1]}"))
@@ -100,12 +100,11 @@ while n < {count}: n += len(s.recv(min(60, {count} - n)))
 '"""
 
 
+@pytest.mark.requirement("R105")
 @needs("one_endpoint")
 @pytest.mark.parametrize("size", [6 << 10, 300 << 10])
-async def test_an_agent_that_leaves_before_it_has_read_all_is_a_reset_to_the_upstream(
-    make_box: MakeBox, size: int
-) -> None:
-    """R105: what was acknowledged on the way is not what was read; one that read all of it ends its connection."""
+async def test_agent_leaving_mid_read_resets_the_upstream(make_box: MakeBox, size: int) -> None:
+    """What was acknowledged on the way is not what was read; one that read all of it ends its connection."""
     ends: asyncio.Queue[str] = asyncio.Queue()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,9 +123,10 @@ async def test_an_agent_that_leaves_before_it_has_read_all_is_a_reset_to_the_ups
             assert await ends.get() == expected
 
 
+@pytest.mark.requirement("R14")
 @needs("one_endpoint", "network_none")
-async def test_nothing_but_the_endpoint_can_be_reached(make_box: MakeBox, service: Running) -> None:
-    """R14: no port of the host, its names, the metadata address, the control plane, the siblings."""
+async def test_only_the_endpoint_can_be_reached(make_box: MakeBox, service: Running) -> None:
+    """No port of the host, its names, the metadata address, the control plane, the siblings."""
     async with upstream() as address, upstream(host="0.0.0.0") as wide:
         box = await make_box(network=one_endpoint(address))
         control = service.address.rpartition(":")[2]
@@ -146,9 +146,9 @@ async def test_nothing_but_the_endpoint_can_be_reached(make_box: MakeBox, servic
             assert result.exit.code == 9, (host, port)
 
 
+@pytest.mark.requirement("R14")
 @needs("one_endpoint", "network_none")
 async def test_every_port_of_loopback_but_the_endpoint_is_closed(make_box: MakeBox) -> None:
-    """R14"""
     scan = """
 import socket
 open_ports = []
@@ -164,9 +164,9 @@ print(open_ports)
         assert (await box.run("python3", "-c", scan)).stdout == b"[4000]\n"
 
 
+@pytest.mark.requirement("R14")
 @needs("one_endpoint", "network_none")
 async def test_neither_udp_nor_raw_nor_abstract_sockets_lead_out(make_box: MakeBox) -> None:
-    """R14"""
     name = f"penstock-abstract-{os.getpid()}"  # of this process of the suite's
     probe = """
 import socket, sys
@@ -195,9 +195,10 @@ attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0" + sys.ar
     assert len(lines) == 6
 
 
+@pytest.mark.requirement("R92")
 @needs("network_none")
 async def test_only_families_that_a_network_namespace_holds_have_sockets(make_box: MakeBox) -> None:
-    """R92: no way to the hypervisor or to other sandboxes; refused when the socket is made, not by who would answer."""
+    """No way to the hypervisor or to other sandboxes; refused when the socket is made, not by who would answer."""
     probe = """
 import errno, socket
 for family in range(64):
@@ -222,9 +223,9 @@ for family in range(64):
     assert vsock and vsock <= {"vsock EPERM", "vsock EAFNOSUPPORT"}
 
 
+@pytest.mark.requirement("R4", "R52")
 @needs("one_endpoint", "network_none")
 async def test_siblings_share_neither_ports_nor_names(make_box: MakeBox) -> None:
-    """R52, R4"""
     async with upstream() as address:
         first, second = [await make_box(network=one_endpoint(address)) for _ in range(2)]
         await first.start("server", "python3", "-c", "import socket; s = socket.create_server(('', 5000)); s.accept()")
@@ -232,38 +233,39 @@ async def test_siblings_share_neither_ports_nor_names(make_box: MakeBox) -> None
         assert result.exit.code == 9
 
 
+@pytest.mark.requirement("R14")
 @needs("network_none")
-async def test_without_a_network_there_is_loopback_only(box: Box) -> None:
-    """R14"""
+async def test_a_sandbox_without_network_has_loopback_only(box: Box) -> None:
     assert await box.out("grep -c : /proc/net/dev") == "1"
     assert (await box.run(shell=DIAL.format(host="127.0.0.1", port=4000))).exit.code == 9
 
 
+@pytest.mark.requirement("R14", "R54")
 @needs("one_endpoint")
 async def test_an_upstream_that_the_operator_does_not_name_is_refused(service: Running) -> None:
-    """R54, R14"""
     for address in ("169.254.169.254:80", "example.com:443", "127.0.0.2:7701", "unix:/run/docker.sock"):
         request = ss.CreateSandboxRequest(request_id=address, spec=sb.SandboxSpec(network=one_endpoint(address)))
         error = await failure(service.sandboxes.CreateSandbox(request))
         assert isinstance(error, FailedPrecondition) and error.reason == "UPSTREAM_NOT_ALLOWED"
 
 
+@pytest.mark.requirement("R64")
 @pytest.mark.parametrize(
     "policy",
     [one_endpoint("127.0.0.1:80", port=80), one_endpoint("127.0.0.1"), one_endpoint(""), one_endpoint("127.0.0.1:x")],
     ids=["privileged", "portless", "empty", "wordy"],
 )
 async def test_a_malformed_policy_is_refused_by_field(service: Running, policy: sb.NetworkPolicy) -> None:
-    """R64"""
     request = ss.CreateSandboxRequest(request_id=str(policy), spec=sb.SandboxSpec(network=policy))
     error = await failure(service.sandboxes.CreateSandbox(request))
     assert isinstance(error, InvalidArgument) and error.violations[0].field.startswith("spec.network")
 
 
+@pytest.mark.requirement("R55")
 async def test_policies_that_the_backend_lacks_are_refused_before_anything_starts(
     service: Running, capabilities: sb.Capabilities
 ) -> None:
-    """R55: refused, never degraded."""
+    """Refused, never degraded."""
     offered = {
         sb.NETWORK_KIND_ALLOWLIST: sb.NetworkPolicy(allowlist=sb.Allowlist(hosts=["example.com"])),
         sb.NETWORK_KIND_OPEN: sb.NetworkPolicy(open=sb.OpenNetwork()),
@@ -276,9 +278,10 @@ async def test_policies_that_the_backend_lacks_are_refused_before_anything_start
         assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
 
 
+@pytest.mark.requirement("R54")
 @needs("one_endpoint", "network_none")
 async def test_a_policy_is_narrowed_at_once_and_never_widened(make_box: MakeBox) -> None:
-    """R54: connections that the new policy forbids are cut."""
+    """Connections that the new policy forbids are cut."""
     connected = asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -46,11 +46,12 @@ async def refused(box: Box) -> None:
     assert await box.out("echo on") == "on"
 
 
+@pytest.mark.requirement("R55")
 @needs("pause")
-async def test_what_runs_stands_still_while_paused_and_goes_on_afterwards(
+async def test_processes_stand_still_while_paused_and_continue_afterwards(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R55: a freeze is a freeze, or it is refused."""
+    """A freeze is a freeze, or it is refused."""
     box: Box = await make_box()
     if not capabilities.pause:
         await refused(box)
@@ -77,11 +78,12 @@ async def test_what_runs_stands_still_while_paused_and_goes_on_afterwards(
     assert {pid: _cpu_ticks(pid) for pid in standing} == frozen
 
 
+@pytest.mark.requirement("R43", "R55")
 @needs("pause")
-async def test_work_in_a_paused_sandbox_is_refused_by_name_and_what_it_wrote_is_readable(
+async def test_paused_sandbox_refuses_work_and_its_output_is_readable(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R55, R43: nothing hangs on a frozen program."""
+    """Nothing hangs on a frozen program."""
     box: Box = await make_box()
     if not capabilities.pause:
         await refused(box)
@@ -114,11 +116,12 @@ async def test_work_in_a_paused_sandbox_is_refused_by_name_and_what_it_wrote_is_
     assert (await box.finish("p"))[0] == b"before\nafter\n"
 
 
+@pytest.mark.requirement("R37", "R40")
 @needs("pause")
-async def test_a_process_of_a_paused_sandbox_can_be_killed_and_the_others_stay_frozen(
+async def test_process_of_a_paused_sandbox_is_killed_while_others_stay_frozen(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R40, R37: the whole tree is dead when the answer comes, and a timeout is told in time."""
+    """The whole tree is dead when the answer comes, and a timeout is told in time."""
     box: Box = await make_box()
     if not capabilities.pause:
         await refused(box)
@@ -135,11 +138,12 @@ async def test_a_process_of_a_paused_sandbox_can_be_killed_and_the_others_stay_f
     assert "4910" not in left and "4911" not in left and "4912" not in left and "4913" in left
 
 
+@pytest.mark.requirement("R50", "R61")
 @needs("pause")
 async def test_a_paused_sandbox_is_deleted_and_ends_with_its_lease(
     service: Running, capabilities: sb.Capabilities, make_box: MakeBox
 ) -> None:
-    """R50, R61: pausing does not stop the lease, and a frozen process does not outlive its sandbox."""
+    """Pausing does not stop the lease, and a frozen process does not outlive its sandbox."""
     boxes: list[Box] = [await make_box() for _ in range(2)]
     if not capabilities.pause:
         await refused(boxes[0])
@@ -188,11 +192,12 @@ async def refused_fork(box: Box) -> None:
     assert error.metadata["capabilities"] == "live_fork"
 
 
+@pytest.mark.requirement("R52", "R76")
 @needs("pause")
 async def test_forks_of_a_live_sandbox_have_its_files_and_share_nothing_more(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R52, R76: files as they were at one moment, identifiers of their own, no processes."""
+    """Files as they were at one moment, identifiers of their own, no processes."""
     box: Box = await make_box(env={"MADE": "once"}, labels={"test": "source"})
     if not capabilities.live_fork:
         await refused_fork(box)
@@ -229,11 +234,12 @@ async def test_forks_of_a_live_sandbox_have_its_files_and_share_nothing_more(
     await delete(first, second)
 
 
+@pytest.mark.requirement("R52")
 @needs("pause")
 async def test_a_live_forks_deletions_and_replaced_directories_are_the_sources(
     service: Running, make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R52: what the source removed from its own base is not there in a child, nor in a child's child."""
+    """What the source removed from its own base is not there in a child, nor in a child's child."""
     if not capabilities.live_fork:
         await refused_fork(await make_box())
         return
@@ -257,11 +263,11 @@ async def test_a_live_forks_deletions_and_replaced_directories_are_the_sources(
     await delete(grandchild)
 
 
+@pytest.mark.requirement("R25", "R50")
 @needs("pause")
-async def test_a_live_fork_is_idempotent_and_its_copy_goes_with_the_last_child(
+async def test_live_fork_is_idempotent_and_its_copy_ends_with_the_last_child(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R25, R50"""
     box: Box = await make_box()
     if not capabilities.live_fork:
         await refused_fork(box)
@@ -288,11 +294,11 @@ async def test_a_live_fork_is_idempotent_and_its_copy_goes_with_the_last_child(
     await _until_gone(box.service, before)
 
 
+@pytest.mark.requirement("R52")
 @needs("pause")
 async def test_a_paused_sandbox_can_be_forked_and_stays_paused(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R52"""
     box: Box = await make_box()
     if not (capabilities.live_fork and capabilities.pause):
         await refused_fork(box)
@@ -305,11 +311,12 @@ async def test_a_paused_sandbox_can_be_forked_and_stays_paused(
     await delete(child)
 
 
+@pytest.mark.requirement("R49")
 @needs("pause")
-async def test_a_live_child_that_is_refused_fails_the_call_and_one_that_fails_fails_alone(
+async def test_live_fork_reports_a_refused_child_and_a_failed_one(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R49: nothing is left of either."""
+    """Nothing is left of either."""
     box: Box = await make_box()
     if not capabilities.live_fork:
         await refused_fork(box)

@@ -18,19 +18,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 EXITED, SIGNALED = ps.EXIT_REASON_EXITED, ps.EXIT_REASON_SIGNALED
 
 
+@pytest.mark.requirement("R59")
 async def test_stdout_and_stderr_come_apart_and_the_exit_code_is_the_programs(box: Box) -> None:
-    """R59"""
     result = await box.run(shell="echo out; echo err >&2; exit 7")
     assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
     assert (result.exit.reason, result.exit.code) == (EXITED, 7)
 
 
-async def test_a_death_by_signal_is_told_apart_from_an_exit_code(box: Box) -> None:
-    """R39: killed is not exit 0."""
+@pytest.mark.requirement("R39")
+async def test_death_by_signal_differs_from_an_exit_code(box: Box) -> None:
+    """Killed is not exit 0."""
     result = await box.run(shell="kill -TERM $$")
     assert (result.exit.reason, result.exit.signal) == (SIGNALED, signal.SIGTERM)
 
 
+@pytest.mark.requirement("R2", "R42")
 @pytest.mark.parametrize(
     "argument",
     [
@@ -53,13 +55,14 @@ async def test_a_death_by_signal_is_told_apart_from_an_exit_code(box: Box) -> No
     ],
 )
 async def test_an_argument_of_any_content_arrives_intact(shared_box: Box, argument: str) -> None:
-    """R42, R2: argv, not shell strings."""
+    """Argv, not shell strings."""
     result = await shared_box.run("printf", "%s|", argument)
     assert result.stdout == argument.encode() + b"|"
 
 
+@pytest.mark.requirement("R26")
 async def test_ten_megabytes_of_output_come_back_whole_and_in_order(box: Box) -> None:
-    """R26: nothing is dropped silently."""
+    """Nothing is dropped silently."""
     await box.start("flood", "bash", "-c", "yes 0123456789abcde | head -c 10485760; echo done >&2")
     stdout, stderr, ended = await box.finish("flood")
     assert hashlib.sha256(stdout).digest() == hashlib.sha256(b"0123456789abcde\n" * 655360).digest()
@@ -67,14 +70,15 @@ async def test_ten_megabytes_of_output_come_back_whole_and_in_order(box: Box) ->
     assert (ended.stdout_bytes, ended.stdout_truncated) == (10485760, False)
 
 
+@pytest.mark.requirement("R44")
 async def test_bytes_that_are_not_utf8_come_back_as_they_were(box: Box) -> None:
-    """R44: bytes, not text."""
+    """Bytes, not text."""
     result = await box.run(shell=r"printf '\xff\xfe\x00\xc3\x28\xe2\x82'")
     assert result.stdout == b"\xff\xfe\x00\xc3\x28\xe2\x82"
 
 
-async def test_output_over_its_limit_is_counted_and_told_as_a_gap(box: Box) -> None:
-    """R26"""
+@pytest.mark.requirement("R26")
+async def test_output_over_its_limit_is_counted_as_a_gap(box: Box) -> None:
     await box.start("much", "bash", "-c", "head -c 300000 /dev/zero", output_limit_bytes=100_000)
     kept, gaps = 0, []
     async for event in box.watch("much"):
@@ -89,33 +93,34 @@ async def test_output_over_its_limit_is_counted_and_told_as_a_gap(box: Box) -> N
     assert all(before[1] == after[0] for before, after in itertools.pairwise(gaps))
 
 
+@pytest.mark.requirement("R26")
 async def test_run_shows_both_ends_of_an_output_over_its_limit(box: Box) -> None:
-    """R26"""
     result = await box.run(shell="echo first; head -c 100000 /dev/zero; echo last", output_limit=2000)
     assert result.stdout.startswith(b"first\n") and result.stdout.endswith(b"last\n")
     assert len(result.stdout) == 2000 and result.exit.stdout_truncated
 
 
+@pytest.mark.requirement("R67")
 async def test_input_reaches_the_program_and_its_end_is_seen(box: Box) -> None:
-    """R67"""
     data = bytes(range(256)) * 4096
     result = await box.run("sha256sum", stdin=data)
     assert result.stdout.split()[0].decode() == hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.requirement("R59")
 async def test_a_command_that_does_not_read_its_input_may_succeed(box: Box) -> None:
-    """R59"""
     result = await box.run("true", stdin=b"x" * 1_000_000)
     assert (result.exit.reason, result.exit.code) == (EXITED, 0)
 
 
+@pytest.mark.requirement("R38")
 async def test_input_without_a_writer_is_empty(box: Box) -> None:
-    """R38: nothing waits for input that cannot come."""
+    """Nothing waits for input that cannot come."""
     assert (await box.run("cat")).exit.code == 0
 
 
+@pytest.mark.requirement("R26")
 async def test_input_is_resumed_at_its_offset_and_closed_only_by_an_end(box: Box) -> None:
-    """R26"""
     await box.start("cat", "cat", stdin=True)
     assert await box.write_stdin("cat", b"hello ") == 6
     # What was written already is skipped: a writer that does not know how far it came sends it again.
@@ -132,8 +137,9 @@ async def _write(box: Box, process_id: str, data: bytes, offset: int) -> int:
     return await box.write_stdin(process_id, data, offset=offset)
 
 
+@pytest.mark.requirement("R26")
 async def test_a_watcher_that_comes_back_gets_every_byte_from_its_offset(box: Box) -> None:
-    """R26: a broken stream loses neither a process nor a byte."""
+    """A broken stream loses neither a process nor a byte."""
     await box.start("p", "bash", "-c", "echo one; echo two >&2; read x; echo three", stdin=True)
     seen = b""
     stream = box.watch("p")
@@ -150,8 +156,8 @@ async def test_a_watcher_that_comes_back_gets_every_byte_from_its_offset(box: Bo
     assert again == b"one\nthree\n"
 
 
+@pytest.mark.requirement("R25")
 async def test_starting_the_same_process_again_joins_it_and_another_one_is_refused(box: Box) -> None:
-    """R25"""
     first = await box.start("id", "sh", "-c", "echo $$")
     second = await box.start("id", "sh", "-c", "echo $$")
     assert first.start_time == second.start_time
@@ -159,8 +165,8 @@ async def test_starting_the_same_process_again_joins_it_and_another_one_is_refus
     assert len((await box.finish("id"))[0].split()) == 1
 
 
-async def test_a_program_that_is_not_there_is_an_exit_and_not_an_error(box: Box) -> None:
-    """R37"""
+@pytest.mark.requirement("R37")
+async def test_missing_program_is_an_exit_not_an_error(box: Box) -> None:
     for argv in (["no-such-program"], ["/etc/passwd"], ["/nonexistent/x"]):
         result = await box.run(*argv)
         assert result.exit.reason == ps.EXIT_REASON_START_FAILED and result.exit.message
@@ -168,8 +174,8 @@ async def test_a_program_that_is_not_there_is_an_exit_and_not_an_error(box: Box)
     assert result.exit.reason == ps.EXIT_REASON_START_FAILED and "working directory" in result.exit.message
 
 
+@pytest.mark.requirement("R37", "R40")
 async def test_a_timeout_kills_grandchildren_that_left_the_group_and_ignore_signals(box: Box) -> None:
-    """R37, R40"""
     script = """
         trap '' TERM
         (trap '' TERM HUP; setsid sleep 4711 &) &
@@ -183,8 +189,8 @@ async def test_a_timeout_kills_grandchildren_that_left_the_group_and_ignore_sign
     assert await processes_named(box, "sleep") == 0
 
 
+@pytest.mark.requirement("R40", "R60")
 async def test_killing_a_process_kills_its_daemons_and_only_them(box: Box) -> None:
-    """R40, R60"""
     await box.start("other", "sleep", "4721")
     await box.start("tree", "bash", "-c", "(setsid setsid sleep 4722 &); setsid sleep 4723 & echo up; sleep 4724")
     async for event in box.watch("tree"):
@@ -197,8 +203,8 @@ async def test_killing_a_process_kills_its_daemons_and_only_them(box: Box) -> No
     assert await processes_named(box, "sleep") == 0
 
 
-async def test_what_an_ended_process_left_behind_can_still_be_killed(box: Box) -> None:
-    """R40, R60"""
+@pytest.mark.requirement("R40", "R60")
+async def test_leftovers_of_an_ended_process_can_be_killed(box: Box) -> None:
     await box.start(
         "parent",
         "bash",
@@ -212,8 +218,8 @@ async def test_what_an_ended_process_left_behind_can_still_be_killed(box: Box) -
     assert await processes_named(box, "sleep") == 0
 
 
+@pytest.mark.requirement("R40", "R60")
 async def test_a_process_whose_first_thread_has_ended_is_killed_with_the_rest(box: Box) -> None:
-    """R40, R60"""
     program = """
 import ctypes, os, threading, time
 def live_on():
@@ -234,16 +240,16 @@ ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
     assert int(await box.out(alone)) == 0
 
 
-async def test_an_exit_does_not_wait_for_those_who_hold_its_output_open(box: Box) -> None:
-    """R28, R41"""
+@pytest.mark.requirement("R28", "R41")
+async def test_exit_does_not_wait_for_holders_of_its_output(box: Box) -> None:
     await box.start("leaky", "bash", "-c", "setsid sleep 4741 & echo done")
     stdout, _, ended = await box.finish("leaky")
     assert (stdout, ended.code, ended.pipes_open) == (b"done\n", 0, True)
     await box.kill("leaky")
 
 
+@pytest.mark.requirement("R40")
 async def test_a_signal_goes_to_the_whole_group(box: Box) -> None:
-    """R40"""
     await box.start("group", "bash", "-c", "sleep 4751 & echo up; wait")
     async for event in box.watch("group"):
         if event.HasField("chunk"):
@@ -254,8 +260,8 @@ async def test_a_signal_goes_to_the_whole_group(box: Box) -> None:
     assert (ended.reason, ended.signal) == (SIGNALED, signal.SIGINT)
 
 
+@pytest.mark.requirement("R40")
 async def test_killing_during_a_flood_of_output_ends_it(box: Box) -> None:
-    """R40"""
     await box.start("yes", "yes", output_limit_bytes=1_000_000)
     async for event in box.watch("yes"):
         if event.HasField("chunk"):
@@ -263,19 +269,19 @@ async def test_killing_during_a_flood_of_output_ends_it(box: Box) -> None:
     assert (await box.kill("yes")).reason == ps.EXIT_REASON_KILLED
 
 
+@pytest.mark.requirement("R41")
 async def test_waiting_answers_before_the_callers_deadline(box: Box) -> None:
-    """R41"""
     await box.start("long", "sleep", "4761")
     request = ps.WaitProcessRequest(sandbox_id=box.id, process_id="long")
-    answer = await box.service.processes.WaitProcess(request, timeout=1.0)
+    answer = await box.service.processes.WaitProcess(request, timeout=5.0)
     assert not answer.process.HasField("exit")
     await box.kill("long")
     answer = await box.service.processes.WaitProcess(request, timeout=30)
     assert answer.process.exit.reason == ps.EXIT_REASON_KILLED
 
 
+@pytest.mark.requirement("R32")
 async def test_a_cancelled_run_is_killed(box: Box) -> None:
-    """R32"""
     call = box.service.processes.Run(
         ps.RunRequest(sandbox_id=box.id, command=command(shell="touch up; exec sleep 4771"), process_id="cancelled")
     )
@@ -289,8 +295,8 @@ async def test_a_cancelled_run_is_killed(box: Box) -> None:
     assert await processes_named(box, "sleep") == 0
 
 
+@pytest.mark.requirement("R44")
 async def test_a_terminal_is_a_terminal_and_has_a_size(box: Box) -> None:
-    """R44"""
     script = "tty; stty size; read line; stty size; echo got $line"
     await box.start("pty", "bash", "-c", script, pty=ps.PtySize(rows=33, columns=77))
     stream = box.watch("pty")
@@ -308,16 +314,16 @@ async def test_a_terminal_is_a_terminal_and_has_a_size(box: Box) -> None:
     assert b"/dev/pts/" in stdout and b"44 88" in stdout and b"got typed" in stdout
 
 
+@pytest.mark.requirement("R63")
 async def test_resizing_what_has_no_terminal_is_refused(box: Box) -> None:
-    """R63"""
     await box.start("plain", "sleep", "0")
     size = ps.PtySize(rows=1, columns=1)
     call = box.service.processes.ResizePty(ps.ResizePtyRequest(sandbox_id=box.id, process_id="plain", size=size))
     assert (await failure(call)).reason == "NOT_A_PTY"
 
 
+@pytest.mark.requirement("R1", "R2")
 async def test_secrets_are_in_the_environment_and_in_no_argv_and_no_answer(box: Box) -> None:
-    """R1, R2"""
     secret = "sk-test '$(leak)"
     await box.start("keeper", "bash", "-c", 'printf %s "$KEY"; read x', secret_env={"KEY": secret}, stdin=True)
     async for event in box.watch("keeper"):
@@ -331,8 +337,9 @@ async def test_secrets_are_in_the_environment_and_in_no_argv_and_no_answer(box: 
     await box.kill("keeper")
 
 
+@pytest.mark.requirement("R12")
 async def test_the_environment_is_the_sandboxs_own(box: Box) -> None:
-    """R12: an allow-list."""
+    """An allow-list."""
     names = {line.partition("=")[0] for line in (await box.out("env")).splitlines()}
     assert names <= {
         "PATH",
@@ -351,14 +358,14 @@ async def test_the_environment_is_the_sandboxs_own(box: Box) -> None:
     assert "sk-host-secret" not in await box.out("env; cat /proc/1/environ 2>/dev/null | tr '\\0' '\\n'; true")
 
 
+@pytest.mark.requirement("R63")
 async def test_the_commands_environment_wins_over_the_sandboxs(make_box: MakeBox) -> None:
-    """R63"""
     box = await make_box(env={"A": "sandbox", "B": "sandbox"})
     assert (await box.run(shell="echo $A $B", env={"B": "command"})).stdout == b"sandbox command\n"
 
 
+@pytest.mark.requirement("R64")
 async def test_malformed_commands_are_refused_by_field(box: Box) -> None:
-    """R64"""
     for request in (
         ps.Command(),
         ps.Command(argv=ps.Argv()),
@@ -372,28 +379,29 @@ async def test_malformed_commands_are_refused_by_field(box: Box) -> None:
     assert isinstance(error, NotFound) and error.reason == "PROCESS_UNKNOWN"
 
 
+@pytest.mark.requirement("R46")
 async def test_another_account_is_refused_where_there_is_none(box: Box) -> None:
-    """R46"""
     request = command("true")
     request.user = "root"
     error = await failure(box.service.processes.Run(ps.RunRequest(sandbox_id=box.id, command=request)))
     assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
 
 
+@pytest.mark.requirement("R45")
 async def test_home_and_working_directory_are_the_users(box: Box) -> None:
-    """R45"""
     assert await box.out('echo "$HOME"; pwd') == f"{box.sandbox.home}\n{box.sandbox.workdir}"
     assert await box.out('touch "$HOME/a" b && stat -c %U "$HOME/a" b | sort -u') == await box.out("id -un")
 
 
+@pytest.mark.requirement("R43")
 async def test_a_process_that_kills_all_it_sees_kills_only_its_own(box: Box) -> None:
-    """R43: the sandbox outlives what runs in it."""
+    """The sandbox outlives what runs in it."""
     await box.run(shell="kill -9 -1; true")
     assert await box.out("echo alive") == "alive"
 
 
+@pytest.mark.requirement("R23")
 async def test_zombies_of_daemons_are_reaped(box: Box) -> None:
-    """R23"""
     await box.run(shell="for i in 1 2 3 4 5; do (setsid true &) ; done")
     gone = "for i in $(seq 500); do grep -ls 'State:.Z' /proc/[0-9]*/status || exit 0; sleep 0.01; done; exit 1"
     assert (await box.run(shell=gone)).exit.code == 0

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, MakeBox, claimed, command, failure
 from tests.conformance.sandbox.needs import declares, narrowest, needs
 from tests.conformance.sandbox.services import Running
-from tests.support import dockerd
+from tests.support.docker import dockerd
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -45,8 +45,8 @@ async def states_of(service: Running, sandbox_id: str) -> list[sb.Sandbox]:
 # Creating ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R25")
 async def test_a_repeated_request_gives_the_same_sandbox_and_another_spec_is_refused(service: Running) -> None:
-    """R25"""
     first = await create(service, "again", labels={"a": "b"})
     assert (await create(service, "again", labels={"a": "b"})).sandbox_id == first.sandbox_id
     request = ss.CreateSandboxRequest(request_id="again", spec=sb.SandboxSpec(labels={"a": "c"}))
@@ -54,15 +54,15 @@ async def test_a_repeated_request_gives_the_same_sandbox_and_another_spec_is_ref
     await delete(service, first.sandbox_id)
 
 
+@pytest.mark.requirement("R22")
 async def test_concurrent_repeats_make_one_sandbox(service: Running) -> None:
-    """R22"""
     made = await asyncio.gather(*(create(service, "together") for _ in range(10)))
     assert len({sandbox.sandbox_id for sandbox in made}) == 1
     await delete(service, made[0].sandbox_id)
 
 
+@pytest.mark.requirement("R49")
 async def test_a_cancelled_creation_leaves_nothing(service: Running) -> None:
-    """R49"""
     labels = {"test": secrets.token_hex(8)}
     for _ in range(5):
         request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(labels=labels))
@@ -75,6 +75,7 @@ async def test_a_cancelled_creation_leaves_nothing(service: Running) -> None:
     assert not listed.sandboxes
 
 
+@pytest.mark.requirement("R64")
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
@@ -89,17 +90,15 @@ async def test_a_cancelled_creation_leaves_nothing(service: Running) -> None:
     ],
 )
 async def test_a_malformed_spec_is_refused_by_field(service: Running, spec: dict[str, Any], field: str) -> None:
-    """R64"""
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
     error = await failure(service.sandboxes.CreateSandbox(request))
     assert isinstance(error, InvalidArgument), error
     assert field in [violation.field for violation in error.violations]
 
 
-async def test_what_the_backend_lacks_is_refused_before_any_work(
-    service: Running, capabilities: sb.Capabilities
-) -> None:
-    """R55, R46: a declared capability, never a silent downgrade."""
+@pytest.mark.requirement("R46", "R55")
+async def test_missing_capability_is_refused_before_any_work(service: Running, capabilities: sb.Capabilities) -> None:
+    """A declared capability, never a silent downgrade."""
     wishes: dict[str, dict[str, Any]] = {
         "limit_cpu": {"resources": sb.Resources(cpu=1)},
         "limit_memory": {"resources": sb.Resources(memory_bytes=1 << 28)},
@@ -120,10 +119,10 @@ async def test_what_the_backend_lacks_is_refused_before_any_work(
             assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING", capability
 
 
+@pytest.mark.requirement("R63", "R65")
 async def test_an_unknown_backend_image_snapshot_or_toolbox_is_refused(
     service: Running, capabilities: sb.Capabilities
 ) -> None:
-    """R63, R65"""
     lacking = "CAPABILITY_MISSING"
     # Of a backend with images of its own, of one with a registry that has none of this name, and of one whose registry
     # is out of reach.
@@ -145,8 +144,8 @@ async def test_an_unknown_backend_image_snapshot_or_toolbox_is_refused(
         assert (await failure(service.sandboxes.CreateSandbox(request))).reason in reasons
 
 
+@pytest.mark.requirement("R51")
 async def test_fifty_sandboxes_at_once_all_work(service: Running) -> None:
-    """R51"""
     labels = {"test": secrets.token_hex(8)}
     made = await asyncio.gather(*(create(service, labels=labels) for _ in range(50)))
     outputs = await asyncio.gather(*(Box(service, one).run(shell=f"echo {index}") for index, one in enumerate(made)))
@@ -158,8 +157,8 @@ async def test_fifty_sandboxes_at_once_all_work(service: Running) -> None:
 # Finding and ending --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R50")
 async def test_lists_are_by_label_and_in_pages_newest_first(service: Running) -> None:
-    """R50"""
     labels = {"test": secrets.token_hex(8)}
     made = [(await create(service, labels={**labels, "n": str(index)})).sandbox_id for index in range(5)]
     found, token = [], ""
@@ -181,8 +180,8 @@ async def test_lists_are_by_label_and_in_pages_newest_first(service: Running) ->
     await service.sandboxes.DeleteSandboxes(ss.DeleteSandboxesRequest(labels=labels), timeout=60)
 
 
+@pytest.mark.requirement("R43", "R70")
 async def test_deleting_ends_its_processes_its_watchers_and_is_idempotent(service: Running) -> None:
-    """R70, R43"""
     box = Box(service, await create(service))
     await box.start("p", "sleep", "4781")
     states = []
@@ -207,8 +206,9 @@ async def test_deleting_ends_its_processes_its_watchers_and_is_idempotent(servic
     await delete(service, "sb-unknown")
 
 
+@pytest.mark.requirement("R43")
 async def test_a_sandbox_that_dies_is_lost_and_nobody_waits_for_it(service: Running) -> None:
-    """R43: a watcher stops when its sandbox is gone."""
+    """A watcher stops when its sandbox is gone."""
     box = Box(service, await create(service))
     # No other run on this machine sleeps as long: only this sandbox is ended.
     seconds = str(10**6 + secrets.randbelow(10**9))
@@ -248,8 +248,8 @@ def _kill_first_process_of(argument: str) -> bool:
     return False
 
 
+@pytest.mark.requirement("R50", "R61")
 async def test_a_lease_that_nobody_renews_ends_the_sandbox(service: Running) -> None:
-    """R50, R61"""
     kept, left = [await create(service, lease=Duration(seconds=600)) for _ in range(2)]
     renew = ss.RenewLeaseRequest(sandbox_id=kept.sandbox_id, lease=Duration(seconds=1200))
     ends = (await service.sandboxes.RenewLease(renew, timeout=30)).expire_time.seconds
@@ -271,10 +271,10 @@ async def test_a_lease_that_nobody_renews_ends_the_sandbox(service: Running) -> 
 # Limits --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R37", "R55")
 async def test_memory_over_the_limit_is_an_oom_and_the_sandbox_lives(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R55, R37"""
     if not capabilities.limit_memory:
         return  # declared; that asking for it is refused is another test's business
     box = await make_box(resources=sb.Resources(memory_bytes=128 << 20))
@@ -285,10 +285,10 @@ async def test_memory_over_the_limit_is_an_oom_and_the_sandbox_lives(
     assert 64 << 20 < stats.memory_peak_bytes <= 128 << 20
 
 
+@pytest.mark.requirement("R40", "R55")
 async def test_a_fork_bomb_stays_in_its_sandbox_and_can_be_killed(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
-    """R40, R55"""
     if not capabilities.limit_pids:
         return  # as above; without a limit a fork bomb is the host's
     box = await make_box(resources=sb.Resources(pids=40))
@@ -302,8 +302,8 @@ async def test_a_fork_bomb_stays_in_its_sandbox_and_can_be_killed(
     assert await box.out("echo alive") == "alive"
 
 
+@pytest.mark.requirement("R52")
 async def test_tmp_is_bounded_and_shared_by_nobody(make_box: MakeBox) -> None:
-    """R52"""
     first, second = await make_box(), await make_box()
     # What a provider's own programs keep there is in both from the start.
     before = await second.out("ls -A /tmp /dev/shm")
@@ -336,9 +336,9 @@ async def fork(service: Running, snapshot_id: str, count: int, request_id: str =
     return [found[index] for index in range(count)]
 
 
+@pytest.mark.requirement("R52", "R57", "R76")
 @needs("fork")
-async def test_setup_runs_once_and_its_files_are_in_every_fork_which_share_nothing_more(service: Running) -> None:
-    """R57, R52, R76"""
+async def test_setup_runs_once_and_only_its_files_are_shared_by_forks(service: Running) -> None:
     nonce = secrets.token_hex(8)
     spec = {
         "files": [
@@ -372,9 +372,9 @@ async def test_setup_runs_once_and_its_files_are_in_every_fork_which_share_nothi
     await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
 
 
+@pytest.mark.requirement("R25")
 @needs("fork")
 async def test_a_repeated_fork_gives_the_same_children(service: Running) -> None:
-    """R25"""
     _, snapshot = await prepare(service, files=[ss.SeedFile(path="repeat", content=secrets.token_bytes(8))])
     first = await fork(service, snapshot.snapshot_id, 3, "fork-again")
     second = await fork(service, snapshot.snapshot_id, 3, "fork-again")
@@ -383,9 +383,9 @@ async def test_a_repeated_fork_gives_the_same_children(service: Running) -> None
         await delete(service, box.id)
 
 
+@pytest.mark.requirement("R49", "R58")
 @needs("fork")
-async def test_a_setup_that_fails_tells_which_command_and_leaves_nothing(service: Running) -> None:
-    """R58, R49"""
+async def test_failed_setup_names_its_command_and_leaves_nothing(service: Running) -> None:
     spec = ss.SnapshotSpec(setup=[command("true"), command(shell="echo why >&2; exit 3"), command("touch", "never")])
     events: list[ss.PrepareSnapshotResponse] = []
 
@@ -401,9 +401,9 @@ async def test_a_setup_that_fails_tells_which_command_and_leaves_nothing(service
     assert not [one for one in listed.sandboxes if "penstock/snapshot" in one.spec.labels]
 
 
+@pytest.mark.requirement("R70")
 @needs("fork")
 async def test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused(service: Running) -> None:
-    """R70"""
     _, snapshot = await prepare(service, files=[ss.SeedFile(path="file", content=secrets.token_hex(8).encode())])
     (box,) = await fork(service, snapshot.snapshot_id, 1)
     request = ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id)
@@ -417,9 +417,9 @@ async def test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused(servic
     await delete(service, box.id)
 
 
+@pytest.mark.requirement("R57")
 @needs("fork")
 async def test_a_snapshot_can_stand_on_a_snapshot(service: Running) -> None:
-    """R57"""
     _, lower = await prepare(service, setup=[command(shell=f"echo {secrets.token_hex(4)} > lower; echo x > both")])
     _, upper = await prepare(
         service,
@@ -431,9 +431,9 @@ async def test_a_snapshot_can_stand_on_a_snapshot(service: Running) -> None:
     await delete(service, box.id)
 
 
+@pytest.mark.requirement("R76")
 @needs("fork", "diff")
 async def test_the_diff_is_what_the_sandbox_changed_and_nothing_else(service: Running) -> None:
-    """R76"""
     _, snapshot = await prepare(
         service, setup=[command(shell=f"mkdir d e; echo {secrets.token_hex(4)} > d/a; echo b > d/b; echo c > e/c")]
     )
@@ -458,9 +458,10 @@ async def test_the_diff_is_what_the_sandbox_changed_and_nothing_else(service: Ru
     await delete(service, box.id)
 
 
+@pytest.mark.requirement("R76")
 @needs("fork", "diff")
 async def test_the_diff_of_directories_is_that_of_them_alone(service: Running) -> None:
-    """R76: one whose parent was removed is told as deleted."""
+    """One whose parent was removed is told as deleted."""
     _, snapshot = await prepare(
         service, setup=[command(shell=f"mkdir -p d/in e/in f; echo {secrets.token_hex(4)} | tee d/in/a e/in/a f/a")]
     )
@@ -477,10 +478,10 @@ async def test_the_diff_of_directories_is_that_of_them_alone(service: Running) -
     await delete(service, box.id)
 
 
+@pytest.mark.requirement("R55")
 async def test_pausing_is_declared_and_refused_where_it_is_not_there(
     box: Box, capabilities: sb.Capabilities, service: Running
 ) -> None:
-    """R55"""
     call = service.sandboxes.PauseSandbox(ss.PauseSandboxRequest(sandbox_id=box.id))
     if not capabilities.pause:
         assert (await failure(call)).reason == "CAPABILITY_MISSING"

@@ -23,9 +23,10 @@ def script(text: str) -> tb.ToolboxFile:
     return tb.ToolboxFile(path="bin/tool", content=text.encode())
 
 
+@pytest.mark.requirement("R52")
 @needs("toolboxes")
 async def test_a_toolboxs_programs_come_first_and_cannot_be_changed(service: Running, make_box: MakeBox) -> None:
-    """R52: a rollout never installs anything, and shares nothing that it can write."""
+    """A rollout never installs anything, and shares nothing that it can write."""
     first = await prepare(service, tb.ToolboxSpec(name="first", files=[script("#!/bin/sh\necho first")]))
     second = await prepare(service, tb.ToolboxSpec(name="second", files=[script("#!/bin/sh\necho second")]))
     box = await make_box(toolbox_ids=[first.toolbox_id, second.toolbox_id])
@@ -37,9 +38,9 @@ async def test_a_toolboxs_programs_come_first_and_cannot_be_changed(service: Run
     assert error.reason == "TOOLBOX_IN_USE"
 
 
+@pytest.mark.requirement("R48")
 @needs("toolboxes")
 async def test_a_python_that_a_toolbox_asks_for_runs(service: Running, make_box: MakeBox) -> None:
-    """R48"""
     runtime = tb.Runtime(kind=tb.RUNTIME_KIND_PYTHON, min_version="3.9")
     spec = tb.ToolboxSpec(
         name="python", runtimes=[runtime], files=[script("#!/usr/bin/env python3\nimport json, socket; print(6*7)")]
@@ -48,8 +49,8 @@ async def test_a_python_that_a_toolbox_asks_for_runs(service: Running, make_box:
     assert await box.out("tool") == "42"
 
 
+@pytest.mark.requirement("R66")
 async def test_toolboxes_are_listed_with_what_they_are(service: Running) -> None:
-    """R66"""
     made = await prepare(service, tb.ToolboxSpec(name="listed", files=[script("#!/bin/sh\n")]))
     listed = await service.toolboxes.ListToolboxes(tb.ListToolboxesRequest(page_size=1000), timeout=30)
     (found,) = [box for box in listed.toolboxes if box.toolbox_id == made.toolbox_id]

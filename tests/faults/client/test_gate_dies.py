@@ -16,7 +16,7 @@ import pytest
 from penstock.client import Completion, ModelCall, UnknownCall, connect
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2_grpc
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb
-from penstock_codec import Codec, TokenizerFiles, tiny
+from penstock_codec import Codec, TokenizerFiles, tiny_tokenizer
 
 TOKEN = "operator-token-of-this-test"
 
@@ -55,22 +55,21 @@ class Gate:
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
-            await self._process.wait()
+            await self._process.communicate()
 
 
 @pytest.fixture
 async def gate(tmp_path: Path) -> AsyncIterator[Gate]:
-    tiny.build().write(tmp_path / "tokenizer")
+    tiny_tokenizer.build().write(tmp_path / "tokenizer")
     made = Gate(tmp_path)
     await made.start()
     yield made
     await made.kill()
 
 
-async def test_a_session_outlives_a_kill_of_the_gate_and_its_answer_reaches_the_agent(
-    gate: Gate, tmp_path: Path
-) -> None:
-    """R34: after a kill -9 the agent's retry gets its answer, once, and the trainer did nothing to that end."""
+@pytest.mark.requirement("R34")
+async def test_session_survives_a_killed_gate_and_its_answer_arrives(gate: Gate, tmp_path: Path) -> None:
+    """After a kill -9 the agent's retry gets its answer, once, and the trainer did nothing to that end."""
     codec = Codec.load(TokenizerFiles.from_directory(tmp_path / "tokenizer"))
     answer = [*codec.encode("hello"), *codec.files.stop_token_ids]
     async with connect({"interception": gate.address}, TOKEN) as ps, aiohttp.ClientSession() as http:

@@ -14,18 +14,17 @@ PENSTOCK_EVERY_REFUSED_WRITE=1 refuses each write in its turn, in a few minutes 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pytest
-from tests.support.failing_disk import FULL, IOERR, Disk, failing
-from tests.support.inner_driver import CONTEXT, Box, Boxes, InnerDriver, Places, asked, inner_driver
+from tests.support.disks.failing_disk import Disk, failing
+from tests.support.disks.refused_writes import COMMITS, ERRORS, KINDS, sweep
+from tests.support.services.inner_driver import CONTEXT, Box, Boxes, InnerDriver, Places, asked, inner_driver
 from tests.support.waiting import eventually, eventually_async
 
 from penstock.driver.v1 import agent_pb2, agent_service_pb2, rollout_pb2, terminal_service_pb2
@@ -34,15 +33,13 @@ from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import process_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, Internal, Unavailable
-from penstock_driver import attempts, history, releases
-from penstock_driver.ports import CallEnded, CallSpent
+from penstock_driver.domain.ports import CallEnded, CallSpent
+from penstock_driver.environments import cleanup
+from penstock_driver.rollouts import runner
+from penstock_driver.store import event_log
 
 T = TypeVar("T")
-HANGS_S = 60.0
-EVERY: Final = os.environ.get("PENSTOCK_EVERY_REFUSED_WRITE") == "1"
 SEED: Final = 21
-COMMITS: Final = 6
-"""So many commits are in the sample."""
 ASKED_AGAIN: Final = ("JOURNAL_FAILED", "TERMINAL_UNRELEASED", "TERMINAL_OPENING", "RELEASE_OWED")
 WORK, SLEEP = "work", "sleep"
 
@@ -51,11 +48,11 @@ WORK, SLEEP = "work", "sleep"
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     for module, name in (
-        (history, "RETRY_S"),
-        (attempts, "FIRST_PAUSE_S"),
-        (releases, "FIRST_PAUSE_S"),
-        (releases, "MOST_PAUSE_S"),
-        (releases, "MOST_PAUSE_OWED_S"),
+        (event_log, "RETRY_S"),
+        (runner, "FIRST_PAUSE_S"),
+        (cleanup, "FIRST_PAUSE_S"),
+        (cleanup, "MOST_PAUSE_S"),
+        (cleanup, "MOST_PAUSE_OWED_S"),
     ):
         monkeypatch.setattr(module, name, 0.001)
 
@@ -130,7 +127,7 @@ class Scenario:
         boxes, ended = self.driver.boxes, self.driver.places.ended
         boxes.holds.add("write_files")
         await self.create("plain")
-        call = trajectory_pb2.Call(rollout_id="plain").SerializeToString()
+        call = trajectory_pb2.Call(rollout_id="plain")
         await boxes.started.wait()
         ended.put_nowait(CallEnded("plain", call, CallSpent(3, 2)))
         await eventually(ended.empty, "the call is told")
@@ -292,8 +289,9 @@ class Scenario:
         for rollout_id in list(self.outcomes):
             await self.delete(rollout_id)
         driver = self.driver
-        await eventually(lambda: not driver.fleet.owed and not driver.episodes.owed, "what was owed is released")
-        assert not await insisting(driver.fleet.records.owed)
+        managers = (driver.manager, driver.episodes)
+        await eventually(lambda: not any(item.pending_cleanups for item in managers), "what was owed is released")
+        assert not await insisting(driver.records.pending_cleanups)
         assert not driver.boxes.boxes
         assert not driver.places.open_ones and not driver.places.captured
 
@@ -308,29 +306,22 @@ _STEPS: Final[dict[tuple[str, str], dict[str, str]]] = {
 """Observed ones are asked for again."""
 
 
-async def refuse(directory: Path, disk: Disk) -> list[str]:
-    """Plays the scenario on this disk. Returns what does not hold."""
+async def play(directory: Path, disk: Disk) -> None:
+    """All of it on this disk, and a restart."""
     boxes, places = Boxes(), Places()
-    try:
-        async with asyncio.timeout(HANGS_S):
-            with failing(disk):
-                async with AsyncExitStack() as stack:
-                    driver = await insisting(lambda: stack.enter_async_context(inner_driver(directory, boxes, places)))
-                    scenario = Scenario(driver)
-                    await scenario.play()
-                    scenario.check_outcomes()
-                    before = await scenario.view()
-            async with inner_driver(directory, boxes, places) as driver:
-                scenario.driver = driver
-                after = await scenario.view()
-                changed = {key for key in before if before[key] != after[key]}
-                assert changed <= {"terminal open"}, changed
-                await scenario.clear()
-    except TimeoutError:
-        return ["it hangs"]
-    except (AssertionError, ExceptionGroup) as error:
-        return [f"{error!r}"]
-    return []
+    with failing(disk):
+        async with AsyncExitStack() as stack:
+            driver = await insisting(lambda: stack.enter_async_context(inner_driver(directory, boxes, places)))
+            scenario = Scenario(driver)
+            await scenario.play()
+            scenario.check_outcomes()
+            before = await scenario.view()
+    async with inner_driver(directory, boxes, places) as driver:
+        scenario.driver = driver
+        after = await scenario.view()
+        changed = {key for key in before if before[key] != after[key]}
+        assert changed <= {"terminal open"}, changed
+        await scenario.clear()
 
 
 class Remains:
@@ -381,23 +372,16 @@ class Remains:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def start_on(self, directory: Path, disk: Disk) -> list[str]:
-        """Starts drivers on this disk until one is there, as whoever runs them does. Returns what does not hold."""
+    async def start_on(self, directory: Path, disk: Disk) -> None:
+        """Starts drivers on this disk until one is there, as whoever runs them does."""
         shutil.copytree(self._directory / "left", directory)
         boxes, places = Boxes(self._boxes), Places()
         places.open_ones |= self._open
         places.captured |= self._open
-        try:
-            async with asyncio.timeout(HANGS_S):
-                with failing(disk):
-                    async with AsyncExitStack() as stack:
-                        entered = lambda: stack.enter_async_context(inner_driver(directory, boxes, places))  # noqa: E731
-                        await self.check(await insisting(entered))
-        except TimeoutError:
-            return ["it hangs"]
-        except (AssertionError, ExceptionGroup) as error:
-            return [f"{error!r}"]
-        return []
+        with failing(disk):
+            async with AsyncExitStack() as stack:
+                entered = lambda: stack.enter_async_context(inner_driver(directory, boxes, places))  # noqa: E731
+                await self.check(await insisting(entered))
 
     async def check(self, driver: InnerDriver) -> None:
         """All has ended as it must, or goes on."""
@@ -423,71 +407,32 @@ async def _ended(scenario: Scenario, name: str) -> bool:
     return (await scenario.terminal(name)).ended
 
 
-def drawn(written: list[str], code: int, undoes: bool) -> list[int]:
-    """The sample, as positions that begin at one: a write of each statement, or `COMMITS` where all are commits.
-
-    Writers may share a commit or not, so that one run has fewer commits than another: the last ones are not drawn.
-    """
+@pytest.mark.requirement("R49", "R50", "R70", "R78", "R146")
+@KINDS
+@ERRORS
+async def test_refused_write_changes_no_rollouts_end_and_loses_no_reported_event(
+    tmp_path: Path, code: int, undoes: bool, commits: bool
+) -> None:
+    """Who is refused hears why; what was told is there after a restart; nothing is left."""
     draw = random.Random(f"{SEED} {code} {undoes}")
-    places: dict[str, list[int]] = {}
-    for place, statement in enumerate(written, 1):
-        places.setdefault(statement, []).append(place)
-    if len(places) == 1:
-        return sorted(draw.sample(range(1, len(written) * 3 // 4), min(COMMITS, len(written) // 2)))
-    return sorted(draw.choice(of_one) for of_one in places.values())
+    swept = await sweep(play, tmp_path, lambda at: Disk(code, at=at, commits=commits, undoes=undoes), draw=draw)
+    assert len(swept.refused) >= COMMITS
+    if not commits:
+        swept.has("INSERT INTO rollouts", "INSERT INTO events", "INSERT INTO terminals", "UPDATE terminals")
 
 
-async def refuse_all(
-    play: Callable[[Path, Disk], Awaitable[list[str]]], directory: Path, code: int, undoes: bool, commits: bool
-) -> list[str]:
-    """Plays once for each write; the writes that were refused. AssertionError with all that does not hold."""
-    disk = Disk(commits=commits)
-    assert await play(directory / "0", disk) == []
-    chosen: Iterable[int] = count(1) if EVERY else drawn(disk.seen, code, undoes)
-    failed: dict[str, list[str]] = {}
-    refused: list[str] = []
-    for at in chosen:
-        disk = Disk(code, at=at, commits=commits, undoes=undoes)
-        found = await play(directory / str(at), disk)
-        if found:
-            failed[f"{at}: {disk.refused[:1]}"] = found
-        if not disk.reached:
-            break  # there is no further write
-        refused.append(disk.refused[0])
-        shutil.rmtree(directory / str(at))
-    assert not failed
-    return refused
-
-
-ERRORS: Final = pytest.mark.parametrize(
-    ("code", "undoes"), [(FULL, True), (IOERR, True), (IOERR, False)], ids=["full", "io error", "io error of one"]
-)
-KINDS: Final = pytest.mark.parametrize("commits", [False, True], ids=["statements", "commits"])
-
-
+@pytest.mark.requirement("R50", "R70", "R146")
 @KINDS
 @ERRORS
-async def test_whatever_write_is_refused_every_rollout_ends_as_it_would_and_nothing_told_is_lost(
+async def test_refused_write_at_start_ends_or_resumes_the_last_drivers_rollouts(
     tmp_path: Path, code: int, undoes: bool, commits: bool
 ) -> None:
-    """R49, R50, R70, R78, R146: who is refused hears why; what was told is there after a restart; nothing is left."""
-    refused = await refuse_all(refuse, tmp_path, code, undoes, commits)
-    assert len(refused) >= COMMITS
-    if EVERY and not commits:  # the drawn places may be those of other writes, which come as they come
-        for kind in ("INSERT INTO rollouts", "INSERT INTO events", "INSERT INTO terminals", "UPDATE terminals"):
-            assert any(statement.startswith(kind) for statement in refused), (kind, refused)
-
-
-@KINDS
-@ERRORS
-async def test_whatever_write_of_a_start_is_refused_what_the_last_driver_left_is_ended_or_goes_on(
-    tmp_path: Path, code: int, undoes: bool, commits: bool
-) -> None:
-    """R50, R70, R146: a driver starts on such a disk or says why it does not; the next one does."""
+    """A driver starts on such a disk or says why it does not; the next one does."""
     remains = Remains(tmp_path)
     await remains.leave()
-    refused = await refuse_all(remains.start_on, tmp_path, code, undoes, commits)
-    assert len(refused) > 2
-    if EVERY and not commits:  # the drawn places may be those of other writes, which come as they come
-        for kind in ("UPDATE rollouts SET phase = ?, end_time", "DELETE FROM owed", "UPDATE terminals SET outcome"):
-            assert any(statement.startswith(kind) for statement in refused), (kind, refused)
+    draw = random.Random(f"{SEED} {code} {undoes}")
+    disk_at = lambda at: Disk(code, at=at, commits=commits, undoes=undoes)  # noqa: E731
+    swept = await sweep(remains.start_on, tmp_path, disk_at, draw=draw)
+    assert len(swept.refused) > 2
+    if not commits:
+        swept.has("UPDATE rollouts SET phase = ?, end_time", "DELETE FROM owed", "UPDATE terminals SET outcome")

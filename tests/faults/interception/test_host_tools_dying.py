@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.faults.interception.test_kill import TOKEN, Victim, captured, opened, victim  # noqa: F401 - a fixture
-from tests.support.mcp_agent import post, tool_call
+from tests.support.endpoints.mcp_agent import post, tool_call
 
 from penstock.client import HostTool, HostToolCall, connect
 from penstock.trajectory.v1 import trajectory_pb2
@@ -44,7 +44,8 @@ async def insisting(victim: Victim, token: str) -> str:  # noqa: F811
         await asyncio.sleep(0.02)  # the back-off of a client whose server is away
 
 
-async def test_a_tool_that_was_at_work_when_the_gate_died_ran_once_and_its_result_reaches_the_agent(
+@pytest.mark.requirement("R34")
+async def test_tool_running_when_the_gate_died_ran_once_and_its_result_arrives(
     victim: Victim,  # noqa: F811
 ) -> None:
     """R34, decision 7: the trainer's session resumes with its tools, the agent's repeated request joins the call."""
@@ -71,13 +72,14 @@ async def test_a_tool_that_was_at_work_when_the_gate_died_ran_once_and_its_resul
         assert (status, told["result"]["content"][0]["text"]) == (200, "worked on b")
 
 
+@pytest.mark.requirement("R34")
 @pytest.mark.parametrize("delay_ms", [0, 10, 40])
 async def test_killed_at_any_moment_each_of_several_tools_has_one_result(
     victim: Victim,  # noqa: F811
     delay_ms: int,
     tmp_path: Path,
 ) -> None:
-    """R34: whatever the moment, no accepted result is lost and no call that has one is made again."""
+    """Whatever the moment, no accepted result is lost and no call that has one is made again."""
     runs: dict[str, int] = {}
 
     async def work(call: HostToolCall[Any]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import connect
-from penstock_codec import Codec, tiny
+from penstock_codec import Codec, tiny_tokenizer
 
 TOKEN = "operator-token-of-this-test"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "list the files"}]}
@@ -81,7 +81,7 @@ class Victim:
 async def victim(tmp_path: Path) -> AsyncIterator[Victim]:
     """A service that the test may kill."""
     tokenizer = tmp_path / "tiny"
-    tiny.build(["list the files"]).write(tokenizer)
+    tiny_tokenizer.build(["list the files"]).write(tokenizer)
     service = Victim(tmp_path, tokenizer)
     await service.start()
     yield service
@@ -91,7 +91,7 @@ async def victim(tmp_path: Path) -> AsyncIterator[Victim]:
 @pytest.fixture
 def codec(victim: Victim, tmp_path: Path) -> Codec:
     """The tiny model's codec."""
-    from penstock_codec.files import TokenizerFiles
+    from penstock_codec.tokenizer_files import TokenizerFiles
 
     return Codec.load(TokenizerFiles.from_directory(tmp_path / "tiny"))
 
@@ -192,7 +192,8 @@ async def captured(victim: Victim) -> trajectory_pb2.Trajectory:
     return whole
 
 
-async def test_a_leased_call_survives_and_its_answer_is_taken_under_the_old_lease(victim: Victim, codec: Codec) -> None:
+@pytest.mark.requirement("R34")
+async def test_leased_call_survives_and_its_answer_fits_the_old_lease(victim: Victim, codec: Codec) -> None:
     """R34, decision 7: the session resumes, the call is not sent again, a retry joins it."""
     token = (await opened(victim)).token
     asking = asyncio.create_task(agent(victim, token))
@@ -212,6 +213,7 @@ async def test_a_leased_call_survives_and_its_answer_is_taken_under_the_old_leas
     assert [c.state for c in (await captured(victim)).calls] == [trajectory_pb2.CALL_STATE_DELIVERED]
 
 
+@pytest.mark.requirement("R34")
 async def test_an_acknowledged_answer_is_neither_lost_nor_asked_for_again(victim: Victim, codec: Codec) -> None:
     """R34, decision 7: killed at the moment of the acknowledgement, the answer is there for the agent's retry."""
     token = (await opened(victim)).token
@@ -235,11 +237,12 @@ async def test_an_acknowledged_answer_is_neither_lost_nor_asked_for_again(victim
     assert [r.reason for r in other.rejected] == [pb.ResultRejected.REASON_ALREADY_DELIVERED]
 
 
+@pytest.mark.requirement("R34", "R82")
 @pytest.mark.parametrize("delay_ms", [0, 4, 8, 12, 20, 60])
 async def test_killed_at_any_moment_a_conversation_ends_with_one_turn_per_question(
     victim: Victim, codec: Codec, delay_ms: int
 ) -> None:
-    """R34, R82: whatever the moment of the kill, each of three questions is one call of one unbroken line."""
+    """Whatever the moment of the kill, each of three questions is one call of one unbroken line."""
     token = (await opened(victim)).token
     told: list[str] = []
 

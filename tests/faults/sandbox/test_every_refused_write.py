@@ -6,23 +6,21 @@ upon, deleted, evicted, and taken over by the next service. The provider is a se
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from tests.support.failing_disk import FULL, IOERR, Disk, failing
-from tests.unit.sandbox.domain import pass_turns
+from tests.support.disks.failing_disk import Disk, failing
+from tests.support.disks.refused_writes import ERRORS, KINDS, sweep
 from tests.unit.sandbox.scripted_backend import World
-from tests.unit.sandbox.test_snapshot_cache import Cache, cache
+from tests.unit.sandbox.scripted_domain import pass_turns
+from tests.unit.sandbox.snapshots.test_manager import Cache, cache
 
 from penstock_chassis import rpc_status
 from penstock_chassis.errors import NotFound, Unavailable
 
 T = TypeVar("T")
-HANGS_S = 30.0
 
 
 async def insisting(cache: Cache, work: Callable[[], Awaitable[T]]) -> T:
@@ -89,28 +87,15 @@ async def play(directory: Path, disk: Disk) -> None:
                     raise
 
 
-@pytest.mark.parametrize("commits", [False, True], ids=["statements", "commits"])
-@pytest.mark.parametrize(
-    ("code", "undoes"), [(FULL, True), (IOERR, True), (IOERR, False)], ids=["full", "io error", "io error of one"]
-)
-async def test_whatever_write_is_refused_nothing_is_left_and_nothing_told_is_lost(
+@pytest.mark.requirement("R49", "R50", "R146")
+@KINDS
+@ERRORS
+async def test_refused_write_leaves_nothing_and_loses_nothing_reported(
     tmp_path: Path, code: int, undoes: bool, commits: bool
 ) -> None:
-    """R49, R50, R146: of every sandbox and layer that was to go nothing is left; what was told to be there is there."""
-    failed: dict[str, str] = {}
-    refused: list[str] = []
-    for at in count(1):
-        disk = Disk(code, at=at, commits=commits, undoes=undoes)
-        try:
-            async with asyncio.timeout(HANGS_S):
-                await play(tmp_path / str(at), disk)
-        except (AssertionError, TimeoutError) as error:
-            failed[f"{at}: {disk.refused[:1]}"] = repr(error)
-        if not disk.reached:
-            break
-        refused.append(disk.refused[0])
-    assert not failed
-    assert len(refused) > 8
+    """Of every sandbox and layer that was to go nothing is left; what was told to be there is there."""
+    swept = await sweep(play, tmp_path, lambda at: Disk(code, at=at, commits=commits, undoes=undoes))
+    assert len(swept.refused) > 8
     if not commits:
         for kind in ("INSERT INTO sandbox", "DELETE FROM sandbox", "INSERT INTO snapshot", "DELETE FROM snapshot"):
-            assert any(statement.startswith(kind) for statement in refused), (kind, refused)
+            assert any(statement.startswith(kind) for statement in swept.refused), (kind, swept.refused)

@@ -8,8 +8,8 @@ import pytest_asyncio
 from tests.support.copy_script import COPY_SCRIPT
 
 from penstock.client import Command, Penstock, RewardFrom, SeedFile, Task, Verifier, connect
-from penstock.client.stack import LocalStack
-from penstock_codec import tiny
+from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 
 TASK = Task(
     task_id="copy-note",
@@ -28,7 +28,7 @@ TASK = Task(
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer and a template, which is all that the scripted engine needs."""
     folder = tmp_path_factory.mktemp("model")
-    tiny.build().write(folder)
+    tiny_tokenizer.build().write(folder)
     return folder
 
 

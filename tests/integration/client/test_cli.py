@@ -12,15 +12,15 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from tests.support.commandline import json_lines
-from tests.support.token_endpoint import VOCAB, token_endpoint, unused_port
+from tests.support.endpoints.token_endpoint import VOCAB, token_endpoint, unused_port
+from tests.support.terminal.commandline import json_lines
 from tests.support.waiting import eventually_async
 
-from penstock.cli.doctor_inference import finding
+from penstock.cli.commands.doctor.inference import finding
 from penstock.client import Unavailable, connect
-from penstock.client.endpoints import CONNECTION_FILE as CONNECTION
-from penstock.client.endpoints import write_connection
-from penstock.client.stack import LocalStack
+from penstock.client.transport.endpoints import CONNECTION_FILE as CONNECTION
+from penstock.client.transport.endpoints import write_connection
+from penstock.local.stack import LocalStack
 
 SECRET = "sk-test '$(leak)"
 TASK_FILE = """
@@ -100,9 +100,7 @@ async def test_several_rollouts_give_lines_of_json(connection: dict[str, str], t
     assert {line["event"] for line in lines if "event" in line} >= {"PhaseChanged", "AgentEvent", "Ended"}
 
 
-async def test_a_rollout_that_fails_is_exit_code_1_and_a_refused_one_is_4(
-    connection: dict[str, str], tmp_path: Path
-) -> None:
+async def test_failed_rollout_exits_with_1_and_a_refused_one_with_4(connection: dict[str, str], tmp_path: Path) -> None:
     """Errors are one line that says what to do, without a traceback."""
     failing = tmp_path / "failing.yaml"
     failing.write_text("instruction: x\nsetup: [exit 9]\n")
@@ -119,14 +117,16 @@ async def test_a_rollout_that_fails_is_exit_code_1_and_a_refused_one_is_4(
     assert code == 2 and "steup: line 2: no such key; did you mean setup?" in err.replace("\n", "")
 
 
-async def test_services_that_are_not_there_are_exit_code_3_and_the_error_says_how_to_start_them() -> None:
-    """R27: a service that is not reachable is a clear error."""
+@pytest.mark.requirement("R27")
+async def test_absent_services_exit_with_3_and_the_command_that_starts_them() -> None:
+    """A service that is not reachable is a clear error."""
     code, _, err = await penstock("agents", environment={"PENSTOCK_DRIVER_ADDRESS": "127.0.0.1:1"})
     assert code == 3 and "penstock up" in err and "Traceback" not in err
 
 
-async def test_a_key_is_taken_from_the_environment_and_never_from_the_command_line(task_file: Path) -> None:
-    """R1: no secret in an argv."""
+@pytest.mark.requirement("R1")
+async def test_key_comes_from_the_environment_never_the_command_line(task_file: Path) -> None:
+    """No secret in an argv."""
     code, _, err = await penstock(
         "rollout", "--agent", "shell", "--task", str(task_file), "--upstream", "http://127.0.0.1:1/v1",
         "--api-key-env", "NOT_SET",
@@ -134,10 +134,9 @@ async def test_a_key_is_taken_from_the_environment_and_never_from_the_command_li
     assert code == 2 and "NOT_SET" in err
 
 
-async def test_an_upstream_answers_with_the_key_from_the_environment_and_no_service_needs_to_run(
-    task_file: Path, tmp_path: Path
-) -> None:
-    """R11: the key goes to the address that it was given for; without services the command starts its own."""
+@pytest.mark.requirement("R11")
+async def test_upstream_is_asked_with_the_environments_key_without_any_service(task_file: Path, tmp_path: Path) -> None:
+    """The key goes to the address that it was given for; without services the command starts its own."""
     asked: list[tuple[str | None, Any]] = []
 
     async def complete(request: web.Request) -> web.Response:
@@ -173,15 +172,16 @@ async def test_an_upstream_answers_with_the_key_from_the_environment_and_no_serv
     finally:
         await runner.cleanup()
     assert code == 0, (out, err)
-    assert "services of this command's own" in err and "reward 1" in out
+    assert "services for this command only" in err and "reward 1" in out
     assert [key for key, _ in asked] == [f"Bearer {SECRET}"] * 2
     assert {body["model"] for _, body in asked} == {"some-model"}
     for written in [*(tmp_path / "runs").rglob("*"), *(tmp_path / "state").rglob("*")]:
         assert not written.is_file() or SECRET.encode() not in written.read_bytes(), written
 
 
+@pytest.mark.requirement("R70")
 async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dict[str, str], tmp_path: Path) -> None:
-    """R70: an interrupt leaves nothing running."""
+    """An interrupt leaves nothing running."""
     slow = tmp_path / "slow.yaml"
     slow.write_text("instruction: x\nsetup: [sleep 600]\n")
     process = await start(
@@ -199,7 +199,7 @@ async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dic
     assert code == 0 and "--skip-permissions" in out
 
 
-async def test_up_keeps_services_running_until_it_is_told_to_stop(tmp_path: Path) -> None:
+async def test_up_keeps_services_running_until_stopped(tmp_path: Path) -> None:
     """One command runs everything; clients find it by its connection file; nothing is left afterwards."""
     state, port = tmp_path / "state", unused_port()
     process = await start("up", "--free-ports", "--state-dir", str(state), "--set", f"driver.port={port}", "--json")
@@ -228,8 +228,9 @@ async def test_up_keeps_services_running_until_it_is_told_to_stop(tmp_path: Path
         assert code == 2 and problem in err
 
 
+@pytest.mark.requirement("R1", "R27")
 async def test_up_asks_an_endpoint_and_doctor_says_what_it_gives(tmp_path: Path) -> None:
-    """R1, R27: the key comes by the environment and shows nowhere; until the endpoint answers, that is what is said."""
+    """The key comes by the environment and shows nowhere; until the endpoint answers, that is what is said."""
     model, state, port = tmp_path / "model", tmp_path / "state", unused_port()
     model.mkdir()
     (model / "config.json").write_bytes(orjson.dumps({"vocab_size": VOCAB}))
@@ -266,8 +267,9 @@ async def test_up_asks_an_endpoint_and_doctor_says_what_it_gives(tmp_path: Path)
     assert code == 2 and "--engine-key-env" in err
 
 
-async def test_a_rollout_told_to_end_takes_its_services_and_their_secrets_along(tmp_path: Path) -> None:
-    """R70, R1: SIGTERM is as an interrupt; no file with a token stays."""
+@pytest.mark.requirement("R1", "R70")
+async def test_stopped_rollout_ends_its_services_and_removes_their_secrets(tmp_path: Path) -> None:
+    """SIGTERM is as an interrupt; no file with a token stays."""
     slow = tmp_path / "slow.yaml"
     slow.write_text("instruction: x\nsetup: [sleep 600]\n")
     state = tmp_path / "state"
@@ -277,7 +279,7 @@ async def test_a_rollout_told_to_end_takes_its_services_and_their_secrets_along(
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     async for line in process.stderr:
-        if b"services of this command's own" in line:
+        if b"services for this command only" in line:
             break
     assert (state / "private").is_dir()
     process.send_signal(signal.SIGTERM)
@@ -292,13 +294,14 @@ async def test_a_taken_port_is_one_line_that_says_what_to_do(tmp_path: Path) -> 
     async with holder:
         code, _, err = await penstock("up", "--state-dir", str(tmp_path / "state"))
     assert code == 3, err
-    assert "127.0.0.1:7703 cannot be listened on" in err and "--free-ports" in err
+    assert "127.0.0.1:7703: the service cannot listen there" in err and "--free-ports" in err
     first, told = err.strip().splitlines()  # what is being started, then what went wrong
     assert first.startswith("starting interception") and "Traceback" not in told
 
 
+@pytest.mark.requirement("R66")
 async def test_agents_are_listed_shown_checked_and_registered(connection: dict[str, str], tmp_path: Path) -> None:
-    """R66: the list is the registry's; adding an agent is adding one YAML file."""
+    """The list is the registry's; adding an agent is adding one YAML file."""
     code, out, err = await penstock("agents", "show", "shell", environment=connection)
     assert code == 0 and "argv:" in out, err
     derived = tmp_path / "derived.yaml"
@@ -334,14 +337,15 @@ default_timeout_s: 30
     assert "unknown placeholder {{nothing}}" in err and "nothing uses {{base_url}}" in err
 
 
+@pytest.mark.requirement("R66")
 async def test_a_new_agents_file_is_certified_before_anything_is_registered(
     connection: dict[str, str], tmp_path: Path
 ) -> None:
-    """R66: the scaffold holds as it is; a check reads, with --run installs and runs, and leaves nothing."""
+    """The scaffold holds as it is; a check reads, with --run installs and runs, and leaves nothing."""
     code, out, err = await penstock("agents", "new", "mine", "--npm", "@me/agent@1.2.3", cwd=tmp_path)
     assert code == 0 and "wrote mine.yaml" in out, (out, err)
     code, _, err = await penstock("agents", "new", "mine", cwd=tmp_path)
-    assert code == 2 and "is there already" in err
+    assert code == 2 and "exists" in err
     code, _, err = await penstock("agents", "new", "other", "--pypi", "agent", cwd=tmp_path)
     assert code == 2 and "exact version" in err and not (tmp_path / "other.yaml").exists()
     code, out, err = await penstock("agents", "check", "mine.yaml", environment=connection, cwd=tmp_path)
@@ -356,7 +360,7 @@ async def test_a_new_agents_file_is_certified_before_anything_is_registered(
         assert f"{step} ok" in out, (step, out, err)
     file.write_text(file.read_text().replace("{{instruction_path}}", "/nowhere"))
     code, out, err = await penstock("agents", "check", str(file), "--run", environment=connection)
-    assert code == 1 and "endpoint failed" in out and "last words" in out, (out, err)
+    assert code == 1 and "endpoint failed" in out and "end of its output" in out, (out, err)
     code, out, err = await penstock("agents", environment=connection)
     assert "copied" not in out, (out, err)
 
@@ -403,8 +407,9 @@ async def test_a_state_directory_that_is_named_is_the_one_that_is_used(
     assert code == 1 and "logs in" not in err, err
 
 
+@pytest.mark.requirement("R97")
 async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path: Path) -> None:
-    """R97: a line when it died, a line when it is back; `doctor --live` knows."""
+    """A line when it died, a line when it is back; `doctor --live` knows."""
     state = str(tmp_path / "state")
     up = await start("up", "--free-ports", "--state-dir", state)
     assert up.stdout is not None and up.stderr is not None
@@ -416,11 +421,11 @@ async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path
     said = []
     async for line in up.stderr:
         said.append(line.decode())
-        if "is back" in said[-1]:
+        if "is running again" in said[-1]:
             break
     (death,) = [line for line in said if "was killed by SIGKILL" in line]
     assert death.startswith("The sandbox service was killed by SIGKILL")
-    assert "sandbox.log" in death and "started again in 0.5 s (restart 1 of at most 5 in 10 minutes)" in death
+    assert "sandbox.log" in death and "restarts in 0.5 s (restart 1 of at most 5 in 10 minutes)" in death
     code, out, _ = await penstock("doctor", "--live", "--state-dir", state)
     assert code == 0 and "SERVICE_RESTARTED" in out
     up.terminate()
@@ -435,7 +440,7 @@ def _children(pid: int, module: str) -> list[int]:
     ]
 
 
-async def test_nothing_is_cut_where_the_output_is_no_terminal(connection: dict[str, str]) -> None:
+async def test_piped_output_is_not_cut(connection: dict[str, str]) -> None:
     """A pipe has no width."""
     code, out, _ = await penstock("agents", environment={**connection, "COLUMNS": "80"})
     assert code == 0 and "…" not in out
@@ -443,11 +448,12 @@ async def test_nothing_is_cut_where_the_output_is_no_terminal(connection: dict[s
     assert "append_system_prompt" in row
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 async def test_verify_proves_an_export_offline(
     connection: dict[str, str], task_file: Path, tmp_path: Path, suffix: str
 ) -> None:
-    """R82: what was exported is what the gate recorded; a token that was changed is found."""
+    """What was exported is what the gate recorded; a token that was changed is found."""
     await penstock(
         "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", f"verify-{suffix}", environment=connection,
         cwd=tmp_path,
@@ -467,7 +473,7 @@ async def test_verify_proves_an_export_offline(
         changed["completion_token_ids"][0] += 1
         turns.write_bytes(orjson.dumps(changed) + b"\n" + b"".join(rest))
         code, out, err = await penstock("verify", str(turns))
-        assert code == 1 and "does not hold" in out and changed["call_id"] in out.replace("\n", ""), (out, err)
+        assert code == 1 and "broken" in out and changed["call_id"] in out.replace("\n", ""), (out, err)
 
 
 async def test_doctor_says_what_this_machine_can_do() -> None:
@@ -483,8 +489,9 @@ async def test_doctor_says_what_this_machine_can_do() -> None:
     assert "Python" in out
 
 
+@pytest.mark.requirement("R8", "R48")
 async def test_doctor_asks_a_service_that_runs_and_shows_no_key(connection: Mapping[str, str]) -> None:
-    """R48, R8: what the service says of its backends, which may be configured otherwise than this command."""
+    """What the service says of its backends, which may be configured otherwise than this command."""
     closed = {"E2B_API_KEY": SECRET, "E2B_API_URL": "http://127.0.0.1:1", "HF_TOKEN": SECRET, "HF_ENDPOINT": "http://x"}
     for arguments in (["--json"], []):
         code, out, err = await penstock("doctor", *arguments, environment={**connection, **closed})

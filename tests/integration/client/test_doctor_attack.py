@@ -7,14 +7,16 @@ import json
 import os
 from pathlib import Path
 
-from tests.support.commands import invoke
-from tests.support.stack import running
+import pytest
+from tests.support.services.stack import running
+from tests.support.terminal.commands import invoke
 
-from penstock.client.endpoints import write_connection
+from penstock.client.transport.endpoints import write_connection
 
 
-async def test_attacks_on_a_users_own_deployment_are_told_in_a_table_and_as_json(tmp_path: Path) -> None:
-    """R13, R72: what was tried and what came of it; exit code 0 when nothing is broken, and a wrong name is refused."""
+@pytest.mark.requirement("R13", "R72")
+async def test_attacks_on_a_deployment_are_reported_as_table_and_json(tmp_path: Path) -> None:
+    """What was tried and what came of it; exit code 0 when nothing is broken, and a wrong name is refused."""
     file = tmp_path / "connection.json"
     async with running(tmp_path) as stack:
         write_connection(file, stack.stack.endpoints, pid=os.getpid())
@@ -35,8 +37,9 @@ async def test_attacks_on_a_users_own_deployment_are_told_in_a_table_and_as_json
         assert code == 2 and "no-such-attack" in err
 
 
+@pytest.mark.requirement("R13", "R72")
 async def test_attacks_need_no_engine_and_no_services_that_run(tmp_path: Path) -> None:
-    """R13, R72: on services of the command's own, which have no model, an endpoint of its own answers."""
+    """On services of the command's own, which have no model, an endpoint of its own answers."""
     line = ("doctor", "--attack", "--only", "kill-all", "--state-dir", str(tmp_path / "state"))
     code, out, err = await asyncio.to_thread(invoke, *line, environment={})
     assert code == 0, (out, err)

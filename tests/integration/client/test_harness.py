@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from tests.integration.client.conftest import TASK
 
+from penstock.adapters.harness.session import RolloutFailed, Session, SessionClosed, SessionFactory, task_of
 from penstock.client import (
     AlreadyExists,
     CallFinished,
@@ -25,8 +26,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
-from penstock.client.harness import RolloutFailed, Session, SessionClosed, SessionFactory, task_of
-from penstock.client.stack import LocalStack
+from penstock.local.stack import LocalStack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -60,15 +60,16 @@ async def sandboxes(ps: Penstock, session: Session) -> list[tuple[str, str]]:
     return [item async for item in ps.sandboxes.list(labels={"penstock_rollout": session.rollout_id})]
 
 
+@pytest.mark.requirement("R79", "R82", "R84")
 async def test_a_session_gives_exit_code_traces_and_reward(factory: SessionFactory) -> None:
-    """R79, R82, R84: everything that a worker reads of a rollout, as it was captured and graded."""
+    """Everything that a worker reads of a rollout, as it was captured and graded."""
 
     def work() -> None:
         with pickle.loads(pickle.dumps(factory)) as copy, copy.create("Copy note.txt.", 7, "an-episode") as session:
             assert session.rollout_id == "an-episode"
             assert session.initial_messages() == [{"role": "user", "content": "Copy note.txt."}]
             assert session.list_tools() == []
-            assert "none of ours" in (session.call_tool("bash", {}).error or "")
+            assert "not one of the session's" in (session.call_tool("bash", {}).error or "")
             assert session.wait_for_completion() == 0
             assert session.wait_for_completion(60) == 0
             graded = session.verify([])
@@ -97,8 +98,9 @@ async def test_a_session_gives_exit_code_traces_and_reward(factory: SessionFacto
     await asyncio.to_thread(work)
 
 
+@pytest.mark.requirement("R70")
 async def test_closing_from_another_thread_ends_the_wait_and_the_sandbox(factory: SessionFactory, ps: Penstock) -> None:
-    """R70: whoever waits is told at once, the sandbox is gone when `close` returns, and closing again does nothing."""
+    """Whoever waits is told at once, the sandbox is gone when `close` returns, and closing again does nothing."""
     session = await asyncio.to_thread(factory.create, STUCK)
     with ThreadPoolExecutor(2) as threads:
         waiting, grading = threads.submit(session.wait_for_completion), threads.submit(session.verify)
@@ -116,8 +118,9 @@ async def test_closing_from_another_thread_ends_the_wait_and_the_sandbox(factory
     assert len((await asyncio.to_thread(session.fetch_training_trace)).turns) == 1
 
 
+@pytest.mark.requirement("R70", "R74")
 async def test_an_agent_that_ran_out_of_time_keeps_its_turns(factory: SessionFactory, ps: Penstock) -> None:
-    """R70, R74: TimeoutError, the captured turns stay, the sandbox goes; not graded is None."""
+    """TimeoutError, the captured turns stay, the sandbox goes; not graded is None."""
     session = await asyncio.to_thread(factory.create, STUCK)
     await first_call(ps, session)
     with pytest.raises(TimeoutError):
@@ -127,8 +130,9 @@ async def test_an_agent_that_ran_out_of_time_keeps_its_turns(factory: SessionFac
     assert await sandboxes(ps, session) == []
 
 
+@pytest.mark.requirement("R59", "R61")
 async def test_an_agents_own_limit_is_a_timeout_and_its_rollout_is_graded(stack: LocalStack) -> None:
-    """R59, R61: the limit that the factory gives ends the agent; the verifier runs all the same."""
+    """The limit that the factory gives ends the agent; the verifier runs all the same."""
 
     def work() -> None:
         limited = SessionFactory(
@@ -144,8 +148,9 @@ async def test_an_agents_own_limit_is_a_timeout_and_its_rollout_is_graded(stack:
     await asyncio.to_thread(work)
 
 
+@pytest.mark.requirement("R58", "R74")
 async def test_a_failed_setup_is_no_outcome_of_the_policy(factory: SessionFactory) -> None:
-    """R58, R74: the worker gets an exception, and leaves the rollout out."""
+    """The worker gets an exception, and leaves the rollout out."""
 
     def work() -> None:
         with factory.create(replace(STUCK, setup=[Command(["false"])])) as session:
@@ -157,8 +162,8 @@ async def test_a_failed_setup_is_no_outcome_of_the_policy(factory: SessionFactor
     await asyncio.to_thread(work)
 
 
+@pytest.mark.requirement("R27")
 async def test_a_source_that_is_not_there_is_refused_by_create(stack: LocalStack) -> None:
-    """R27"""
     options: RolloutOptions = {"source": Upstream(name="nobody", model="m")}
 
     def work() -> None:
@@ -170,8 +175,9 @@ async def test_a_source_that_is_not_there_is_refused_by_create(stack: LocalStack
     await asyncio.to_thread(work)
 
 
+@pytest.mark.requirement("R63")
 async def test_a_prompt_is_a_task_a_text_a_chat_or_a_mapping() -> None:
-    """R63: each form means what it says, and anything else is refused by name."""
+    """Each form means what it says, and anything else is refused by name."""
     assert task_of(TASK) is TASK
     assert task_of("do it", TASK).instruction == "do it"
     assert task_of("do it", TASK).verifier is TASK.verifier

@@ -13,15 +13,15 @@ import orjson
 import pytest
 import pytest_asyncio
 from tests.integration.client.test_cli import start
-from tests.support.commandline import commands, json_lines
-from tests.support.commands import invoke
+from tests.support.terminal.commandline import commands, json_lines
+from tests.support.terminal.commands import invoke
 from tests.unit.docs.test_cli import WITHOUT
 
-from penstock.cli import console
+from penstock.analysis.export import write
+from penstock.cli.terminal import console
 from penstock.client import Mode, Task, connect
-from penstock.client.endpoints import write_connection
-from penstock.client.export import write
-from penstock.client.stack import LocalStack
+from penstock.client.transport.endpoints import write_connection
+from penstock.local.stack import LocalStack
 
 TASK = """
 task_id: copy-note
@@ -173,7 +173,7 @@ def test_an_exit_code_means_the_same_for_every_command(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, console.INTERRUPTED), (signal.SIGTERM, console.TERMINATED)]
 )
-async def test_a_command_that_is_told_to_end_says_by_what(number: signal.Signals, code: int, ground: Ground) -> None:
+async def test_stopped_command_names_the_signal(number: signal.Signals, code: int, ground: Ground) -> None:
     """130 and 143, as shells count signals."""
     process = await start("watch", "--json", environment=ground.environment, cwd=ground.folder)
     assert process.stdout is not None

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tests.support.copying import copy_task, finish, training
 from tests.support.policy import FILES
-from tests.support.stack import Running, disjoint_uids
+from tests.support.services.stack import Running, disjoint_uids
 
 from penstock.client import FailedPrecondition, Mode, connect
 from penstock.client.errors import PenstockError
-from penstock.client.stack import LocalStack
+from penstock.local.stack import LocalStack
 
 
 @pytest.fixture
@@ -34,8 +34,9 @@ async def alone(tmp_path: Path) -> AsyncIterator[Running]:
         yield Running(stack, ps, stack.state_dir)
 
 
+@pytest.mark.requirement("R20")
 async def test_a_trainer_answers_rollouts_with_its_own_engine(alone: Running) -> None:
-    """R20: nothing but a tokenizer and a template is served, and the rollout is exact."""
+    """Nothing but a tokenizer and a template is served, and the rollout is exact."""
     async with training(alone, "own-engine"):
         handle = await alone.ps.rollouts.create(copy_task(alone), "shell", labels={"test": "own-engine"})
         finished = await asyncio.wait_for(finish(handle), 120)
@@ -43,8 +44,9 @@ async def test_a_trainer_answers_rollouts_with_its_own_engine(alone: Running) ->
     assert (await handle.trajectory()).grade == "exact"
 
 
-async def test_what_would_ask_the_engine_is_refused_before_anything_starts(alone: Running) -> None:
-    """R27: a rollout that the service would have to answer, a generation, a weight push."""
+@pytest.mark.requirement("R27")
+async def test_engine_calls_are_refused_before_anything_starts(alone: Running) -> None:
+    """A rollout that the service would have to answer, a generation, a weight push."""
     with pytest.raises(FailedPrecondition, match="engine = none") as refused:
         await alone.ps.rollouts.create(copy_task(alone), "shell", mode=Mode.TRANSPARENT_PROXY)
     assert refused.value.reason == "SOURCE_UNSUITABLE"

@@ -6,11 +6,11 @@ import orjson
 import pytest
 import pytest_asyncio
 from tests.integration.client.test_watch import connection, group_of
-from tests.support import ptys
-from tests.support.commands import invoke
+from tests.support.terminal import ptys
+from tests.support.terminal.commands import invoke
 
 from penstock.client import connect
-from penstock.client.stack import LocalStack
+from penstock.local.stack import LocalStack
 
 __all__ = ["connection"]  # a fixture
 
@@ -63,7 +63,7 @@ def test_a_file_replays_as_the_services_do_and_says_what_it_lacks(
     code, _, err = invoke(*export, environment=connection)
     assert code == 0, err
     code, _, err = invoke("replay", str(file), environment=nowhere)
-    assert code == 2 and f"say which: {file}@{group}-" in err
+    assert code == 2 and f"choose one, for example {file}@{group}-" in err
     one = f"{file}@{group}-1"
     code, live, err = invoke("replay", f"{group}-1", "--json", "--tokens", environment=connection)
     assert code == 0, err
@@ -76,11 +76,11 @@ def test_a_file_replays_as_the_services_do_and_says_what_it_lacks(
     assert "<tool_call>" in calls[0]["answer"] and len(calls[0]["logprobs"]) == calls[0]["sampled_tokens"]
     assert {line["event"]["event"] for line in told if "event" in line} >= {"PhaseChanged", "AgentEvent", "Ended"}
     code, printed, err = invoke("replay", one, "--all", environment=nowhere)
-    assert code == 0 and "Let me look." in printed and "only its model calls" in printed, err
+    assert code == 0 and "Let me look." in printed and "model calls only" in printed, err
     assert all(letter.isprintable() or letter == "\n" for letter in printed)
 
 
-def test_two_rollouts_are_the_same_or_it_is_said_where_they_part(
+def test_rollouts_are_equal_or_their_first_difference_is_shown(
     connection: dict[str, str], group: str, tmp_path: Path
 ) -> None:
     """Exit code 0: nothing differs but ids and times; 1: the first token at which they part, with what came before."""
@@ -95,7 +95,7 @@ def test_two_rollouts_are_the_same_or_it_is_said_where_they_part(
     of_first[1]["completion_token_ids"][0] += 1
     changed.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in of_first))
     code, out, err = invoke("diff", first, str(changed), environment=connection)
-    assert code == 1 and "they part at call 1, in its answer, token 0" in out and "they differ" in out, (out, err)
+    assert code == 1 and "they diverge at call 1, in its answer, token 0" in out and "they differ" in out, (out, err)
     assert "not compared" in out
     code, _, err = invoke("diff", first, "nobody", environment=connection)
     assert code == 4 and "there is no rollout nobody" in err

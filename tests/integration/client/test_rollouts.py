@@ -12,6 +12,7 @@ import orjson
 import pytest
 from tests.integration.client.conftest import TASK
 
+from penstock.analysis.export import write
 from penstock.client import (
     AlreadyDelivered,
     AlreadyExists,
@@ -32,7 +33,6 @@ from penstock.client import (
     SandboxSpec,
     Task,
 )
-from penstock.client.export import write
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,8 +46,9 @@ async def answer_all(ps: Penstock, handle: RolloutHandle, delivered: dict[str, C
         delivered[call.call_id] = completion
 
 
-async def test_a_trainer_answers_an_agents_calls_and_gets_its_tokens_back_as_a_trajectory(ps: Penstock) -> None:
-    """R82, R84: samples hold the delivered ids and logprobs, masked 1 exactly where they were sampled."""
+@pytest.mark.requirement("R82", "R84")
+async def test_trainer_answers_an_agents_calls_and_gets_a_trajectory(ps: Penstock) -> None:
+    """Samples hold the delivered ids and logprobs, masked 1 exactly where they were sampled."""
     delivered: dict[str, Completion] = {}
     handle = await ps.rollouts.create(TASK, "shell", labels={"suite": "client"})
     await answer_all(ps, handle, delivered)
@@ -71,8 +72,9 @@ async def test_a_trainer_answers_an_agents_calls_and_gets_its_tokens_back_as_a_t
     assert sample.input_ids[: second.prompt_count].tolist() == trajectory.prompt_of(second.call_id).tolist()
 
 
-async def test_events_tell_the_story_in_order_and_can_be_read_again_from_anywhere(ps: Penstock) -> None:
-    """R57, R71: phases, commands with their real exit, and the end, resumable by sequence."""
+@pytest.mark.requirement("R57", "R71")
+async def test_events_are_ordered_and_readable_again_from_any_position(ps: Penstock) -> None:
+    """Phases, commands with their real exit, and the end, resumable by sequence."""
     handle = await ps.rollouts.create(TASK, "shell", mode="transparent_proxy")
     events = [event async for event in handle.events()]
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
@@ -102,8 +104,9 @@ async def test_a_group_runs_its_rollouts_and_gives_every_result_with_samples(ps:
     assert group.info.complete and sorted(group.info.result_rollout_ids) == sorted(group.rollout_ids)
 
 
-async def test_one_session_serves_a_whole_run_and_each_answer_is_judged_by_itself(ps: Penstock) -> None:
-    """R29: a broken completion is refused by type and the call may be answered again; a second answer is refused."""
+@pytest.mark.requirement("R29")
+async def test_one_session_serves_a_run_and_each_answer_is_judged_alone(ps: Penstock) -> None:
+    """A broken completion is refused by type and the call may be answered again; a second answer is refused."""
     async with ps.intercept(run_id="one-session", policy_version=0, messages=True) as session:
         handles = [await ps.rollouts.create(TASK, "shell", run_id="one-session") for _ in range(2)]
         answered = 0
@@ -148,8 +151,9 @@ async def test_pausing_holds_calls_until_resume(ps: Penstock) -> None:
         await answering
 
 
+@pytest.mark.requirement("R24", "R70")
 async def test_a_cancelled_rollout_ends_its_calls_and_says_so(ps: Penstock) -> None:
-    """R24, R70: cancelling ends what waits, by type."""
+    """Cancelling ends what waits, by type."""
     handle = await ps.rollouts.create(TASK, "shell")
     async for call in handle.calls():
         await handle.cancel("enough")
@@ -160,8 +164,9 @@ async def test_a_cancelled_rollout_ends_its_calls_and_says_so(ps: Penstock) -> N
     assert result.failure is not None and result.failure.cause is FailureCause.CANCELLED
 
 
+@pytest.mark.requirement("R29")
 async def test_the_same_call_is_not_answered_twice_at_once(ps: Penstock) -> None:
-    """R29: a second answer is an error."""
+    """A second answer is an error."""
     handle = await ps.rollouts.create(TASK, "shell")
     async for call in handle.calls():
         good = await ps.inference.generate(call.prompt_token_ids, session_id=call.rollout_id)
@@ -188,8 +193,9 @@ async def test_bad_input_is_refused_by_type_before_anything_starts(ps: Penstock)
     await handle.result()
 
 
+@pytest.mark.requirement("R58", "R74")
 async def test_a_failed_setup_is_a_failure_of_the_task(ps: Penstock) -> None:
-    """R58: no agent, no verifier, no reward; R74: not graded is not zero."""
+    """No agent, no verifier, no reward; R74: not graded is not zero."""
     task = Task(task_id="broken", instruction="x", setup=[Command(shell="echo no >&2; exit 3")])
     result = await (await ps.rollouts.create(task, "shell", mode="transparent_proxy")).result()
     assert result.failure is not None and result.failure.cause is FailureCause.TASK
@@ -214,6 +220,7 @@ async def test_an_export_has_a_row_for_each_turn_or_sample(ps: Penstock, tmp_pat
             assert row["policy_spans"][-1]["end"] == len(row["completion_token_ids"])
 
 
+@pytest.mark.requirement("R44")
 async def test_sandboxes_and_agents_are_there_by_themselves(ps: Penstock) -> None:
     """The same services without a rollout; R44: files are bytes and every outcome is checked."""
     names = [agent.name async for agent in ps.agents.list()]

@@ -18,9 +18,9 @@ from penstock.client import (
     SandboxSpec,
     SeedFile,
 )
-from penstock.client.endpoints import Endpoints
-from penstock.client.rpc import Service
-from penstock.client.stack import LocalStack
+from penstock.client.transport.endpoints import Endpoints
+from penstock.client.transport.rpc import Service
+from penstock.local.stack import LocalStack
 from penstock.sandbox.v1 import file_service_pb2, file_service_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -38,7 +38,7 @@ async def test_text_where_bytes_belong_is_refused_by_name_and_nothing_is_written
             await sandbox.read_file("g.txt")
 
 
-async def test_what_goes_wrong_as_an_upload_is_made_reaches_its_caller_as_it_is(stack: LocalStack) -> None:
+async def test_error_while_an_upload_is_made_reaches_the_caller_unchanged(stack: LocalStack) -> None:
     """grpc.aio would cancel the call and say nothing."""
 
     async def frames() -> AsyncIterator[file_service_pb2.WriteFileRequest]:
@@ -58,8 +58,9 @@ async def test_what_goes_wrong_as_an_upload_is_made_reaches_its_caller_as_it_is(
     assert isinstance(service.channel, grpc.aio.Channel)
 
 
+@pytest.mark.requirement("R57")
 async def test_a_snapshot_is_prepared_once_and_forked(ps: Penstock) -> None:
-    """R57: setup runs once; every child has its files."""
+    """Setup runs once; every child has its files."""
     setup = [Command(shell="tr a-z A-Z <word.txt >shout.txt; echo done")]
     files = [SeedFile("word.txt", b"quiet")]
     made = await ps.sandboxes.prepare(files=files, setup=setup)
@@ -78,15 +79,16 @@ async def test_a_snapshot_is_prepared_once_and_forked(ps: Penstock) -> None:
         await ps.sandboxes.create(SandboxSpec(snapshot_id=made.snapshot_id))
 
 
-async def test_a_setup_that_fails_shows_what_it_said(ps: Penstock) -> None:
+async def test_failed_setup_shows_its_output(ps: Penstock) -> None:
     """The note under the error is the end of the command's output."""
     with pytest.raises(FailedPrecondition, match="setup command 0") as caught:
         await ps.sandboxes.prepare(setup=[Command(shell="echo no such luck >&2; exit 3")])
     assert caught.value.reason == "SETUP_FAILED" and "no such luck" in caught.value.__notes__[0]
 
 
-async def test_a_kernel_of_its_own_is_demanded_of_a_snapshot_as_of_a_sandbox(ps: Penstock) -> None:
-    """R55: local sandboxes run on this machine's kernel, and both say so before anything is made."""
+@pytest.mark.requirement("R55")
+async def test_own_kernel_can_be_demanded_of_a_snapshot(ps: Penstock) -> None:
+    """Local sandboxes run on this machine's kernel, and both say so before anything is made."""
     demanding = SandboxSpec(own_kernel=True)
     for refused in (ps.sandboxes.create(demanding), ps.sandboxes.prepare(demanding)):
         with pytest.raises(FailedPrecondition) as caught:
@@ -107,8 +109,9 @@ async def test_a_diff_has_what_changed_and_names_what_is_gone(ps: Penstock) -> N
         assert diff.deleted_paths == (f"{sandbox.workdir}/old.txt",)
 
 
+@pytest.mark.requirement("R55")
 async def test_stats_and_reprs_show_what_one_looks_for(ps: Penstock) -> None:
-    """R55: a figure that the backend cannot tell is None, never zero by convention."""
+    """A figure that the backend cannot tell is None, never zero by convention."""
     async with await ps.sandboxes.create() as sandbox:
         ran = await sandbox.run(["sh", "-c", "echo hello; exit 3"])
         assert repr(ran) == "RunResult(exit 3, stdout=b'hello\\n', stderr=b'')" and not ran.ok
@@ -119,8 +122,9 @@ async def test_stats_and_reprs_show_what_one_looks_for(ps: Penstock) -> None:
         assert stats.disk_bytes is None or stats.disk_bytes >= 0
 
 
+@pytest.mark.requirement("R40")
 async def test_a_network_is_narrowed_and_never_widened(ps: Penstock, stack: LocalStack) -> None:
-    """R40: from one endpoint to nothing, and not back."""
+    """From one endpoint to nothing, and not back."""
     gate = OneEndpoint(local_port=8080, upstream=stack.ingress_address)
     async with await ps.sandboxes.create(SandboxSpec(network=gate)) as sandbox:
         await sandbox.narrow_network(None)
@@ -129,8 +133,9 @@ async def test_a_network_is_narrowed_and_never_widened(ps: Penstock, stack: Loca
         assert caught.value.reason == "POLICY_WIDER"
 
 
+@pytest.mark.requirement("R55")
 async def test_a_refusal_names_the_sandbox_and_the_limit_that_cannot_hold(ps: Penstock) -> None:
-    """R55: a limit that would be none is refused, not accepted."""
+    """A limit that would be none is refused, not accepted."""
     with pytest.raises(NotFound, match="nobody-made-this"):
         await ps.sandboxes.attach("nobody-made-this")
     with pytest.raises((InvalidArgument, FailedPrecondition)) as caught:

@@ -7,17 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.support.commands import invoke
+from tests.support.terminal.commands import invoke
 
-from penstock.client.endpoints import write_connection
-from penstock.client.stack import LocalStack
+from penstock.client.transport.endpoints import write_connection
+from penstock.local.stack import LocalStack
 
 
+@pytest.mark.requirement("R66")
 @pytest.mark.parametrize("callers_own", [True, False])
-async def test_what_the_served_model_can_take_is_no_finding_of_an_agent_or_the_only_one(
+async def test_short_context_is_the_only_finding_or_none(
     callers_own: bool, tmp_path: Path, model_dir: Path, script: Path
 ) -> None:
-    """R66: `agents check --run` asks no model; where the operator has it lean on the served one, whose context is too
+    """`agents check --run` asks no model; where the operator has it lean on the served one, whose context is too
     short, nothing else that did not come about is held against the agent."""
     stack = LocalStack(
         model_dir=model_dir,
@@ -39,5 +40,5 @@ async def test_what_the_served_model_can_take_is_no_finding_of_an_agent_or_the_o
         return
     assert code == 1, (out, err)
     assert " ok" not in told and told.count(" failed") == 1, (out, err)
-    assert "context failed the served model's context is too short for this agent's prompt" in told
-    assert "and it has 1,024 tokens" in told
+    assert "context failed the served model's context (1,024 tokens) is too short for this agent's prompt" in told
+    assert "so the agent was not tested" in told

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, connect
-from penstock.client.stack import LocalStack, StackFailed, UpstreamEndpoint
-from penstock.client.supervision import Deaths, ServiceRestart
+from penstock.local.stack import LocalStack, StackFailed, UpstreamEndpoint
+from penstock.local.supervision import Deaths, ServiceRestart
 
 SECRET = "sk-test '$(leak)"
 
@@ -30,8 +30,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_no_secret_is_in_any_argv_or_environment_and_none_stays_on_disk(tmp_path: Path) -> None:
-    """R1, R2: tokens and keys are in files that only this user can read, and those are gone afterwards."""
+@pytest.mark.requirement("R1", "R2")
+async def test_no_secret_is_in_an_argv_or_environment_or_stays_on_disk(tmp_path: Path) -> None:
+    """Tokens and keys are in files that only this user can read, and those are gone afterwards."""
     stack = LocalStack(
         state_dir=tmp_path / "state", upstreams={"up": UpstreamEndpoint("http://127.0.0.1:9/v1", SECRET)}
     )
@@ -71,12 +72,13 @@ def process_of(stack: LocalStack, service: str) -> int:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that died is started again without a pause."""
-    monkeypatch.setattr("penstock.client.supervision.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("penstock.local.supervision.FIRST_PAUSE_S", 0.0)
 
 
+@pytest.mark.requirement("R97")
 @pytest.mark.usefixtures("at_once")
-async def test_a_service_that_dies_is_started_again_where_it_was_and_the_others_go_on(tmp_path: Path) -> None:
-    """R97: same address, same token, no other service ends; the caller and `GetStatus` learn of it."""
+async def test_dead_service_restarts_at_its_address_and_the_others_continue(tmp_path: Path) -> None:
+    """Same address, same token, no other service ends; the caller and `GetStatus` learn of it."""
     seen: asyncio.Queue[ServiceRestart] = asyncio.Queue()
     async with (
         LocalStack(state_dir=tmp_path / "state", on_restart=seen.put_nowait) as stack,
@@ -99,9 +101,10 @@ async def test_a_service_that_dies_is_started_again_where_it_was_and_the_others_
     assert not any(map(alive, after.values()))
 
 
+@pytest.mark.requirement("R97")
 @pytest.mark.usefixtures("at_once")
-async def test_a_service_that_dies_too_often_ends_the_block_with_its_name_and_the_number(tmp_path: Path) -> None:
-    """R97: the number of restarts is bounded; nothing stays behind."""
+async def test_service_that_dies_too_often_ends_the_block_with_the_count(tmp_path: Path) -> None:
+    """The number of restarts is bounded; nothing stays behind."""
     restarts: list[ServiceRestart] = []
     pids: list[int] = []
 
@@ -123,9 +126,10 @@ async def test_a_service_that_dies_too_often_ends_the_block_with_its_name_and_th
     assert task is not None and task.cancelling() == 0
 
 
+@pytest.mark.requirement("R97")
 @pytest.mark.usefixtures("at_once")
-async def test_a_service_that_cannot_start_again_ends_the_block_with_what_it_said(tmp_path: Path) -> None:
-    """R97: a start that fails counts as a death."""
+async def test_service_that_cannot_restart_ends_the_block_with_its_message(tmp_path: Path) -> None:
+    """A start that fails counts as a death."""
     state = tmp_path / "state"
 
     def spoil(_: ServiceRestart) -> None:
@@ -137,10 +141,11 @@ async def test_a_service_that_cannot_start_again_ends_the_block_with_what_it_sai
             await stack.wait()
 
 
-async def test_without_restarts_a_service_that_dies_ends_the_block_with_its_name_and_the_end_of_its_log(
+@pytest.mark.requirement("R97")
+async def test_a_stack_without_restarts_ends_with_its_dead_services_name_and_log(
     tmp_path: Path,
 ) -> None:
-    """R97: the caller's choice."""
+    """The caller's choice."""
     with pytest.raises(
         StackFailed, match=r"sandbox service was killed by SIGKILL.*Its log is.*All services are stopped"
     ):
@@ -151,8 +156,9 @@ async def test_without_restarts_a_service_that_dies_ends_the_block_with_its_name
     assert task is not None and task.cancelling() == 0
 
 
+@pytest.mark.requirement("R97")
 def test_pauses_double_to_a_limit_and_old_deaths_are_forgotten() -> None:
-    """R97: bounded tries in a window of ten minutes."""
+    """Bounded tries in a window of ten minutes."""
     now = 0.0
     deaths = Deaths(3, clock=lambda: now)
     assert [deaths.pause() for _ in range(4)] == [0.5, 1.0, 2.0, None]
@@ -161,11 +167,12 @@ def test_pauses_double_to_a_limit_and_old_deaths_are_forgotten() -> None:
     assert (deaths.total, deaths.recent) == (5, 1)
 
 
-async def test_a_service_that_does_not_stop_is_killed_and_that_is_told(
+@pytest.mark.requirement("R50")
+async def test_service_that_does_not_stop_is_killed_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R50: who stops a stack hears what may have been left."""
-    monkeypatch.setattr("penstock.client.stack._STOP_S", 0.2)
+    """Who stops a stack hears what may have been left."""
+    monkeypatch.setattr("penstock.local.stack._STOP_S", 0.2)
     async with LocalStack(state_dir=tmp_path / "state") as stack:
         (sandbox,) = [item for item in stack._processes if item.name == "sandbox"]
         os.kill(sandbox.process.pid, signal.SIGSTOP)
@@ -180,7 +187,7 @@ async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
             raise AssertionError("started without a model")
 
 
-async def test_one_stack_at_a_time_uses_a_state_directory(tmp_path: Path) -> None:
+async def test_only_one_stack_uses_a_state_directory(tmp_path: Path) -> None:
     """Two would take each other's sandboxes for leftovers."""
     async with LocalStack(state_dir=str(tmp_path)):  # a text does as well
         with pytest.raises(ConfigurationError, match=rf"of process {os.getpid()}\b.*--state-dir DIR"):
@@ -188,10 +195,11 @@ async def test_one_stack_at_a_time_uses_a_state_directory(tmp_path: Path) -> Non
                 raise AssertionError("two stacks on one state")
 
 
+@pytest.mark.requirement("R50")
 async def test_when_its_owner_is_killed_every_service_ends(tmp_path: Path) -> None:
-    """R50: nothing outlives a kill -9 of whoever started it."""
+    """Nothing outlives a kill -9 of whoever started it."""
     code = (
-        "import asyncio, sys\nfrom pathlib import Path\nfrom penstock.client.stack import LocalStack\n"
+        "import asyncio, sys\nfrom pathlib import Path\nfrom penstock.local.stack import LocalStack\n"
         "async def main():\n"
         "    async with LocalStack(state_dir=Path(sys.argv[1])) as stack:\n"
         "        print(*[item.process.pid for item in stack._processes], flush=True)\n"
@@ -206,7 +214,7 @@ async def test_when_its_owner_is_killed_every_service_ends(tmp_path: Path) -> No
     assert len(pids) == 3
     descriptors = [os.pidfd_open(pid) for pid in pids]
     owner.kill()
-    await owner.wait()
+    await owner.communicate()
     loop = asyncio.get_running_loop()
     for descriptor in descriptors:
         ended = asyncio.Event()

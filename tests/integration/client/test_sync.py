@@ -5,7 +5,7 @@ import asyncio
 from tests.integration.client.conftest import TASK
 
 from penstock.client import sync
-from penstock.client.stack import LocalStack
+from penstock.local.stack import LocalStack
 
 
 async def test_a_trainer_without_await_does_the_same(stack: LocalStack) -> None:

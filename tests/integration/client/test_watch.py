@@ -9,12 +9,12 @@ import orjson
 import pytest
 from tests.integration.client.conftest import TASK
 from tests.integration.client.test_cli import start
-from tests.support import ptys
-from tests.support.commands import invoke
+from tests.support.terminal import ptys
+from tests.support.terminal.commands import invoke
 
 from penstock.client import Command, Mode, Penstock, SeedFile
-from penstock.client.endpoints import write_connection
-from penstock.client.stack import LocalStack
+from penstock.client.transport.endpoints import write_connection
+from penstock.local.stack import LocalStack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -100,7 +100,7 @@ async def test_a_person_sees_rollouts_begin_and_end_and_their_rewards(
         assert not terminal.foreign and terminal.title != "PWNED"
 
 
-async def test_a_watch_says_what_is_wrong_and_goes_on_when_it_is_right_again(
+async def test_watch_shows_a_broken_connection_and_resumes(
     connection: dict[str, str], stack: LocalStack, ps: Penstock, tmp_path: Path
 ) -> None:
     """A dead service and a wrong token are said in words, and it recovers by itself."""
@@ -117,7 +117,7 @@ async def test_a_watch_says_what_is_wrong_and_goes_on_when_it_is_right_again(
             assert "completed" in shown, "what was known stays"
             write_connection(file, replace(through, token="0" * 64), pid=os.getpid())
             await door.open()
-            await terminal.shows("waiting", "the token does not hold")
+            await terminal.shows("waiting", "the token is invalid")
             await group_of(ps, 1, "broken", "broken-2")
             write_connection(file, through, pid=os.getpid())
             await terminal.shows("live", "broken-2-0", "2 rollouts")
@@ -127,7 +127,7 @@ async def test_a_watch_says_what_is_wrong_and_goes_on_when_it_is_right_again(
         await door.close()
 
 
-async def test_a_program_reads_a_line_for_each_change_until_the_group_has_ended(
+async def test_lines_are_printed_for_each_change_until_the_group_ends(
     connection: dict[str, str], ps: Penstock, tmp_path: Path
 ) -> None:
     """Standard output is JSON and nothing else, and the last line of a rollout is how it ended."""
@@ -141,7 +141,7 @@ async def test_a_program_reads_a_line_for_each_change_until_the_group_has_ended(
     assert all(line["phase"] == "ended" and line["calls"] == 2 for line in last.values())
 
 
-async def test_a_program_is_told_that_a_rollout_of_the_group_failed(
+async def test_lines_report_a_failed_rollout_of_the_group(
     connection: dict[str, str], ps: Penstock, tmp_path: Path
 ) -> None:
     """Exit code 1, as for every command: done, and a rollout failed."""
@@ -208,7 +208,7 @@ async def test_a_limit_leaves_groups_whole_and_says_what_it_leaves_out(
     assert "4 rollouts" in out and "not shown" not in out + err
 
 
-async def test_a_program_that_waits_for_a_group_that_is_not_there_yet_says_so(
+async def test_waiting_for_an_absent_group_is_announced(
     connection: dict[str, str], ps: Penstock, tmp_path: Path
 ) -> None:
     """A typo does not look like a long wait; a group that is created afterwards is watched to its end."""

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.commands import invoke
-from tests.support.stack import OBSERVER_TOKEN, Running
+from tests.support.services.stack import OBSERVER_TOKEN, Running
+from tests.support.terminal.commands import invoke
 
-from penstock.cli import console
-from penstock.client.endpoints import Endpoints, write_connection
+from penstock.cli.terminal import console
+from penstock.client.transport.endpoints import Endpoints, write_connection
 
 WRONG = "nobody-knows-this"
 
@@ -28,16 +28,16 @@ def connection(folder: Path, stack: Running, token: str) -> dict[str, str]:
     return {"PENSTOCK_CONNECTION": str(folder / "connection.json")}
 
 
+@pytest.mark.requirement("R8")
 @pytest.mark.parametrize("place", ["file", "PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE", "none"])
-async def test_a_token_that_is_not_taken_is_told_with_where_it_was_found(
-    place: str, stack: Running, tmp_path: Path
-) -> None:
+async def test_refused_token_is_named_by_its_source(place: str, stack: Running, tmp_path: Path) -> None:
     """Nobody has to guess which of the places a token may be in was meant; the token itself is not printed (R8)."""
     environment = connection(tmp_path, stack, WRONG if place == "file" else stack.stack.operator_token)
     said = f"The token that was sent is from {tmp_path / 'connection.json'}"
     if place == "PENSTOCK_TOKEN":
         environment["PENSTOCK_TOKEN"] = WRONG
-        said = f"PENSTOCK_TOKEN: set it to a token of these services, or unset PENSTOCK_TOKEN to use that of {tmp_path}"
+        said = "PENSTOCK_TOKEN: set it to a token of these services, or unset PENSTOCK_TOKEN to use the token of"
+        said += f" {tmp_path}"
     elif place == "PENSTOCK_TOKEN_FILE":
         (tmp_path / "token").write_text(WRONG)
         environment["PENSTOCK_TOKEN_FILE"] = str(tmp_path / "token")
@@ -57,7 +57,7 @@ async def test_a_token_that_is_not_taken_is_told_with_where_it_was_found(
         (["openenv", "serve"], "an observer's", "The token that was sent is from"),
     ],
 )
-async def test_what_serves_others_does_not_start_with_a_token_that_is_no_good(
+async def test_public_listener_does_not_start_with_an_invalid_token(
     command: list[str], whose: str, said: str, stack: Running, tmp_path: Path
 ) -> None:
     """It would be its callers who found out, one by one."""
@@ -66,7 +66,7 @@ async def test_what_serves_others_does_not_start_with_a_token_that_is_no_good(
     assert code == console.REFUSED and said in err and not out, (out, err)
 
 
-async def test_what_serves_others_starts_before_the_services_do(tmp_path: Path) -> None:
+async def test_public_dashboard_starts_before_the_services(tmp_path: Path) -> None:
     """That nobody answers yet says nothing of the token."""
     environment = {**os.environ, "PENSTOCK_DRIVER_ADDRESS": "127.0.0.1:1", "PENSTOCK_SANDBOX_ADDRESS": "127.0.0.1:1"}
     process = await asyncio.create_subprocess_exec(

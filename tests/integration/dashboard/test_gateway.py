@@ -28,17 +28,17 @@ import penstock.interception.v1.rollout_gate_service_pb2
 import penstock.ops.v1.operations_service_pb2
 import penstock.sandbox.v1.sandbox_service_pb2
 from penstock.cli.main import app
-from penstock.client.endpoints import SERVICES, Endpoints, Tls
 from penstock.client.errors import ConfigurationError
+from penstock.client.transport.endpoints import SERVICES, Endpoints, Tls
 from penstock.dashboard.framing import BadFrame, data_frame, message_of, timeout_of, trailers_frame
 from penstock.dashboard.gateway import Bounds
 from penstock.dashboard.methods import ALLOWED
 from penstock.dashboard.serving import Dashboard, Place, serve
 from penstock_chassis.operations import ROLES as OPERATIONS_ROLES
 from penstock_driver.app import ROLES as DRIVER_ROLES
-from penstock_inference.service import ROLES as INFERENCE_ROLES
+from penstock_inference.app import ROLES as INFERENCE_ROLES
 from penstock_interception.app import ROLES as GATE_ROLES
-from penstock_sandbox.service import ROLES as SANDBOX_ROLES
+from penstock_sandbox.app import ROLES as SANDBOX_ROLES
 
 LIST = "penstock.driver.v1.RolloutService/ListRollouts"
 WATCH = "penstock.driver.v1.RolloutService/WatchRollouts"
@@ -176,7 +176,7 @@ async def test_a_call_passes_byte_for_byte_with_the_callers_own_token(tmp_path: 
     assert "cookie" not in metadata
 
 
-async def test_an_error_keeps_its_code_its_words_and_its_details(tmp_path: Path) -> None:
+async def test_error_keeps_its_code_message_and_details(tmp_path: Path) -> None:
     """A page can say what the service said, fields included (contracts: ErrorInfo on every error)."""
 
     async def refuse(request: bytes, context: Any) -> bytes:
@@ -209,8 +209,9 @@ async def test_a_stream_is_passed_on_message_by_message(tmp_path: Path) -> None:
     assert (messages, trailers["grpc-status"]) == ([b"second"], "0")
 
 
+@pytest.mark.requirement("R97")
 async def test_a_page_asks_each_service_for_its_status_by_a_header(tmp_path: Path) -> None:
-    """R97: all services serve the same method; one that is not there, or has no such name, is refused."""
+    """All services serve the same method; one that is not there, or has no such name, is refused."""
 
     async def status(_request: bytes, _context: Any) -> bytes:
         return b"fine"
@@ -268,8 +269,9 @@ async def test_a_page_that_does_not_read_holds_the_service_back(tmp_path: Path) 
         await response.content.readexactly(5)
 
 
+@pytest.mark.requirement("R27")
 async def test_a_deadline_holds_where_the_service_does_not(tmp_path: Path) -> None:
-    """R27: nobody waits for ever on a service that hangs; the service sees the deadline too."""
+    """Nobody waits for ever on a service that hangs; the service sees the deadline too."""
     left: list[float] = []
 
     async def hang(request: bytes, context: Any) -> bytes:
@@ -283,6 +285,7 @@ async def test_a_deadline_holds_where_the_service_does_not(tmp_path: Path) -> No
     assert left[0] <= 0.3
 
 
+@pytest.mark.requirement("R5")
 @pytest.mark.parametrize(
     ("method", "headers", "told"),
     [
@@ -301,10 +304,10 @@ async def test_a_deadline_holds_where_the_service_does_not(tmp_path: Path) -> No
         ("penstock.inference.v1.InferenceService/GetInfo", {}, ("UNAVAILABLE", "SERVICE_ABSENT")),
     ],
 )
-async def test_what_may_not_pass_is_refused_by_name(
+async def test_forbidden_methods_are_refused_by_name(
     tmp_path: Path, method: str, headers: dict[str, str], told: tuple[str, str]
 ) -> None:
-    """R5: a page that was taken over reaches neither commands nor files, tokens or deletions."""
+    """A page that was taken over reaches neither commands nor files, tokens or deletions."""
     async with world(tmp_path, Backend()) as here:
         messages, trailers = await here.call(method, b"", **headers)
     assert messages == []
@@ -312,7 +315,7 @@ async def test_what_may_not_pass_is_refused_by_name(
     assert here.backend.seen == []
 
 
-async def test_a_dead_service_is_told_as_unavailable_and_recovers(tmp_path: Path) -> None:
+async def test_dead_service_is_unavailable_and_recovers(tmp_path: Path) -> None:
     """Bad input: a service that is away is an answer in words; once it is back, the same dashboard serves it."""
 
     async def answer(request: bytes, context: Any) -> bytes:
@@ -339,8 +342,9 @@ async def test_a_dead_service_is_told_as_unavailable_and_recovers(tmp_path: Path
     assert messages == [b"here"]
 
 
+@pytest.mark.requirement("R13")
 async def test_calls_are_bounded_in_size_and_number(tmp_path: Path) -> None:
-    """R13: a page cannot fill the dashboard's memory, nor take all of its connections to the services."""
+    """A page cannot fill the dashboard's memory, nor take all of its connections to the services."""
 
     async def endless(request: bytes, context: Any) -> AsyncIterator[bytes]:
         yield b"first"
@@ -370,16 +374,18 @@ async def one_who_sends_no_body(here: World) -> AsyncIterator[asyncio.StreamRead
         writer.close()
 
 
-async def test_whoever_sends_no_body_has_a_place_all_the_same(tmp_path: Path) -> None:
-    """R13: requests that are still coming are calls too: strangers cannot open more of them than there are places."""
+@pytest.mark.requirement("R13")
+async def test_request_without_a_body_gets_a_place(tmp_path: Path) -> None:
+    """Requests that are still coming are calls too: strangers cannot open more of them than there are places."""
     bounds = Bounds(calls=1, read_s=600)
     async with world(tmp_path, Backend(), bounds=bounds) as here, one_who_sends_no_body(here):
         _, trailers = await here.call(LIST)
     assert status_of(trailers) == ("RESOURCE_EXHAUSTED", "DASHBOARD_BUSY")
 
 
+@pytest.mark.requirement("R27")
 async def test_a_request_that_does_not_come_is_given_up(tmp_path: Path) -> None:
-    """R27: its place is free again, and whoever is only slow is told."""
+    """Its place is free again, and whoever is only slow is told."""
     async with (
         world(tmp_path, Backend(), bounds=Bounds(read_s=0.01)) as here,
         one_who_sends_no_body(here) as reader,
@@ -390,8 +396,9 @@ async def test_a_request_that_does_not_come_is_given_up(tmp_path: Path) -> None:
     assert status_of(trailers) == ("DEADLINE_EXCEEDED", "REQUEST_SLOW")
 
 
+@pytest.mark.requirement("R13")
 async def test_all_requests_together_have_so_many_bytes(tmp_path: Path) -> None:
-    """R13: what is held of them is bounded over all calls, and free again when a call ends."""
+    """What is held of them is bounded over all calls, and free again when a call ends."""
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def held(request: bytes, context: Any) -> bytes:
@@ -409,6 +416,7 @@ async def test_all_requests_together_have_so_many_bytes(tmp_path: Path) -> None:
         assert (await first)[0] == (await here.call(LIST, large))[0] == [b"done"]
 
 
+@pytest.mark.requirement("R9")
 @pytest.mark.parametrize(
     "headers",
     [
@@ -421,7 +429,7 @@ async def test_all_requests_together_have_so_many_bytes(tmp_path: Path) -> None:
     ],
 )
 async def test_another_sites_page_is_refused_whatever_it_asks(tmp_path: Path, headers: dict[str, str]) -> None:
-    """R9: DNS rebinding and foreign origins end at the door, for the page and for calls alike."""
+    """DNS rebinding and foreign origins end at the door, for the page and for calls alike."""
     async with world(tmp_path, Backend()) as here:
         for method, path in (("GET", ""), ("GET", "health"), ("POST", f"rpc/{LIST}")):
             async with here.http.request(method, here.dashboard.address + path, headers=headers) as response:
@@ -429,8 +437,9 @@ async def test_another_sites_page_is_refused_whatever_it_asks(tmp_path: Path, he
     assert here.backend.seen == []
 
 
+@pytest.mark.requirement("R9")
 def test_the_names_in_the_environment_are_taken_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R9: what `PENSTOCK_DASHBOARD_NAMES` says is what browsers may ask under, with any port and in any case."""
+    """What `PENSTOCK_DASHBOARD_NAMES` says is what browsers may ask under, with any port and in any case."""
     listening: list[Any] = []
 
     async def listened(_endpoints: object, _show_token: bool, listen: tuple[Any, ...], _as_json: bool) -> int:
@@ -452,7 +461,7 @@ def test_the_names_in_the_environment_are_taken_and_no_others(tmp_path: Path, mo
                     found[host] = response.status
             return found
 
-    monkeypatch.setattr("penstock.cli.dashboard._serve", listened)
+    monkeypatch.setattr("penstock.cli.commands.dashboard._serve", listened)
     named = {"PENSTOCK_DASHBOARD_NAMES": "192.0.2.7 dash.example"}
     done = CliRunner().invoke(app, ["dashboard", "--port", "0"], env=named)
     assert done.exit_code == 0, done.output
@@ -465,9 +474,10 @@ def test_the_names_in_the_environment_are_taken_and_no_others(tmp_path: Path, mo
     }
 
 
+@pytest.mark.requirement("R9")
 @pytest.mark.parametrize("hosts", [["evil@localhost"], ["localhost", "localhost"], ["localhost", "evil.example"], []])
 async def test_a_host_that_no_browser_would_send_is_none_of_the_dashboard(tmp_path: Path, hosts: list[str]) -> None:
-    """R9: two of them, none, or one with a user before it."""
+    """Two of them, none, or one with a user before it."""
     async with world(tmp_path, Backend()) as here:
         reader, writer = await asyncio.open_connection("127.0.0.1", here.http_port)
         lines = ["GET / HTTP/1.1", *(f"host: {host}" for host in hosts), "connection: close", "", ""]
@@ -476,8 +486,9 @@ async def test_a_host_that_no_browser_would_send_is_none_of_the_dashboard(tmp_pa
         writer.close()
 
 
+@pytest.mark.requirement("R9")
 async def test_every_answer_forbids_the_browser_to_run_anything_else(tmp_path: Path) -> None:
-    """R9: what an agent wrote is shown by a page that may run its own scripts only, and load nothing from elsewhere."""
+    """What an agent wrote is shown by a page that may run its own scripts only, and load nothing from elsewhere."""
     async with world(tmp_path, Backend()) as here:
         for path, status in (("", 200), ("assets/a-1.js", 200), ("nothing", 404), ("../../etc/passwd", 404)):
             async with here.http.get(f"{here.dashboard.address}{path}") as response:
@@ -493,15 +504,17 @@ async def test_every_answer_forbids_the_browser_to_run_anything_else(tmp_path: P
                     assert response.status == 304
 
 
+@pytest.mark.requirement("R9")
 def test_beyond_this_machine_it_is_served_with_a_certificate_only() -> None:
-    """R9: the page's token travels with each call; in clear it stays on the machine."""
+    """The page's token travels with each call; in clear it stays on the machine."""
     with pytest.raises(ConfigurationError) as caught:
         Place("0.0.0.0")
     assert caught.value.reason == "DASHBOARD_TLS"
 
 
+@pytest.mark.requirement("R9")
 async def test_no_pages_token_travels_in_clear_beyond_this_machine(tmp_path: Path) -> None:
-    """R9: the services' side of the dashboard too, though it has no token of its own; none of them is spared."""
+    """The services' side of the dashboard too, though it has no token of its own; none of them is spared."""
     (tmp_path / "index.html").write_text("<!doctype html>")
     for service in SERVICES:
         elsewhere = Endpoints(**{service: "driver.example:7702"}, tls=None)
@@ -513,7 +526,7 @@ async def test_no_pages_token_travels_in_clear_beyond_this_machine(tmp_path: Pat
         pass
 
 
-async def test_without_a_built_page_it_says_how_to_build_it(tmp_path: Path) -> None:
+async def test_a_gateway_without_a_built_page_says_how_to_build_it(tmp_path: Path) -> None:
     """An editable installation has no page until `make dashboard`."""
     with pytest.raises(ConfigurationError, match="make dashboard") as caught:
         async with serve(Endpoints(), Place(port=0), static=tmp_path):
@@ -521,7 +534,7 @@ async def test_without_a_built_page_it_says_how_to_build_it(tmp_path: Path) -> N
     assert caught.value.reason == "DASHBOARD_NOT_BUILT"
 
 
-def test_what_the_page_may_call_exists_and_streams_as_the_protos_say() -> None:
+def test_allowed_methods_exist_and_stream_as_in_the_protos() -> None:
     """The list of methods has no misspelling: each is one of its service's, unary or a server stream."""
     files = [
         penstock.driver.v1.agent_service_pb2,
@@ -544,8 +557,9 @@ def test_what_the_page_may_call_exists_and_streams_as_the_protos_say() -> None:
         assert name.startswith(f"penstock.{method.service or 'ops'}.v1.")
 
 
+@pytest.mark.requirement("R5")
 def test_an_observers_token_shows_all_that_a_page_reads_and_starts_nothing() -> None:
-    """R5: the page reads only what its token allows, and a role that only reads is enough to look at everything."""
+    """The page reads only what its token allows, and a role that only reads is enough to look at everything."""
     roles = {**OPERATIONS_ROLES, **DRIVER_ROLES, **GATE_ROLES, **SANDBOX_ROLES, **INFERENCE_ROLES}
 
     def may_observe(name: str) -> bool:
@@ -556,9 +570,10 @@ def test_an_observers_token_shows_all_that_a_page_reads_and_starts_nothing() -> 
     assert closed == changing | {"CheckSource", "DiffSandbox"}
 
 
+@pytest.mark.requirement("R33")
 @given(st.binary(max_size=64))
 def test_any_body_is_one_message_or_refused(body: bytes) -> None:
-    """R33: what is no gRPC-Web is refused as that; what is, comes out as it went in."""
+    """What is no gRPC-Web is refused as that; what is, comes out as it went in."""
     try:
         message = message_of(body)
     except BadFrame:
@@ -566,9 +581,10 @@ def test_any_body_is_one_message_or_refused(body: bytes) -> None:
     assert data_frame(message) == body
 
 
+@pytest.mark.requirement("R80")
 @given(st.binary(max_size=64), st.text(max_size=40), st.text(max_size=20))
-def test_nothing_of_an_error_breaks_out_of_the_trailers(message: bytes, said: str, value: str) -> None:
-    """R80: what a service says, line breaks included, stays one value of one line."""
+def test_error_text_cannot_break_out_of_the_trailers(message: bytes, said: str, value: str) -> None:
+    """What a service says, line breaks included, stays one value of one line."""
     messages, trailers = frames_of(
         data_frame(message) + trailers_frame(5, said, [("x-value", value), ("BAD KEY", "x")])
     )

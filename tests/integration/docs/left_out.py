@@ -34,7 +34,7 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "pip": "installs",
     "pytest": "a test suite",
     "python": "the trainer of examples/trl wants torch: `make test-trl`; json.tool reads what a command printed: "
-    "tests/unit/client/test_cli.py",
+    "tests/unit/cli/test_cli.py",
     "source": "of the reader's shell",
     "systemctl": "changes the machine",
     "uv": "asks the package index",
@@ -72,7 +72,7 @@ BLOCKS: Final[Mapping[str, str]] = {
     "MCPToolClient(base_url=ADDRESS": "the `openenv` package has an environment of its own: tests/integration/openenv",
     "HarnessRolloutWorker(": "wants TRL and torch: tests/integration/trl runs the real worker (`make test-trl`)",
     "ml_dtypes.bfloat16": "wants torch, PEFT and vLLM: tests/integration/vllm (`make test-vllm`)",
-    "DataProto.from_dict": "wants torch and verl; the arrays are checked by tests/unit/client/test_trainers.py",
+    "DataProto.from_dict": "wants torch and verl; the arrays are checked by tests/unit/adapters/test_trainers.py",
 }
 """Programs that are not run, by a text in them."""
 

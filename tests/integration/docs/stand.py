@@ -19,16 +19,16 @@ from typing import Any, Final
 import numpy as np
 import orjson
 from tests.integration.docs.blocks import ALL
+from tests.support.endpoints.upstream import vendor
 from tests.support.policy import CODEC, FILES
-from tests.support.stack import disjoint_uids
-from tests.support.upstream import vendor
+from tests.support.services.stack import disjoint_uids
 from tests.unit.docs.pages import ROOT
 
+from penstock.analysis.export import write
 from penstock.client import Completion, Inference, Mode, Penstock, Sampling, Task, connect
-from penstock.client.endpoints import CONNECTION_FILE, write_connection
-from penstock.client.export import write
-from penstock.client.stack import LocalStack
-from penstock.client.trajectories import Trajectory
+from penstock.client.transport.endpoints import CONNECTION_FILE, write_connection
+from penstock.client.types.trajectories import Trajectory
+from penstock.local.stack import LocalStack
 from penstock_codec.chat import Message, Tool
 from penstock_inference.testing import random_config, random_tensors, write_model
 

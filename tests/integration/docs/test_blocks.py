@@ -26,8 +26,8 @@ from tests.unit.docs.test_commands import PAGES
 
 from penstock.cli.main import app
 from penstock.client import Task
-from penstock.client.agentfile import load_spec
-from penstock_inference.engines.script import Script
+from penstock.client.wire.agents import load_spec
+from penstock_inference.engines.scripted.script import Script
 
 SHELL = [command for block in ALL if block.kind in {"sh", "console"} for command in commands(block)]
 PROGRAMS = [block for block in ALL if block.kind == "python"]

@@ -9,8 +9,8 @@ import pytest
 from tests.integration.driver.stack import TOKEN, Stack, running
 
 from penstock.client import Penstock, connect
-from penstock_codec import Codec, tiny
-from penstock_codec.files import TokenizerFiles
+from penstock_codec import Codec, tiny_tokenizer
+from penstock_codec.tokenizer_files import TokenizerFiles
 
 TEXTS = (
     "You are a shell agent.",
@@ -26,7 +26,7 @@ TEXTS = (
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small tokenizer with a tool-calling template."""
     directory = tmp_path_factory.mktemp("tiny")
-    tiny.build(TEXTS).write(directory)
+    tiny_tokenizer.build(TEXTS).write(directory)
     return directory
 
 

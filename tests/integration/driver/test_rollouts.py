@@ -27,10 +27,11 @@ from penstock.client import (
     Verifier,
     VersionSpan,
 )
-from penstock.sandbox.v1 import sandbox_service_pb2, sandbox_service_pb2_grpc
+from penstock.driver.v1 import rollout_service_pb2, rollout_service_pb2_grpc
+from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
 from penstock_chassis.channel import connect as channel
 from penstock_codec import Codec
-from penstock_driver.registry import built_in_specs
+from penstock_driver.agents.registry import built_in_specs
 
 TASK = Task(
     task_id="copy",
@@ -72,6 +73,14 @@ async def called(rollout: RolloutHandle) -> None:
     raise AssertionError(await rollout.refresh())
 
 
+async def fork_kind(stack: Stack, rollout: RolloutHandle) -> int:
+    """How the driver says that a rollout's sandbox was copied, which the Python client leaves out."""
+    async with channel(stack.driver.address, TOKEN) as driver_channel:
+        rollouts = rollout_service_pb2_grpc.RolloutServiceStub(driver_channel)
+        request = rollout_service_pb2.GetRolloutRequest(rollout_id=rollout.rollout_id)
+        return (await rollouts.GetRollout(request)).rollout.fork_kind
+
+
 async def play(rollout: RolloutHandle, codec: Codec, *texts: str) -> list[ModelCall]:
     """Answer a rollout's calls in order."""
     calls: list[ModelCall] = []
@@ -85,8 +94,11 @@ async def play(rollout: RolloutHandle, codec: Codec, *texts: str) -> list[ModelC
     return calls
 
 
-async def test_a_gate_rollout_ends_with_a_reward_and_a_token_exact_trajectory(penstock: Penstock, codec: Codec) -> None:
-    """R17, R18, R57, R71, R79, R82: the whole of a rollout's life, as a trainer sees it."""
+@pytest.mark.requirement("R17", "R18", "R57", "R71", "R79", "R82")
+async def test_a_gate_rollout_ends_with_a_reward_and_a_token_exact_trajectory(
+    penstock: Penstock, stack: Stack, codec: Codec
+) -> None:
+    """The whole of a rollout's life, as a trainer sees it."""
     rollout = await penstock.rollouts.create(TASK, "shell", source=SOURCE, run_id="run-1", labels={"split": "train"})
     first, second = await play(rollout, codec, bash("cat note.txt > out.txt"), "done")
     result = await rollout.result()
@@ -107,10 +119,12 @@ async def test_a_gate_rollout_ends_with_a_reward_and_a_token_exact_trajectory(pe
     assert kinds[-1] == "Ended"
     resumed = [event.sequence async for event in rollout.events(after=5)]
     assert resumed == list(range(6, len(kinds) + 1))
+    assert await fork_kind(stack, rollout) == sandbox_pb2.FORK_KIND_FILESYSTEM
 
 
+@pytest.mark.requirement("R52", "R57", "R76")
 async def test_a_group_shares_its_setup_and_each_rollout_is_graded_by_itself(penstock: Penstock, codec: Codec) -> None:
-    """R52, R57, R76: two of four write the right word, and none sees the others' files."""
+    """Two of four write the right word, and none sees the others' files."""
     group = await penstock.rollouts.create(TASK, "shell", n=4, source=SOURCE)
 
     async def answer(call: ModelCall) -> None:
@@ -135,8 +149,8 @@ async def test_a_group_shares_its_setup_and_each_rollout_is_graded_by_itself(pen
     assert [rewards[rollout_id] for rollout_id in group.rollout_ids] == [1.0, 0.0, 1.0, 0.0]
 
 
+@pytest.mark.requirement("R58")
 async def test_a_failed_setup_reaches_neither_the_gate_nor_the_verifier(penstock: Penstock) -> None:
-    """R58."""
     task = replace(TASK, setup=[Command(shell="true"), Command(shell="echo why >&2; exit 7")])
     rollout = await penstock.rollouts.create(task, "shell", source=SOURCE)
     events = [event.payload async for event in rollout.events()]
@@ -148,8 +162,9 @@ async def test_a_failed_setup_reaches_neither_the_gate_nor_the_verifier(penstock
     assert (outcome.failure.reason, outcome.reward) == ("SETUP_FAILED", None)
 
 
+@pytest.mark.requirement("R70")
 async def test_cancelling_returns_when_the_sandbox_is_gone(penstock: Penstock, codec: Codec) -> None:
-    """R70: while the call waits at the gate."""
+    """While the call waits at the gate."""
     rollout = await penstock.rollouts.create(TASK, "shell", source=SOURCE)
     await called(rollout)
     await rollout.cancel("enough")
@@ -160,9 +175,10 @@ async def test_cancelling_returns_when_the_sandbox_is_gone(penstock: Penstock, c
     assert outcome.failure.reason == "CANCELLED"
 
 
+@pytest.mark.requirement("R63", "R65")
 async def test_bad_input_is_refused_by_field_before_anything_starts(penstock: Penstock) -> None:
-    """R63, R65: several faults at once are all named."""
-    with pytest.raises(NotFound, match="there are: " + ", ".join(sorted(spec.name for spec in built_in_specs()))):
+    """Several faults at once are all named."""
+    with pytest.raises(NotFound, match="known agents: " + ", ".join(sorted(spec.name for spec in built_in_specs()))):
         await penstock.rollouts.create(TASK, "nobody")
     with pytest.raises(InvalidArgument) as caught:
         await penstock.rollouts.create(TASK, AgentChoice(name="shell", options={"colour": "red", "max_turns": 0}))
@@ -197,10 +213,11 @@ async def test_bad_input_is_refused_by_field_before_anything_starts(penstock: Pe
     assert not [rollout async for rollout in penstock.rollouts.list(task_id="t")]
 
 
+@pytest.mark.requirement("R49", "R50", "R61")
 async def test_a_dead_driver_leaves_no_sandbox_and_no_open_rollout(
     penstock: Penstock, stack: Stack, codec: Codec
 ) -> None:
-    """R49, R50, R61: kill -9 while an agent waits at the gate; the next start ends and releases it."""
+    """Kill -9 while an agent waits at the gate; the next start ends and releases it."""
     rollout = await penstock.rollouts.create(TASK, "shell", source=SOURCE)
     await called(rollout)
     await asyncio.to_thread(stack.driver.kill)
@@ -208,6 +225,7 @@ async def test_a_dead_driver_leaves_no_sandbox_and_no_open_rollout(
     result = await rollout.result()
     assert result.outcome.failure is not None
     assert (result.outcome.failure.reason, result.outcome.failure.retriable) == ("DRIVER_RESTARTED", True)
+    assert await fork_kind(stack, rollout) == sandbox_pb2.FORK_KIND_FILESYSTEM
     async with channel(stack.sandbox.address, TOKEN) as sandbox_channel:
         sandboxes = sandbox_service_pb2_grpc.SandboxServiceStub(sandbox_channel)
         answer = await sandboxes.ListSandboxes(sandbox_service_pb2.ListSandboxesRequest())

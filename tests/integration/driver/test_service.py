@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 from tests.integration.driver.stack import TOKEN, Stack
-from tests.support.upstream import vendor
+from tests.support.endpoints.upstream import vendor
 
 from penstock.driver.v1 import (
     agent_pb2,
@@ -29,7 +29,7 @@ from penstock.sandbox.v1 import process_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import connect, error_from_rpc
 from penstock_chassis.errors import PenstockError, Unauthenticated
-from penstock_driver.registry import built_in_specs
+from penstock_driver.agents.registry import built_in_specs
 
 
 @pytest.fixture
@@ -105,10 +105,11 @@ async def wait(rollouts: Any, rollout_id: str) -> rollout_pb2.Rollout:
     return rollout
 
 
+@pytest.mark.requirement("R17", "R66")
 async def test_an_agent_that_a_client_registers_runs_like_a_built_in_one(
     rollouts: Any, agents: Any, echo: agent_service_pb2.Agent
 ) -> None:
-    """R17, R66: data only; its options are typed, and its stdin is the instruction."""
+    """Data only; its options are typed, and its stdin is the instruction."""
     options = Struct()
     options.update({"words": 4})
     spec = echo_rollout(agent=rollout_pb2.AgentChoice(name="echo", options=options))
@@ -125,8 +126,9 @@ async def test_an_agent_that_a_client_registers_runs_like_a_built_in_one(
     assert [agent.spec.name for agent in listed.agents] == sorted(["echo", *(spec.name for spec in built_in_specs())])
 
 
-async def test_a_wrong_agent_is_refused_by_field_and_a_built_in_name_is_taken(agents: Any) -> None:
-    """R17, R63: nothing is registered."""
+@pytest.mark.requirement("R17", "R63")
+async def test_invalid_agent_is_refused_by_field_and_a_builtin_name_is_taken(agents: Any) -> None:
+    """Nothing is registered."""
     wrong = echo_agent(name="Wrong", version="", argv=["x", "{{api_key}}"])
     error = await refusal(agents.RegisterAgent(agent_service_pb2.RegisterAgentRequest(spec=wrong)))
     assert error.reason == "SPEC_INVALID"
@@ -138,8 +140,9 @@ async def test_a_wrong_agent_is_refused_by_field_and_a_built_in_name_is_taken(ag
     assert [violation.field for violation in error.violations] == ["instruction.method"]
 
 
+@pytest.mark.requirement("R63", "R66")
 async def test_a_spec_is_checked_without_being_registered(agents: Any) -> None:
-    """R63, R66: what does not hold is a finding for each mistake, what could be better a warning, and nothing stays."""
+    """What does not hold is a finding for each mistake, what could be better a warning, and nothing stays."""
 
     async def check(**wanted: Any) -> list[tuple[str, int, str]]:
         request = agent_service_pb2.CheckAgentRequest(**wanted)
@@ -157,10 +160,11 @@ async def test_a_spec_is_checked_without_being_registered(agents: Any) -> None:
     assert (await refusal(agents.GetAgent(unseen))).reason == "AGENT_UNKNOWN"
 
 
-async def test_a_repeated_creation_gives_the_same_rollout_and_another_under_its_id_is_refused(
+@pytest.mark.requirement("R25")
+async def test_repeated_creation_returns_the_same_rollout_and_a_different_one_is_refused(
     rollouts: Any, echo: agent_service_pb2.Agent
 ) -> None:
-    """R25: by request id, and by an identifier that the client chose."""
+    """By request id, and by an identifier that the client chose."""
     request = rollout_service_pb2.CreateRolloutRequest(request_id="same", spec=echo_rollout(), rollout_id="mine-1")
     answers = await asyncio.gather(*(rollouts.CreateRollout(request) for _ in range(5)))
     answers.append(await rollouts.CreateRollout(request))
@@ -172,10 +176,11 @@ async def test_a_repeated_creation_gives_the_same_rollout_and_another_under_its_
     await wait(rollouts, "mine-1")
 
 
-async def test_budgets_of_a_run_and_the_tokens_terms_reach_the_gate_and_are_refused_before_anything_starts(
+@pytest.mark.requirement("R63")
+async def test_run_budgets_and_key_terms_reach_the_gate_or_are_refused_first(
     rollouts: Any, echo: agent_service_pb2.Agent
 ) -> None:
-    """R63: what does not hold is named by field; a difference from the run's budgets refuses the creating call."""
+    """What does not hold is named by field; a difference from the run's budgets refuses the creating call."""
     terms: dict[str, Any] = {
         "run_id": "run",
         "run_budgets": interception_pb2.RunBudgets(max_calls=9, call_rate=interception_pb2.CallRate(calls=5)),
@@ -209,10 +214,11 @@ async def test_budgets_of_a_run_and_the_tokens_terms_reach_the_gate_and_are_refu
     }
 
 
+@pytest.mark.requirement("R26")
 async def test_a_group_is_watched_in_one_stream_that_ends_with_the_group(
     rollouts: Any, echo: agent_service_pb2.Agent
 ) -> None:
-    """R26: each rollout's events in order and without gaps, resumable by the position of each."""
+    """Each rollout's events in order and without gaps, resumable by the position of each."""
     request = rollout_service_pb2.CreateGroupRequest(request_id="g", spec=echo_rollout(), size=3, group_id="grp")
     group = (await rollouts.CreateGroup(request)).group
     assert list(group.rollout_ids) == ["grp-0", "grp-1", "grp-2"]
@@ -233,8 +239,9 @@ async def test_a_group_is_watched_in_one_stream_that_ends_with_the_group(
     assert (await refusal(gone)).reason == "GROUP_UNKNOWN"
 
 
+@pytest.mark.requirement("R26")
 async def test_lists_are_paged_and_filtered(rollouts: Any, echo: agent_service_pb2.Agent) -> None:
-    """R26: newest first; a token that is not ours is refused."""
+    """Newest first; a token that is not ours is refused."""
     ids = []
     for number in range(5):
         spec = echo_rollout(run_id="paged", labels={"parity": str(number % 2)})
@@ -261,10 +268,11 @@ async def test_lists_are_paged_and_filtered(rollouts: Any, echo: agent_service_p
         assert (await refusal(call)).reason == "PAGE_INVALID"
 
 
-async def test_what_is_kept_and_shown_has_no_secret_and_no_content(
+@pytest.mark.requirement("R1", "R8")
+async def test_kept_and_shown_specs_have_no_secret_and_no_content(
     rollouts: Any, stack: Stack, echo: agent_service_pb2.Agent
 ) -> None:
-    """R1, R8: neither in answers nor in the driver's journal nor in its log."""
+    """Neither in answers nor in the driver's journal nor in its log."""
     secret = "sk-test '$(leak)"
     spec = echo_rollout()
     command = process_service_pb2.Command(shell="true", secret_env={"TOKEN": secret})
@@ -285,10 +293,11 @@ async def test_what_is_kept_and_shown_has_no_secret_and_no_content(
     assert b"content of a file" not in ended.SerializeToString() + kept
 
 
-async def test_a_trajectory_is_there_only_after_the_end_and_only_if_the_gate_was_reached(
+@pytest.mark.requirement("R24", "R62")
+async def test_trajectory_exists_only_after_the_end_and_with_the_gate(
     rollouts: Any, echo: agent_service_pb2.Agent
 ) -> None:
-    """R24, R62: typed errors, not empty answers."""
+    """Typed errors, not empty answers."""
     spec = echo_rollout()
     spec.task.setup.add(shell="exit 3")
     request = rollout_service_pb2.CreateRolloutRequest(request_id="no-gate", spec=spec)
@@ -307,8 +316,9 @@ async def test_a_trajectory_is_there_only_after_the_end_and_only_if_the_gate_was
     assert rollout_id in exported
 
 
-async def test_nobody_calls_without_a_token(stack: Stack) -> None:
-    """R5, R14: every method refuses a caller without a credential before it looks at anything."""
+@pytest.mark.requirement("R5", "R14")
+async def test_calls_without_a_token_are_refused(stack: Stack) -> None:
+    """Every method refuses a caller without a credential before it looks at anything."""
     async with connect(stack.driver.address) as naked:
         stub: Any = rollout_service_pb2_grpc.RolloutServiceStub(naked)
         terminals: Any = terminal_service_pb2_grpc.TerminalServiceStub(naked)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.support.stack import Running, running
+from tests.support.services.stack import Running, running
 
-HERE = Path(__file__).parent
 SITE_PACKAGES = Path(str(distribution("pytest").locate_file("")))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The stack's client lives on the session's loop, and so do the tests that use it."""
-    for item in items:
-        if item.path.is_relative_to(HERE) and inspect.iscoroutinefunction(getattr(item, "function", None)):
-            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

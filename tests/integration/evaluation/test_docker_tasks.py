@@ -9,19 +9,20 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from tests.support import dockerd, foreign_tasks
-from tests.support.stack import running
+from tests.support import foreign_tasks
+from tests.support.docker import dockerd
+from tests.support.services.stack import running
 
 from penstock.client import FailedPrecondition, Task
-from penstock.client.images import build_images, image_of, with_image
-from penstock.client.importers import Choices, import_tasks
-from penstock.client.proving import prove
+from penstock.tasks.images import build_images, image_of, with_image
+from penstock.tasks.importers import Choices, import_tasks
+from penstock.tasks.solutions import prove
 
 PYTEST = ("iniconfig", "packaging", "pluggy", "pygments", "pytest")
 """Pytest and what it needs, for an image that reaches no package index."""
 
 
-async def test_tasks_with_images_are_worth_1_with_their_solution_and_0_with_nothing(
+async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 6, point 6: a Harbor task from its Dockerfile, a record with the repository that its image has."""
@@ -76,9 +77,7 @@ async def test_tasks_with_images_are_worth_1_with_their_solution_and_0_with_noth
     ], [proof.problems for proof in proofs]
 
 
-async def test_an_image_that_cannot_be_built_says_what_the_build_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unbuildable_image_shows_the_builds_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 6, point 6: a typed error with the end of the output, before anything runs."""
     engine = await asyncio.to_thread(dockerd.engine)
     monkeypatch.setenv("DOCKER_HOST", engine.host)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 from tests.support.waiting import eventually_async
 
 from penstock.client import Command, Mode, Task, Verifier
-from penstock.client.endpoints import write_connection
-from penstock.client.proving import AGENT, solving_agent
+from penstock.client.transport.endpoints import write_connection
+from penstock.tasks.solutions import AGENT, solving_agent
 
 TASKS = {
     "done": "instruction: Do the work.\nfiles: [{path: work.sh, content: touch first second}]\n"
@@ -51,6 +51,7 @@ async def penstock(running: Running, folder: Path, *argv: str) -> tuple[int, str
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.requirement("R74")
 async def test_an_evaluation_is_run_shown_reported_and_compared(stack: Running, tasks: Path, tmp_path: Path) -> None:
     """R74, issue 6 point 6: rates over what was graded; what was not, by its cause, and exit code 1."""
     code, out, err = await penstock(
@@ -62,7 +63,7 @@ async def test_an_evaluation_is_run_shown_reported_and_compared(stack: Running, 
     assert rows["half"][:5] == ["2/2", "0", "0.00", "0.00", "0.500"]
     assert rows["silent"] == ["0/2", "0", "2"]
     assert rows["pass@1"][0] == "0.500"
-    assert "not graded, counts nowhere: 2 attempts, verifier: " in out
+    assert "not graded, not counted: 2 attempts, verifier: " in out
     assert "done 0: reward 1" in err
     report = (tmp_path / "first.html").read_text()
     assert "&lt;b&gt;no reward&lt;/b&gt;" in report
@@ -81,15 +82,13 @@ async def test_an_evaluation_is_run_shown_reported_and_compared(stack: Running, 
     assert (code, "pass@1 1.000" in out) == (1, True)
     code, out, _ = await penstock(stack, tmp_path, "eval", "diff", "first", "second")
     assert code == 0
-    assert "2 tasks the same" in out
+    assert "2 tasks unchanged" in out
     code, out, _ = await penstock(stack, tmp_path, "eval", "report", "second")
     assert (code, out.strip()) == (0, "second/report.html")
     assert (tmp_path / "second" / "report.html").stat().st_size > 10_000
 
 
-async def test_whoever_interrupts_an_evaluation_is_told_the_command_that_goes_on(
-    stack: Running, tmp_path: Path
-) -> None:
+async def test_interrupted_evaluation_prints_the_command_that_resumes(stack: Running, tmp_path: Path) -> None:
     """Issue 6, point 6: nothing has to be put together again by hand."""
     (tmp_path / "its tasks").mkdir()
     (tmp_path / "its tasks" / "stuck.yaml").write_text(
@@ -112,7 +111,7 @@ async def test_whoever_interrupts_an_evaluation_is_told_the_command_that_goes_on
     assert "  penstock eval 'its tasks' --agent shell --out kept\n" in err.decode(), err
 
 
-async def test_the_agent_that_runs_solutions_is_on_no_list_also_while_it_runs(stack: Running) -> None:
+async def test_solution_agent_is_never_listed(stack: Running) -> None:
     """Whoever proves tasks leaves no agent behind, interrupted or killed, and takes none from another who proves."""
     first, second = await solving_agent(stack.ps), await solving_agent(stack.ps)
     assert first == second
@@ -123,7 +122,7 @@ async def test_the_agent_that_runs_solutions_is_on_no_list_also_while_it_runs(st
     assert result.reward is not None and result.reward.value == 1.0
 
 
-async def test_tasks_are_checked_and_proved_and_what_does_not_hold_is_exit_code_1_or_2(
+async def test_tasks_are_checked_and_proved_with_exit_codes_1_and_2(
     stack: Running, tasks: Path, tmp_path: Path
 ) -> None:
     """Issue 6, point 6: a task that its own solution does not satisfy is found before any agent is judged by it."""
@@ -134,8 +133,8 @@ async def test_tasks_are_checked_and_proved_and_what_does_not_hold_is_exit_code_
     assert code == 1
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[:4]}
     assert rows["done"] == ["1", "0", "holds"]
-    assert rows["half"] == ["0.5", "0", "does", "not", "hold"]
-    assert "the solution is worth 0.5, not 1" in out
+    assert rows["half"] == ["0.5", "0", "invalid"]
+    assert "the solution gets the reward 0.5, not 1" in out
     assert "it has no solution" in out
 
     (tasks / "typo.yaml").write_text("instruction: x\nverifer: {}\n")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.integration.evaluation.conftest import SITE_PACKAGES
 from tests.support import foreign_tasks
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from penstock.client import Command, Task
-from penstock.client.importers import Choices, import_tasks
-from penstock.client.proving import prove, script, solving_agent
+from penstock.tasks.importers import Choices, import_tasks
+from penstock.tasks.solutions import prove, script, solving_agent
 
 WITHOUT_IMAGES = Choices(image=False, resources=False)
 PYTEST = f"env PYTHONPATH={SITE_PACKAGES} PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -m pytest"
@@ -34,7 +34,7 @@ async def reward_of(stack: Running, task: Task, commands: list[str]) -> tuple[fl
     return (None, {}) if reward is None else (reward.value, dict(reward.components))
 
 
-async def test_harbor_and_terminal_bench_tasks_are_worth_1_with_their_solution_and_0_with_nothing(
+async def test_harbor_and_terminal_bench_solutions_score_1_and_nothing_scores_0(
     stack_with_pytest: Running, tmp_path: Path
 ) -> None:
     """Issue 6, point 6: reward.txt, reward.json with components, and pytest's summary are read as their makers mean."""
@@ -51,10 +51,11 @@ async def test_harbor_and_terminal_bench_tasks_are_worth_1_with_their_solution_a
     ], [proof.problems for proof in proofs]
 
 
-async def test_what_an_agent_left_where_a_harbor_verifier_works_is_gone_before_it_works(
+@pytest.mark.requirement("R72", "R75", "R76")
+async def test_files_left_in_a_harbor_verifiers_directory_are_removed_first(
     stack_with_pytest: Running, tmp_path: Path
 ) -> None:
-    """R72, R75, R76: a planted reward, a planted helper and a link in the verifier's places change nothing."""
+    """A planted reward, a planted helper and a link in the verifier's places change nothing."""
     foreign_tasks.harbor(tmp_path / "harbor" / "sum-planted", reward="json")
     (task,) = tasks_of("harbor", tmp_path / "harbor", tmp_path / "tasks")
     await prove(stack_with_pytest.ps, [])  # registers the agent that runs what it is told
@@ -74,10 +75,11 @@ async def test_what_an_agent_left_where_a_harbor_verifier_works_is_gone_before_i
     assert worth == 0.0
 
 
-async def test_a_swe_record_is_graded_by_pytest_s_own_report_whatever_the_agent_did_to_the_tests(
+@pytest.mark.requirement("R76")
+async def test_swe_record_is_graded_by_pytests_report_despite_edited_tests(
     stack_with_pytest: Running, tmp_path: Path
 ) -> None:
-    """R76: the gold patch resolves it; a broken behaviour, half of the tests and tests that were rewritten do not."""
+    """The gold patch resolves it; a broken behaviour, half of the tests and tests that were rewritten do not."""
     base = foreign_tasks.repository(tmp_path / "clones" / "kiwi__sums")
     (tmp_path / "records.jsonl").write_text(json.dumps(foreign_tasks.record(base)) + "\n")
     choices = replace(WITHOUT_IMAGES, repositories=tmp_path / "clones", test_command=PYTEST)
@@ -102,8 +104,9 @@ async def test_a_swe_record_is_graded_by_pytest_s_own_report_whatever_the_agent_
     assert worth == pytest.approx(1 / 3)
 
 
-async def test_what_graded_code_starts_does_not_outlive_its_tests(stack_with_pytest: Running, tmp_path: Path) -> None:
-    """R72: code under test that leaves a process behind, which would write a reward later, is ended before one is."""
+@pytest.mark.requirement("R72")
+async def test_processes_of_graded_code_end_with_its_tests(stack_with_pytest: Running, tmp_path: Path) -> None:
+    """Code under test that leaves a process behind, which would write a reward later, is ended before one is."""
     base = foreign_tasks.repository(tmp_path / "clones" / "kiwi__sums")
     (tmp_path / "records.json").write_text(json.dumps([foreign_tasks.record(base)]))
     choices = replace(WITHOUT_IMAGES, repositories=tmp_path / "clones", test_command=PYTEST)
@@ -120,10 +123,11 @@ async def test_what_graded_code_starts_does_not_outlive_its_tests(stack_with_pyt
     assert parts["pass_to_pass"] == 1.0
 
 
-async def test_a_reward_that_graded_code_wrote_before_it_killed_its_grader_is_none(
+@pytest.mark.requirement("R72")
+async def test_reward_written_by_code_that_killed_its_grader_is_none(
     stack_with_pytest: Running, tmp_path: Path
 ) -> None:
-    """R72: only a grader that came to its own end has written a reward; it cannot be looked into meanwhile."""
+    """Only a grader that came to its own end has written a reward; it cannot be looked into meanwhile."""
     base = foreign_tasks.repository(tmp_path / "clones" / "kiwi__sums")
     (tmp_path / "records.json").write_text(json.dumps([foreign_tasks.record(base)]))
     choices = replace(WITHOUT_IMAGES, repositories=tmp_path / "clones", test_command=PYTEST)

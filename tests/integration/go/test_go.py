@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
-from clients import golang
-from penstock.client.endpoints import write_connection
+from penstock.client.transport.endpoints import write_connection
+from tools import golang
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 MODULE: Final = "penstock.example/penstock"
@@ -44,7 +44,7 @@ def surroundings(stack: Running, folder: Path) -> dict[str, str]:
     return {**os.environ, "PENSTOCK_CONNECTION": str(connection)}
 
 
-def test_it_is_well_formed_and_its_own_tests_pass() -> None:
+def test_the_go_client_is_well_formed_and_passes_its_tests() -> None:
     """Endpoints, errors, retries, sessions on a network that breaks, goroutines that are left behind; no data race."""
     sources = [path for path in sorted(golang.ROOT.rglob("*.go")) if golang.HOME not in path.parents]
     formatter = golang.HOME / "go" / "bin" / "gofmt"
@@ -71,9 +71,10 @@ async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: 
     assert len(said.splitlines()) == 8, said  # a line for each rollout
 
 
+@pytest.mark.requirement("R79", "R82", "R87")
 @pytest.mark.asyncio(loop_scope="session")
-async def test_its_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
-    """R79, R82, R87: a whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
+async def test_the_go_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
+    """A whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
     program = tmp_path / "trainer"
     await asyncio.to_thread(go, "build", "-race", "-o", str(program), "./examples/trainer")
     said = await asyncio.to_thread(run, str(program), "-steps", "3", "-n", "6", env=surroundings(stack, tmp_path))
@@ -84,7 +85,7 @@ async def test_its_example_learns_which_command_does_the_task(stack: Running, tm
     assert probabilities[-1] > 0.5
 
 
-def test_what_it_is_built_of_is_what_go_mod_requires() -> None:
+def test_go_client_is_built_of_what_go_mod_requires() -> None:
     """Go took every module in the version that go.mod names, by go.sum's sums, but for the one that is made here."""
     told = "{{with .Module}}{{.Path}} {{.Version}} {{with .Replace}}{{.Path}}{{end}}{{end}}"
     used = {line for line in go("list", "-deps", "-f", told, "./...").splitlines() if not line.startswith(MODULE)}
@@ -98,12 +99,12 @@ def test_what_it_is_built_of_is_what_go_mod_requires() -> None:
     assert all(any(line.startswith(f"{item} h1:") for line in sums) for item in required)
 
 
-def test_a_machine_without_the_toolchain_is_told_what_to_do(tmp_path: Path) -> None:
+def test_missing_toolchain_is_reported_with_the_fix(tmp_path: Path) -> None:
     """What cannot be had is said in words, and how to do without it."""
-    elsewhere = tmp_path / "clients"
+    elsewhere = tmp_path / "tools"
     elsewhere.mkdir()
-    (elsewhere / "golang.py").write_text((ROOT / "clients" / "golang.py").read_text())
-    command = [sys.executable, "-m", "clients.golang", "run", "go", "version"]
+    (elsewhere / "golang.py").write_text((ROOT / "tools" / "golang.py").read_text())
+    command = [sys.executable, "-m", "tools.golang", "run", "go", "version"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "make go-client" in done.stderr

@@ -1,7 +1,7 @@
 """The real service on a free port, over small random models."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,7 @@ import pytest
 
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.channel import error_from_rpc
-from penstock_chassis.testing import serve
-from penstock_inference.app import build
-from penstock_inference.settings import InferenceSettings
-from penstock_inference.testing import random_config, random_tensors, write_model
+from penstock_inference.testing import open_inference, random_config, random_tensors, write_model
 
 Open = Callable[..., Any]
 
@@ -31,14 +28,9 @@ def served(tmp_path: Path) -> Open:
 
     @asynccontextmanager
     async def open_(model_dir: Path, tokens: Any = None, **settings: Any) -> AsyncIterator[Any]:
-        loaded = InferenceSettings(model_dir=model_dir, state_dir=tmp_path / "state", anonymous=True, **settings)
-        async with AsyncExitStack() as stack:
-            service = await stack.enter_async_context(build(loaded))
-            address, channel = await stack.enter_async_context(
-                serve(*service.registrations, roles=service.roles, tokens=tokens)
-            )
-            stub = rpc.InferenceServiceStub(channel)
-            stub.address = address  # type: ignore[attr-defined]
+        async with open_inference(model_dir, tmp_path / "state", tokens=tokens, **settings) as opened:
+            stub = rpc.InferenceServiceStub(opened.channel)
+            stub.address = opened.address  # type: ignore[attr-defined]
             yield stub
 
     return open_

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.client import EngineStats, PauseMode, connect
-from penstock.client.chat import Completion, FinishReason, Sampling
 from penstock.client.errors import FailedPrecondition, InvalidArgument, Unsupported
+from penstock.client.types.chat import Completion, FinishReason, Sampling
 from penstock_inference.testing import random_config, random_tensors
 
 Open = Callable[..., Any]
@@ -24,8 +24,9 @@ def ids(completion: Completion) -> tuple[int, ...]:
     return tuple(completion.token_ids.tolist())
 
 
+@pytest.mark.requirement("R82", "R87")
 async def test_a_trainer_samples_pushes_and_samples_again(served: Open, model_dir: Path) -> None:
-    """R82, R87: tokens, logprobs and versions arrive as the engine has them."""
+    """Tokens, logprobs and versions arrive as the engine has them."""
     sampling = Sampling(max_tokens=12, temperature=0.8, seed=3)
     new = random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=4)
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
@@ -46,8 +47,9 @@ async def test_a_trainer_samples_pushes_and_samples_again(served: Open, model_di
     assert len({ids(one) for one in group}) > 1
 
 
+@pytest.mark.requirement("R26", "R63", "R87")
 async def test_a_trainer_pauses_watches_and_pushes_by_path(served: Open, model_dir: Path, tmp_path: Path) -> None:
-    """R26, R63, R87: every pause mode, the load while it holds, weights from the operator's directory."""
+    """Every pause mode, the load while it holds, weights from the operator's directory."""
     directory = tmp_path / "weights"
     directory.mkdir()
     tensors = random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=4)
@@ -80,8 +82,9 @@ async def test_a_trainer_pauses_watches_and_pushes_by_path(served: Open, model_d
     assert refused.value.reason == "PATH_REFUSED"
 
 
-async def test_what_the_engine_does_not_do_is_told_by_its_name(served: Open, model_dir: Path) -> None:
-    """R26, R63: CAPABILITY_MISSING before anything starts."""
+@pytest.mark.requirement("R26", "R63")
+async def test_unsupported_features_of_the_engine_are_named(served: Open, model_dir: Path) -> None:
+    """CAPABILITY_MISSING before anything starts."""
     form = Sampling(max_tokens=3, response_format_json='{"type": "json_object"}')
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
         calls: list[tuple[Awaitable[Any], str]] = [

@@ -14,11 +14,12 @@ import orjson
 import pytest
 from tests.support.exported import turn_row
 
+from penstock.analysis.logprob_diff import Scored, compare
+from penstock.analysis.logprob_diff_rows import RowCounts, with_scores
 from penstock.client import FailedPrecondition, Penstock, Sampling, VersionSpan, connect
-from penstock.client.gap import GapReport, Scored, compare
-from penstock.client.gap_rows import Told, with_scores
+from penstock.client.types.logprob_diff import GapReport
 from penstock.inference.v1 import inference_service_pb2 as pb
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 Open = Callable[..., Any]
@@ -31,13 +32,14 @@ async def sampled(ps: Penstock, name: str, sampling: Sampling) -> dict[str, Any]
 
 
 async def gap(ps: Penstock, rows: list[dict[str, Any]], **options: Any) -> GapReport:
-    told = Told()
+    told = RowCounts()
     found = [scored async for scored in with_scores(rows, ps.inference, told, **options)]
     return compare(found, notes=told.notes())
 
 
-async def test_an_engine_has_no_gap_to_its_own_score_until_its_weights_move_on(served: Open, model_dir: Path) -> None:
-    """R82, R87: what it sampled at several temperatures; after a push, old tokens are refused, or labelled."""
+@pytest.mark.requirement("R82", "R87")
+async def test_engine_has_no_gap_to_its_own_score_until_an_update(served: Open, model_dir: Path) -> None:
+    """What it sampled at several temperatures; after a push, old tokens are refused, or labelled."""
     new = random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=4)
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
         rows = [
@@ -59,11 +61,12 @@ async def test_an_engine_has_no_gap_to_its_own_score_until_its_weights_move_on(s
     assert moved.mean_abs > 0.5 and moved.kl > 0.1 and moved.effective_share < 0.9
     assert "v0 by v1" in labelled.table()
     assert [(one.policy_version, one.tokens) for one in mixed.versions] == [(1, 40)] and mixed.overall.max_abs < 1e-5
-    assert mixed.notes == ("left out: 120 tokens of versions that are not in force any more (v0)",)
+    assert mixed.notes == ("left out: 120 tokens of versions that are no longer in force (v0)",)
 
 
-async def test_what_filters_do_to_a_gap_is_said_and_greedy_tokens_are_left_out(served: Open, model_dir: Path) -> None:
-    """R86: a score is of the whole distribution, so processed logprobs of a smaller one are higher."""
+@pytest.mark.requirement("R86")
+async def test_gap_report_notes_filters_and_leaves_out_greedy_tokens(served: Open, model_dir: Path) -> None:
+    """A score is of the whole distribution, so processed logprobs of a smaller one are higher."""
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
         filtered = await sampled(ps, "filtered", Sampling(max_tokens=40, temperature=1.0, top_p=0.5, seed=1))
         greedy = await sampled(ps, "greedy", Sampling(max_tokens=40, temperature=0.0))
@@ -71,7 +74,7 @@ async def test_what_filters_do_to_a_gap_is_said_and_greedy_tokens_are_left_out(s
     assert report.overall.tokens == 40 and report.overall.mean < -0.1
     assert [note.split(":")[0] for note in report.notes] == [
         "left out",
-        "40 tokens were sampled under top_p, top_k, min_p or penalties, which a score does not know",
+        "40 tokens were sampled under top_p, top_k, min_p or penalties, which a score does not apply",
     ]
 
 
@@ -79,7 +82,7 @@ async def test_rows_of_another_model_are_refused(served: Open, tmp_path: Path) -
     """A gap between two models says nothing about either."""
     config = random_config("qwen3", vocab_size=384)
     directory = write_model(tmp_path / "worded", config, random_tensors(config))
-    files = tiny.build()
+    files = tiny_tokenizer.build()
     (directory / "tokenizer.json").write_bytes(files.tokenizer_json)
     (directory / "chat_template.jinja").write_text(files.chat_template, "utf-8")
     async with served(directory) as stub, connect({"inference": stub.address}) as ps:
@@ -90,10 +93,11 @@ async def test_rows_of_another_model_are_refused(served: Open, tmp_path: Path) -
     assert ours.overall.tokens and caught.value.reason == "TOKENIZER_MISMATCH"
 
 
-async def test_a_score_by_exactly_one_version_is_refused_when_another_is_in_force(
+@pytest.mark.requirement("R87")
+async def test_exact_version_score_is_refused_under_another_version(
     served: Open, model_dir: Path, failure: Callable[[grpc.aio.AioRpcError], Any]
 ) -> None:
-    """R87: a version that cannot be served is FAILED_PRECONDITION."""
+    """A version that cannot be served is FAILED_PRECONDITION."""
     async with served(model_dir) as stub:
         ids = np.array(PROMPT, "<i4").tobytes()
         assert (await stub.Score(pb.ScoreRequest(token_ids=ids, start=1, exact_version=0))).policy_version == 0
@@ -103,10 +107,11 @@ async def test_a_score_by_exactly_one_version_is_refused_when_another_is_in_forc
     assert failure(caught.value).reason == "POLICY_VERSION_UNAVAILABLE"
 
 
-async def test_a_gap_that_a_trainer_reports_is_seen_by_who_watches(
+@pytest.mark.requirement("R83")
+async def test_reported_gap_is_shown_to_watchers(
     served: Open, model_dir: Path, failure: Callable[[grpc.aio.AioRpcError], Any]
 ) -> None:
-    """R83: figures that cannot be are refused by their field; a version's newest report counts, 8 versions are kept."""
+    """Figures that cannot be are refused by their field; a version's newest report counts, 8 versions are kept."""
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
         await ps.inference.report_gap(compare([Scored(engine=[-1.0], trainer=[-1.0])]))  # of no version: left out
         report = compare([made(0, -1.5)])
@@ -145,9 +150,7 @@ async def penstock(*argv: str, address: str = "") -> tuple[int, str, str]:
     return process.returncode or 0, out.decode(), err.decode()
 
 
-async def test_the_command_line_tells_the_gap_of_a_file_and_fails_over_a_bound(
-    served: Open, model_dir: Path, tmp_path: Path
-) -> None:
+async def test_command_prints_a_files_gap_and_fails_over_a_bound(served: Open, model_dir: Path, tmp_path: Path) -> None:
     """By the service's score, or by the trainer's own logprobs without any service; exit codes are the console's."""
     file = tmp_path / "turns.jsonl"
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
@@ -167,7 +170,7 @@ async def test_the_command_line_tells_the_gap_of_a_file_and_fails_over_a_bound(
         (version,) = orjson.loads(out)["versions"]
         assert code == 0 and (version["policy_version"], version["scored_version"]) == (0, 1), err
     code, out, err = await penstock("gap", str(file), "--column", "mine", "--max-kl", "0.1")
-    assert code == 1 and "over the bound" in out and "KL of 0.107" in out, (out, err)
+    assert code == 1 and "above the limit" in out and "KL of 0.107" in out, (out, err)
     code, _, err = await penstock("gap", str(file), "--column", "absent")
     assert code == 2 and "has no absent" in err
     code, _, err = await penstock("gap", str(file), "--column", "mine", "--any-version")

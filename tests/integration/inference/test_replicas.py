@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from safetensors.numpy import save
-from tests.support import replicas
+from tests.support.services import replicas
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_inference.engines.base import EngineOptions
-from penstock_inference.replicas.open import open_replicas, shares
+from penstock_inference.replicas.devices import open_replicas, shares
 from penstock_inference.settings import InferenceSettings
 from penstock_inference.testing import random_tensors
 
@@ -81,8 +81,9 @@ async def push(stub: Any, version: int, tensors: Any) -> pb.UpdateWeightsRespons
     return await stub.UpdateWeights(frames())  # type: ignore[no-any-return]
 
 
+@pytest.mark.requirement("R43")
 async def test_replicas_are_one_service_with_the_room_of_all(stub: Any) -> None:
-    """R43: and each is visible by its name."""
+    """And each is visible by its name."""
     info = await stub.GetInfo(pb.GetInfoRequest())
     assert (info.engine, info.policy_version, info.paused) == ("numpy", 0, False)
     assert not info.capabilities.transfer_backends
@@ -90,8 +91,9 @@ async def test_replicas_are_one_service_with_the_room_of_all(stub: Any) -> None:
     assert [(each.name, each.live, each.restarts) for each in stats.replicas] == [("r0", True, 0), ("r1", True, 0)]
 
 
+@pytest.mark.requirement("R43")
 async def test_a_session_is_answered_by_the_replica_that_has_its_cache(stub: Any) -> None:
-    """R43: every turn of a conversation, also one that is long in flight; others go where there is room."""
+    """Every turn of a conversation, also one that is long in flight; others go where there is room."""
     long = asyncio.create_task(complete(stub, request("long", "one", 3000)))
     (first,) = busy(await until(stub, lambda stats: bool(busy(stats))))
     other = asyncio.create_task(complete(stub, request("other", "two", 3000)))
@@ -108,9 +110,10 @@ async def test_a_session_is_answered_by_the_replica_that_has_its_cache(stub: Any
         assert (await call).finish_reason == chat_pb2.FINISH_REASON_ABORT
 
 
+@pytest.mark.requirement("R22", "R43")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_call_whose_replica_is_killed_ends_as_if_nothing_had_happened(stub: Any, stream: bool) -> None:
-    """R22, R43: with the same tokens, each told once; then the replica is back."""
+    """With the same tokens, each told once; then the replica is back."""
     alone = await complete(stub, request("alone", "s", 1500))
     (name,) = [
         each.name for each in (await until(stub, lambda s: s.sampled_tokens > 0)).replicas if each.sampled_tokens
@@ -138,8 +141,9 @@ async def test_a_call_whose_replica_is_killed_ends_as_if_nothing_had_happened(st
     assert {each.name: each.restarts for each in back.replicas}[name] == 1
 
 
-async def test_a_streamed_call_with_a_seed_fails_by_type_when_its_replica_dies(stub: Any, failure: Failure) -> None:
-    """R43, R87: its rest would be by other randomness than a caller may count on."""
+@pytest.mark.requirement("R43", "R87")
+async def test_seeded_stream_fails_typed_when_its_replica_dies(stub: Any, failure: Failure) -> None:
+    """Its rest would be by other randomness than a caller may count on."""
     wanted = pb.GenerateRequest(
         request_id="seeded",
         token_ids=np.arange(10, 40, dtype="<i4").tobytes(),
@@ -159,8 +163,9 @@ async def test_a_streamed_call_with_a_seed_fails_by_type_when_its_replica_dies(s
     assert error.reason == "ENGINE_DIED" and error.retry_after_s and error.metadata["replica"] == name
 
 
+@pytest.mark.requirement("R23")
 async def test_an_update_that_does_not_fit_leaves_the_old_policy_on_all(stub: Any, failure: Failure) -> None:
-    """R23: refused by the names at fault, and the right one is then taken by all."""
+    """Refused by the names at fault, and the right one is then taken by all."""
     before = (await complete(stub, request("before"))).span.token_ids
     tensors = random_tensors(replicas.CONFIG, 5)
     name = next(iter(tensors))
@@ -176,8 +181,9 @@ async def test_an_update_that_does_not_fit_leaves_the_old_policy_on_all(stub: An
     assert len({answer.span.token_ids for answer in answers}) == 1 and answers[0].span.token_ids != before
 
 
+@pytest.mark.requirement("R22", "R32")
 async def test_pause_holds_all_replicas_and_abort_reaches_all(stub: Any) -> None:
-    """R22, R32: whatever replica a request is on."""
+    """Whatever replica a request is on."""
     calls = [asyncio.create_task(complete(stub, request(f"c{n}", f"s{n}", 3000))) for n in range(4)]
     await until(stub, lambda stats: stats.running == 4 and len(busy(stats)) == 2)
     await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP))
@@ -192,8 +198,9 @@ async def test_pause_holds_all_replicas_and_abort_reaches_all(stub: Any) -> None
     await held
 
 
-async def test_a_model_that_does_not_start_stops_the_service_and_leaves_no_process(tmp_path: Path) -> None:
-    """R87: with the engine's own reason."""
+@pytest.mark.requirement("R87")
+async def test_model_that_does_not_start_stops_the_service_without_leftovers(tmp_path: Path) -> None:
+    """With the engine's own reason."""
     (tmp_path / "config.json").write_text("{}", "utf-8")
     options = EngineOptions(tmp_path, "none", work_dir=tmp_path)
     with pytest.raises(PenstockError) as caught:
@@ -202,9 +209,10 @@ async def test_a_model_that_does_not_start_stops_the_service_and_leaves_no_proce
     assert replicas.processes() == {}
 
 
+@pytest.mark.requirement("R63")
 @pytest.mark.parametrize("engine", ["openai", "scripted"])
 def test_an_engine_without_weights_has_no_replicas(tmp_path: Path, engine: str) -> None:
-    """R63: refused by the setting at fault, before anything starts."""
+    """Refused by the setting at fault, before anything starts."""
     arguments = ["--anonymous", "--model-dir", str(tmp_path), "--engine", engine, "--replicas"]
     with pytest.raises(InvalidArgument) as caught:
         InferenceSettings.load([*arguments, "2"])
@@ -212,8 +220,9 @@ def test_an_engine_without_weights_has_no_replicas(tmp_path: Path, engine: str) 
     assert InferenceSettings.load([*arguments, "1"]).engine == engine
 
 
+@pytest.mark.requirement("R43")
 def test_devices_are_shared_in_equal_parts_or_as_the_operator_says() -> None:
-    """R43: and a list that does not fit the number of replicas is refused by its field."""
+    """And a list that does not fit the number of replicas is refused by its field."""
     seen = [each["CUDA_VISIBLE_DEVICES"] for each in shares(2, [], ["0", "1", "2", "3", "4"])]
     assert seen == ["0,1", "2,3"]
     assert shares(2, [], ["0"]) == [{}, {}]

@@ -22,9 +22,9 @@ from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
 from penstock_chassis.channel import upload
 from penstock_chassis.errors import PenstockError
-from penstock_codec import tiny
+from penstock_codec import tiny_tokenizer
 from penstock_codec.codec import Codec
-from penstock_codec.files import TokenizerFiles
+from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 Open = Callable[..., Any]
@@ -77,8 +77,9 @@ def other_weights() -> bytes:
     return save(random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=9))
 
 
+@pytest.mark.requirement("R86", "R87")
 async def test_get_info_says_what_is_served(served: Open, model_dir: Path) -> None:
-    """R86, R87: engine, model, limits, logprobs mode and version are known before anything starts."""
+    """Engine, model, limits, logprobs mode and version are known before anything starts."""
     async with served(model_dir, model_name="demo") as stub:
         info = await stub.GetInfo(pb.GetInfoRequest())
     assert (info.engine, info.model, info.vocabulary_size, info.max_context_tokens) == ("numpy", "demo", 101, 4096)
@@ -88,9 +89,10 @@ async def test_get_info_says_what_is_served(served: Open, model_dir: Path) -> No
     assert (list(info.stop_token_ids), info.policy_version, info.paused) == ([], 0, False)
 
 
+@pytest.mark.requirement("R82")
 async def test_the_tokenizer_arrives_whole_and_works(served: Open, model_dir: Path) -> None:
-    """R82: clients tokenise with the model's own files; digests name them."""
-    files = tiny.build(["some text"] * 3)
+    """Clients tokenise with the model's own files; digests name them."""
+    files = tiny_tokenizer.build(["some text"] * 3)
     files.write(model_dir)
     big = b"{" + b" " * (2 << 20) + b"}"
     (model_dir / "tokenizer_config.json").write_bytes(big)
@@ -109,16 +111,17 @@ async def test_the_tokenizer_arrives_whole_and_works(served: Open, model_dir: Pa
     assert info.chat_template_sha256.hex() == files.template_sha256
 
 
+@pytest.mark.requirement("R33")
 async def test_a_model_without_a_tokenizer_says_so(served: Open, model_dir: Path, failure: Failure) -> None:
-    """R33."""
     async with served(model_dir) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [part async for part in stub.GetTokenizer(pb.GetTokenizerRequest())]
     assert failure(caught.value).reason == "TOKENIZER_ABSENT"
 
 
+@pytest.mark.requirement("R82", "R83")
 async def test_a_stream_of_deltas_and_one_answer_carry_the_same_tokens(served: Open, model_dir: Path) -> None:
-    """R82, R83: ids, logprobs and versions are of equal length and exact."""
+    """Ids, logprobs and versions are of equal length and exact."""
     async with served(model_dir) as stub:
         events = [event async for event in stub.Generate(generate("r", stream=True, top_logprobs=2))]
         whole = await completion(stub, generate("q"))
@@ -133,8 +136,9 @@ async def test_a_stream_of_deltas_and_one_answer_carry_the_same_tokens(served: O
     assert whole.usage.prompt_tokens == 20 and whole.usage.completion_tokens == whole.span.count
 
 
-async def test_without_max_tokens_the_context_is_the_limit(served: Open, model_dir: Path) -> None:
-    """R64: unset is not zero."""
+@pytest.mark.requirement("R64")
+async def test_a_generation_without_max_tokens_ends_with_the_context(served: Open, model_dir: Path) -> None:
+    """Unset is not zero."""
     async with served(model_dir, max_context_tokens=64) as stub:
         request = generate("r")
         request.sampling.ClearField("max_tokens")
@@ -143,16 +147,17 @@ async def test_without_max_tokens_the_context_is_the_limit(served: Open, model_d
     assert done.finish_reason == chat_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.requirement("R82")
 async def test_score_gives_the_logprobs_that_were_sampled_with(served: Open, model_dir: Path) -> None:
-    """R82."""
     async with served(model_dir) as stub:
         done = await completion(stub, generate("r"))
         scored = await stub.Score(pb.ScoreRequest(token_ids=ids(range(3, 23)) + done.span.token_ids, start=20))
     assert scored.logprobs == done.span.logprobs
 
 
+@pytest.mark.requirement("R32")
 async def test_cancelling_the_call_aborts_the_generation(served: Open, model_dir: Path) -> None:
-    """R32: a cancelled wait releases what it held."""
+    """A cancelled wait releases what it held."""
     async with served(model_dir, max_concurrency=1) as stub:
         call = stub.Generate(generate("long", stream=True, max_tokens=4000))
         await call.read()
@@ -165,8 +170,9 @@ async def test_cancelling_the_call_aborts_the_generation(served: Open, model_dir
     assert done.span.count > 0 and stats.aborted == 1 and stats.running == 0
 
 
+@pytest.mark.requirement("R29")
 async def test_abort_ends_a_generation_with_its_tokens_so_far(served: Open, model_dir: Path) -> None:
-    """R29: an abort from elsewhere is an end, not an error."""
+    """An abort from elsewhere is an end, not an error."""
     async with served(model_dir) as stub:
         for target in (
             pb.AbortRequest(requests=pb.AbortRequest.RequestIds(request_ids=["r"])),
@@ -185,10 +191,11 @@ async def test_abort_ends_a_generation_with_its_tokens_so_far(served: Open, mode
             assert (await stub.Abort(target)).aborted_count == 0
 
 
+@pytest.mark.requirement("R87")
 async def test_a_pushed_policy_answers_under_its_version(
     served: Open, model_dir: Path, other_weights: bytes, tmp_path: Path
 ) -> None:
-    """R87: what answers after a push is what a service started on those weights would answer."""
+    """What answers after a push is what a service started on those weights would answer."""
     config = random_config("qwen3", max_position_embeddings=4096, eos_token_id=None)
     other_dir = write_model(tmp_path / "other", config, {})
     (other_dir / "model.safetensors").write_bytes(other_weights)
@@ -202,10 +209,11 @@ async def test_a_pushed_policy_answers_under_its_version(
     assert [v.policy_version for v in after.span.versions] == [7]
 
 
+@pytest.mark.requirement("R29")
 async def test_a_push_may_be_repeated_when_its_answer_was_lost(
     served: Open, model_dir: Path, other_weights: bytes, failure: Failure
 ) -> None:
-    """R29: an idempotent repeat is no error, another content under the same version is."""
+    """An idempotent repeat is no error, another content under the same version is."""
 
     async def announced() -> AsyncIterator[pb.UpdateWeightsRequest]:
         digest = hashlib.sha256(other_weights).digest()
@@ -221,8 +229,8 @@ async def test_a_push_may_be_repeated_when_its_answer_was_lost(
         assert failure(caught.value).reason == "POLICY_VERSION_NOT_NEWER"
 
 
+@pytest.mark.requirement("R63")
 async def test_a_partial_push_replaces_what_it_names(served: Open, model_dir: Path, other_weights: bytes) -> None:
-    """R63."""
     tensors = random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=9)
     half = len(tensors) // 2
     parts = [save(dict(list(tensors.items())[:half])), save(dict(list(tensors.items())[half:]))]
@@ -238,6 +246,7 @@ async def completion_bytes(stub: Any) -> tuple[bytes, bytes]:
     return span.token_ids, span.logprobs
 
 
+@pytest.mark.requirement("R22", "R26")
 @pytest.mark.parametrize(
     ("flaw", "reason"),
     [
@@ -256,7 +265,7 @@ async def completion_bytes(stub: Any) -> tuple[bytes, bytes]:
 async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
     served: Open, model_dir: Path, other_weights: bytes, failure: Failure, flaw: str, reason: str
 ) -> None:
-    """R22, R26: atomic, typed, and over."""
+    """Atomic, typed, and over."""
 
     async def headless() -> AsyncIterator[pb.UpdateWeightsRequest]:
         yield pb.UpdateWeightsRequest(chunk=b"x")
@@ -290,6 +299,7 @@ async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
             assert (await stub.UpdateWeights(push(other_weights, 1))).policy_version == 1
 
 
+@pytest.mark.requirement("R33", "R63", "R65")
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -309,7 +319,7 @@ async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
 async def test_an_invalid_generate_is_refused_with_the_field_named(
     served: Open, model_dir: Path, failure: Failure, change: dict[str, Any], field: str
 ) -> None:
-    """R33, R63, R65: before anything is started."""
+    """Before anything is started."""
     fields: dict[str, Any] = {"request_id": "r", "token_ids": ids([5, 6]), "sampling": chat_pb2.Sampling(max_tokens=4)}
     async with served(model_dir) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -318,9 +328,7 @@ async def test_an_invalid_generate_is_refused_with_the_field_named(
     assert failure(caught.value).violations[0].field == field
 
 
-async def test_what_the_engine_cannot_do_is_unimplemented_by_name(
-    served: Open, model_dir: Path, failure: Failure
-) -> None:
+async def test_unsupported_features_are_unimplemented_by_name(served: Open, model_dir: Path, failure: Failure) -> None:
     """A declared capability, never a silent downgrade."""
 
     async def adapter() -> AsyncIterator[pb.LoadAdapterRequest]:
@@ -351,8 +359,9 @@ async def test_what_the_engine_cannot_do_is_unimplemented_by_name(
             assert failure(caught.value).reason == "CAPABILITY_MISSING"
 
 
+@pytest.mark.requirement("R26")
 async def test_stats_come_at_the_interval_asked_for(served: Open, model_dir: Path, failure: Failure) -> None:
-    """R26: load is visible."""
+    """Load is visible."""
     async with served(model_dir) as stub:
         done = await completion(stub, generate("r"))
         watch = stub.WatchStats(pb.WatchStatsRequest(interval=Duration(nanos=100_000_000)))
@@ -364,6 +373,7 @@ async def test_stats_come_at_the_interval_asked_for(served: Open, model_dir: Pat
         assert failure(caught.value).violations[0].field == "interval"
 
 
+@pytest.mark.requirement("R6", "R14")
 @pytest.mark.parametrize(
     ("role", "allowed", "refused"),
     [(Role.OBSERVER, "GetInfo", "Pause"), (Role.TRAINER, "Pause", None)],
@@ -371,7 +381,7 @@ async def test_stats_come_at_the_interval_asked_for(served: Open, model_dir: Pat
 async def test_roles_may_do_what_their_table_says(
     served: Open, model_dir: Path, role: Role, allowed: str, refused: str | None
 ) -> None:
-    """R6, R14: an observer reads; who has no token does nothing."""
+    """An observer reads; who has no token does nothing."""
     tokens = {Role.OPERATOR: "op-token", Role.TRAINER: "tr-token", Role.OBSERVER: "ob-token"}
     requests = {"GetInfo": pb.GetInfoRequest(), "Pause": pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP)}
     async with served(model_dir, tokens=tokens) as stub, grpc.aio.insecure_channel(stub.address) as channel:
@@ -397,16 +407,15 @@ TOOL = chat_pb2.Tool(name="bash", description="run", parameters_json_schema='{"t
 @pytest.fixture
 def chat_dir(tmp_path: Path) -> Path:
     """A random model with a small ChatML tokenizer of its own vocabulary."""
-    config = random_config("qwen3", vocab_size=tiny.MIN_VOCAB, max_position_embeddings=4096, eos_token_id=2)
+    config = random_config("qwen3", vocab_size=tiny_tokenizer.MIN_VOCAB, max_position_embeddings=4096, eos_token_id=2)
     directory = write_model(tmp_path / "chat", config, random_tensors(config))
-    tiny.build(["hello"], tiny.MIN_VOCAB).write(directory)
+    tiny_tokenizer.build(["hello"], tiny_tokenizer.MIN_VOCAB).write(directory)
     return directory
 
 
-async def test_arguments_that_a_family_writes_without_types_are_parsed_by_the_tools_that_were_offered(
-    served: Open, chat_dir: Path
-) -> None:
-    """R82: as the gate parses them; without the tools they stay text."""
+@pytest.mark.requirement("R82")
+async def test_untyped_arguments_are_parsed_by_the_offered_tools(served: Open, chat_dir: Path) -> None:
+    """As the gate parses them; without the tools they stay text."""
     (chat_dir / "chat_template.jinja").write_text(families.template("qwen3_coder"), "utf-8")
     codec = Codec.load(TokenizerFiles.from_directory(chat_dir))
     schema = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
@@ -420,10 +429,11 @@ async def test_arguments_that_a_family_writes_without_types_are_parsed_by_the_to
     assert [json.loads(message.parts[-1].tool_call.arguments_json) for message in found] == [{"n": "30"}, {"n": 30}]
 
 
+@pytest.mark.requirement("R82")
 async def test_messages_render_to_the_ids_of_the_codec_and_completions_parse_back(
     served: Open, chat_dir: Path, failure: Failure
 ) -> None:
-    """R82: clients without the codec library get the same tokens from the service."""
+    """Clients without the codec library get the same tokens from the service."""
     codec = Codec.load(TokenizerFiles.from_directory(chat_dir))
     call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
     text = f"<think>\nhm\n</think>\n\nok{call}<|im_end|>"
@@ -454,8 +464,9 @@ async def test_messages_render_to_the_ids_of_the_codec_and_completions_parse_bac
     assert parsed.finish_reason == chat_pb2.FINISH_REASON_TOOL_CALLS and parsed.malformed_tool_calls == 0
 
 
+@pytest.mark.requirement("R63", "R82")
 async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(served: Open, chat_dir: Path) -> None:
-    """R63, R82: the tokens of the stop text stay, nothing after them."""
+    """The tokens of the stop text stay, nothing after them."""
     codec = Codec.load(TokenizerFiles.from_directory(chat_dir))
     async with served(chat_dir) as stub:
         free = await completion(stub, generate("free", max_tokens=60))
@@ -470,7 +481,7 @@ async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(se
     assert list(stopped.sampling_used.stop) == ["never there", stop]
 
 
-async def test_without_a_tokenizer_nothing_is_rendered_or_parsed(
+async def test_a_service_without_a_tokenizer_renders_and_parses_nothing(
     served: Open, model_dir: Path, failure: Failure
 ) -> None:
     """A declared capability."""
@@ -490,7 +501,7 @@ async def test_without_a_tokenizer_nothing_is_rendered_or_parsed(
 
 async def test_the_scripted_engine_speaks_the_same_protocol(served: Open, tmp_path: Path) -> None:
     """A real agent's start can be checked without a model."""
-    files = tiny.build(["hello"])
+    files = tiny_tokenizer.build(["hello"])
     files.write(tmp_path / "model")
     (tmp_path / "s.yaml").write_text("turns: [{reply: hello}]")
     codec = Codec.load(files)
@@ -504,7 +515,7 @@ async def test_the_scripted_engine_speaks_the_same_protocol(served: Open, tmp_pa
 
 async def test_a_script_that_was_not_played_out_fails_its_owner(served: Open, tmp_path: Path) -> None:
     """A strict fake's leftovers are seen by the test."""
-    tiny.build(["hello"]).write(tmp_path / "model")
+    tiny_tokenizer.build(["hello"]).write(tmp_path / "model")
     (tmp_path / "s.yaml").write_text("turns: [{reply: hello}]")
     with pytest.raises(PenstockError) as caught:
         async with served(tmp_path / "model", engine="scripted", engine_options={"script": str(tmp_path / "s.yaml")}):
@@ -512,16 +523,17 @@ async def test_a_script_that_was_not_played_out_fails_its_owner(served: Open, tm
     assert caught.value.reason == "SCRIPT_UNCONSUMED"
 
 
+@pytest.mark.requirement("R66")
 async def test_an_unknown_engine_is_refused_with_those_that_there_are(served: Open, model_dir: Path) -> None:
-    """R66."""
     with pytest.raises(PenstockError, match=r"numpy, .*scripted") as caught:
         async with served(model_dir, engine="vlm"):
             pass
     assert caught.value.reason == "ENGINE_UNKNOWN"
 
 
+@pytest.mark.requirement("R27", "R70")
 async def test_the_process_says_when_it_is_ready_and_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
-    """R27, R70: `python -m penstock_inference` is the service."""
+    """`python -m penstock_inference` is the service."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -536,11 +548,13 @@ async def test_the_process_says_when_it_is_ready_and_stops_on_sigterm(model_dir:
         assert '"event":"ready"' in ready and '"inference"' in ready
     finally:
         process.send_signal(signal.SIGTERM)
-    assert await process.wait() == 0
+        await process.communicate()
+    assert process.returncode == 0
 
 
-async def test_a_model_directory_that_is_none_stops_the_start_in_words(tmp_path: Path) -> None:
-    """R33: the start fails with what is wrong, not with a traceback."""
+@pytest.mark.requirement("R33")
+async def test_invalid_model_directory_stops_the_start_with_a_reason(tmp_path: Path) -> None:
+    """The start fails with what is wrong, not with a traceback."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

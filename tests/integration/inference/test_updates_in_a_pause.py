@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import replicas
+from tests.support.services import replicas
 from tests.support.waiting import eventually
 
 from penstock_inference.engines.base import (
@@ -25,7 +25,7 @@ from penstock_inference.engines.base import (
     UpdateFormat,
 )
 from penstock_inference.engines.numpy.engine import NumpyEngine
-from penstock_inference.replicas.life import Life
+from penstock_inference.replicas.replica_process import ReplicaProcess
 from penstock_inference.testing import random_tensors, write_model
 
 TOKENS = 600
@@ -72,8 +72,9 @@ async def end(call: AsyncIterator[GenerateEvent]) -> Done:
     return done
 
 
+@pytest.mark.requirement("R22", "R87")
 async def test_an_update_that_aborts_ends_what_a_pause_froze(engine: Engine) -> None:
-    """R22, R87: with the tokens of the old policy, and the pause lasts."""
+    """With the tokens of the old policy, and the pause lasts."""
     async with AsyncExitStack() as stack:
         calls = await begun(engine, stack)
         await engine.pause(PauseMode.KEEP)
@@ -86,8 +87,9 @@ async def test_an_update_that_aborts_ends_what_a_pause_froze(engine: Engine) -> 
         await engine.resume()
 
 
+@pytest.mark.requirement("R22", "R87")
 async def test_an_update_that_waits_waits_for_what_a_pause_lets_finish(engine: Engine) -> None:
-    """R22, R87: no completion is of both policies."""
+    """No completion is of both policies."""
     async with AsyncExitStack() as stack:
         calls = await begun(engine, stack)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -102,8 +104,9 @@ async def test_an_update_that_waits_waits_for_what_a_pause_lets_finish(engine: E
         await engine.resume()
 
 
+@pytest.mark.requirement("R22", "R87")
 async def test_an_update_that_waits_does_not_wait_for_what_a_pause_froze(engine: Engine) -> None:
-    """R22, R87: it would for ever; what is frozen goes on under the new policy."""
+    """It would for ever; what is frozen goes on under the new policy."""
     async with AsyncExitStack() as stack:
         calls = await begun(engine, stack)
         await engine.pause(PauseMode.KEEP)
@@ -114,22 +117,23 @@ async def test_an_update_that_waits_does_not_wait_for_what_a_pause_froze(engine:
             assert [span.policy_version for span in (await end(call)).version_spans] == [0, 1]
 
 
+@pytest.mark.requirement("R22", "R87")
 async def test_an_update_waits_for_a_pause_that_began_while_it_was_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R22, R87: all replicas stand still while they change, those that had not answered the pause yet, too."""
+    """All replicas stand still while they change, those that had not answered the pause yet, too."""
     asked: list[str] = []
     staging, staged, freezing, frozen = (asyncio.Event() for _ in range(4))
-    ask = Life.ask
+    ask = ReplicaProcess.ask
 
-    async def held(life: Life, method: str, *arguments: Any) -> Any:
+    async def held(life: ReplicaProcess, method: str, *arguments: Any) -> Any:
         asked.append(f"{method} {life.name}")
         if method == "stage":
             answer = await ask(life, method, *arguments)
             staging.set()
             await staged.wait()
             return answer
-        slow = method == "pause" and life.name == opened._keeper.lives()[1].name
+        slow = method == "pause" and life.name == opened._supervisor.lives()[1].name
         if slow:
             freezing.set()
             await frozen.wait()
@@ -139,7 +143,7 @@ async def test_an_update_waits_for_a_pause_that_began_while_it_was_checked(
         return answer
 
     async with replicas.pool(tmp_path) as opened:
-        monkeypatch.setattr(Life, "ask", held)
+        monkeypatch.setattr(ReplicaProcess, "ask", held)
         updating = asyncio.create_task(replicas.push(opened, tmp_path, 1, 1))
         await staging.wait()
         pausing = asyncio.create_task(opened.pause(PauseMode.KEEP))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock_inference.engines.base import EngineInfo, EngineOptions
-from penstock_inference.engines.scripted import ScriptedEngine
+from penstock_inference.testing import ScriptedEngine
 
 
 class FormedEngine(ScriptedEngine):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.cli import outcomes
-from penstock.client import wire_results
+import pytest
+
+from penstock.cli.views import outcomes
+from penstock.client.wire import results
 from penstock.trajectory.v1 import trajectory_pb2
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -20,8 +22,9 @@ async def ask(rollout: Any, trainer: Any, messages: list[Any], text: str, **body
     return (await asking).choices[0].message
 
 
-async def test_a_title_that_is_not_trained_is_a_finding_with_turns_and_tokens(service: Any) -> None:
-    """R102: in the grade and in the summary; a line that goes on under another system prompt is trained."""
+@pytest.mark.requirement("R102")
+async def test_untrained_title_is_a_finding_with_turns_and_tokens(service: Any) -> None:
+    """In the grade and in the summary; a line that goes on under another system prompt is trained."""
     rollout, trainer = await service.open(), await service.trainer()
     for _ in range(2):
         await ask(rollout, trainer, [{"role": "system", "content": "Find a title."}, TASK], "Files")
@@ -44,5 +47,5 @@ async def test_a_title_that_is_not_trained_is_a_finding_with_turns_and_tokens(se
     assert captured.grade == trajectory_pb2.GRADE_EXACT
     trained = {turn.call_id for sample in captured.samples for turn in sample.turns if not turn.untrained_reason}
     assert trained == {call.call_id for call in captured.calls[2:]}
-    summary = outcomes.totals(wire_results.trajectory(captured))
+    summary = outcomes.totals(results.trajectory(captured))
     assert all(message in summary for message in told)

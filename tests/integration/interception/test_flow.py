@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +54,6 @@ def wire(request: pytest.FixtureRequest) -> Wire:
     return WIRES[request.param]
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """A plain HTTP client."""
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
 def asking(http: aiohttp.ClientSession, service: Any, rollout: Any, wire: Wire) -> Any:
     """A streamed request."""
     url = f"http://{service.ingress}/rollout/{rollout.rollout_id}{wire.path}"
@@ -74,7 +66,8 @@ def chatting(rollout: Any, text: str) -> asyncio.Task[Any]:
     return asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=messages))
 
 
-async def test_a_weight_sync_is_keep_alives_from_the_first_moment_and_then_the_answer(
+@pytest.mark.requirement("R30")
+async def test_weight_sync_sends_keep_alives_then_the_answer(
     start: Any, http: aiohttp.ClientSession, wire: Wire
 ) -> None:
     """R30, decision 8: while calls are held back an agent of any dialect sees signs of life and nothing else."""
@@ -93,11 +86,12 @@ async def test_a_weight_sync_is_keep_alives_from_the_first_moment_and_then_the_a
         assert b"after the sync" in await answer.read()
 
 
+@pytest.mark.requirement("R30")
 @pytest.mark.parametrize("in_stream", [False, True])
-async def test_within_the_grace_a_failure_has_its_own_status_and_later_it_is_said_in_the_stream(
+async def test_failure_is_a_status_within_the_grace_and_an_event_later(
     start: Any, http: aiohttp.ClientSession, wire: Wire, in_stream: bool
 ) -> None:
-    """R30: `first_byte_s` is the operator's: how long a plain HTTP status stays possible."""
+    """`first_byte_s` is the operator's: how long a plain HTTP status stays possible."""
     service = await start(first_byte_s=0.0 if in_stream else 60.0, keep_alive_s=0.01)
     rollout, trainer = await service.open(), await service.trainer()
 
@@ -122,8 +116,9 @@ async def test_within_the_grace_a_failure_has_its_own_status_and_later_it_is_sai
         assert wire.failure in await answer.read()
 
 
+@pytest.mark.requirement("R26")
 async def test_trainers_of_one_run_share_its_calls_as_their_credits_allow(service: Any) -> None:
-    """R26: no call goes to two of them, nobody holds more than its credits, and what comes free takes the next."""
+    """No call goes to two of them, nobody holds more than its credits, and what comes free takes the next."""
     rollouts = [await service.open(run_id="run") for _ in range(2)]
     selector = pb.CallSelector(run_id="run")
     trainers = [await service.trainer(selector=selector, credits=pb.Credits(calls=2)) for _ in range(2)]
@@ -141,8 +136,9 @@ async def test_trainers_of_one_run_share_its_calls_as_their_credits_allow(servic
     assert sorted(told) == ["first", "first", "second", "second", "third", "third"]
 
 
-async def test_a_trainer_that_dies_leaves_its_calls_to_the_others_of_its_run(start: Any) -> None:
-    """R22, R26: each is given again once nobody may resume; an answer that comes too late is refused by type."""
+@pytest.mark.requirement("R22", "R26")
+async def test_dead_trainers_calls_go_to_other_trainers_of_the_run(start: Any) -> None:
+    """Each is given again once nobody may resume; an answer that comes too late is refused by type."""
     service = await start(resume_window_s=0.0)
     rollout = await service.open(run_id="run")
     selector = pb.CallSelector(run_id="run")
@@ -166,6 +162,7 @@ async def test_a_trainer_that_dies_leaves_its_calls_to_the_others_of_its_run(sta
     assert sorted(told) == ["in time", "in time", "with the lease of the dead"]
 
 
+@pytest.mark.requirement("R87")
 async def test_a_staleness_bound_follows_what_any_trainer_of_the_run_announces(service: Any) -> None:
     """R87, decision 8: the newest announced version counts for the run; a call keeps the bound of its lease."""
     policy = interception_pb2.PolicyVersionConstraint(max_staleness=1)

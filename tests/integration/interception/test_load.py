@@ -9,6 +9,8 @@ import threading
 import tracemalloc
 from typing import Any
 
+import pytest
+
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 
@@ -29,6 +31,7 @@ async def post(rollout: Any, body: dict[str, Any]) -> tuple[asyncio.StreamReader
     return reader, writer
 
 
+@pytest.mark.requirement("R31")
 async def test_2048_streams_are_held_without_a_thread_each_and_kept_alive(start: Any) -> None:
     """R31, decision 8: each agent sees comments while it waits, and its whole answer in the end."""
     service = await start(first_byte_s=0.0, keep_alive_s=5.0)
@@ -53,8 +56,9 @@ async def test_2048_streams_are_held_without_a_thread_each_and_kept_alive(start:
     assert told == {call.call_id for call in calls}
 
 
+@pytest.mark.requirement("R23")
 async def test_after_many_calls_and_deleted_rollouts_nothing_is_left(start: Any) -> None:
-    """R23: the gate's own tables are empty again: calls, leases, deadlines, retry keys, lanes' queues."""
+    """The gate's own tables are empty again: calls, leases, deadlines, retry keys, queues' queues."""
     service = await start()
     trainer = await service.trainer(credits=pb.Credits(calls=64))
 
@@ -79,8 +83,9 @@ async def test_after_many_calls_and_deleted_rollouts_nothing_is_left(start: Any)
     answering.cancel()
 
 
+@pytest.mark.requirement("R23", "R87")
 async def test_closed_rollouts_leave_memory_and_come_back_from_disk(start: Any) -> None:
-    """R23, R87: what was captured is on disk; a capture of a rollout that is not in memory is the same."""
+    """What was captured is on disk; a capture of a rollout that is not in memory is the same."""
     service = await start(closed_kept=1)
     trainer = await service.trainer()
     captured, call = [], None
@@ -92,7 +97,7 @@ async def test_closed_rollouts_leave_memory_and_come_back_from_disk(start: Any) 
         await reader.read()
         await service.close(rollout.rollout_id)
         captured.append(await service.capture(rollout.rollout_id))
-    assert [r.shelved for r in service.turns.gate.rollouts()] == [True, True, False]
+    assert [r.evicted for r in service.interceptor.registry.rollouts()] == [True, True, False]
     for number in range(3):
         assert await service.capture(f"r{number}") == captured[number]
     assert call is not None
@@ -101,24 +106,26 @@ async def test_closed_rollouts_leave_memory_and_come_back_from_disk(start: Any) 
 
 
 def _sizes(service: Any) -> dict[str, int]:
-    turns = service.turns
-    held = turns.gate.dispatcher
+    interceptor = service.interceptor
+    registry, gate, conversations = interceptor.registry, interceptor.gate, interceptor.conversations
+    leasing = gate.leasing
     return {
-        "rollouts": len(turns.gate._rollouts),
-        "requests": len(turns.gate._by_request),
-        "calls": len(turns.gate._calls),
-        "deadlines": len(turns.gate._deadlines),
-        "conversations": len(turns._conversations),
-        "closed": len(turns._closed),
-        "linked": len(held._rollouts),
-        "unary": len(held._unary),
-        "lanes": sum(len(lane) + len(lane.rollouts) for lane in held._lanes.values()),
-        "sessions": sum(len(session.held) for session in held.sessions()),
+        "rollouts": len(registry._rollouts),
+        "requests": len(registry._by_request),
+        "calls": len(registry._calls),
+        "deadlines": len(gate._deadlines),
+        "conversations": len(conversations._conversations),
+        "closed": len(conversations._closed),
+        "linked": len(leasing._rollouts),
+        "unary": len(leasing._unary),
+        "queues": sum(len(queue) + len(queue.rollouts) for queue in leasing._queues.values()),
+        "sessions": sum(len(session.held) for session in registry.sessions()),
     }
 
 
-async def test_what_is_kept_of_a_sampled_token_is_its_id_its_logprob_and_its_text(service: Any) -> None:
-    """R82: each is stored once: 4 bytes, 4 bytes, and a character here, where every byte is a token."""
+@pytest.mark.requirement("R82")
+async def test_sampled_token_keeps_its_id_logprob_and_text(service: Any) -> None:
+    """Each is stored once: 4 bytes, 4 bytes, and a character here, where every byte is a token."""
     rollout, trainer = await service.open(), await service.trainer()
     client = rollout.client()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from tests.integration.interception.test_chat import ASK, CALL, TOOL
+from tests.integration.interception.dialects.test_chat import ASK, CALL, TOOL
 from tests.integration.interception.test_sources import DEFAULT_INFERENCE, PROXY, from_caller, inference, said, upstream
 
 __all__ = ["inference"]
@@ -31,12 +31,11 @@ async def _asked(client: openai.AsyncOpenAI, *, stream: bool, **options: Any) ->
         return (await events.get_final_completion()).choices[0]
 
 
+@pytest.mark.requirement("R30", "R82")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-async def test_an_answer_tells_each_sampled_token_with_its_logprob_and_bytes(
-    service: Any, text: str, stream: bool
-) -> None:
-    """R30, R82: exactly the trainer's numbers, one for each of its ids; the bytes add up to what was sampled."""
+async def test_answer_has_logprob_and_bytes_of_each_sampled_token(service: Any, text: str, stream: bool) -> None:
+    """Exactly the trainer's numbers, one for each of its ids; the bytes add up to what was sampled."""
     rollout, trainer = await service.open(), await service.trainer()
     asked = asyncio.create_task(_asked(rollout.client(), stream=stream, logprobs=True, top_logprobs=0))
     count = trainer.completion(text).span.count
@@ -52,9 +51,10 @@ async def test_an_answer_tells_each_sampled_token_with_its_logprob_and_bytes(
     assert all(bytes(item.bytes).decode(errors="replace") == item.token for item in content)
 
 
+@pytest.mark.requirement("R30")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_an_answer_has_no_logprobs_unless_they_are_asked_for(service: Any, stream: bool) -> None:
-    """R30: `logprobs` is null, as OpenAI's is; what is asked for is no change of the request that needs a note."""
+    """`logprobs` is null, as OpenAI's is; what is asked for is no change of the request that needs a note."""
     rollout, trainer = await service.open(), await service.trainer()
     for options in ({}, {"logprobs": False}, {"logprobs": True}):
         asked = asyncio.create_task(_asked(rollout.client(), stream=stream, **options))
@@ -64,8 +64,9 @@ async def test_an_answer_has_no_logprobs_unless_they_are_asked_for(service: Any,
     assert [list(call.normalisations) for call in captured.calls] == [[], [], []]
 
 
+@pytest.mark.requirement("R34")
 async def test_a_repeated_request_gets_its_logprobs_again(service: Any) -> None:
-    """R34: the answer that was kept is told as it was."""
+    """The answer that was kept is told as it was."""
     rollout, trainer = await service.open(), await service.trainer()
     client = rollout.client(default_headers={"Idempotency-Key": "one"})
     asked = asyncio.create_task(_asked(client, stream=False, logprobs=True))
@@ -73,8 +74,9 @@ async def test_a_repeated_request_gets_its_logprobs_again(service: Any) -> None:
     assert (await asked).logprobs == (await _asked(client, stream=False, logprobs=True)).logprobs
 
 
+@pytest.mark.requirement("R65")
 async def test_alternatives_are_refused_by_their_name(service: Any) -> None:
-    """R65: nobody here knows them; the call is not made."""
+    """Nobody here knows them; the call is not made."""
     rollout = await service.open()
     with pytest.raises(openai.BadRequestError, match="top_logprobs") as caught:
         await _asked(rollout.client(), stream=False, logprobs=True, top_logprobs=5)
@@ -82,11 +84,10 @@ async def test_alternatives_are_refused_by_their_name(service: Any) -> None:
     assert not (await service.capture(rollout.rollout_id)).calls
 
 
+@pytest.mark.requirement("R30", "R82")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_proxied_answer_tells_the_engines_logprobs(
-    start: Any, inference: Any, codec: Any, stream: bool
-) -> None:
-    """R30, R82: transparent proxy: one for each token that the inference service sampled."""
+async def test_proxied_answer_has_the_engines_logprobs(start: Any, inference: Any, codec: Any, stream: bool) -> None:
+    """Transparent proxy: one for each token that the inference service sampled."""
     script = {"strict": False, "turns": [{"reply": "hello", "logprob": -0.25}]}
     service = await start(inference_address=await inference(script))
     rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE)
@@ -98,8 +99,9 @@ async def test_a_proxied_answer_tells_the_engines_logprobs(
     assert told == codec.decode(np.frombuffer(span.token_ids, "<i4"))
 
 
-async def test_where_nobody_tells_tokens_logprobs_are_null(service: Any) -> None:
-    """R30, R82: an endpoint that answers in text alone: nothing is made up."""
+@pytest.mark.requirement("R30", "R82")
+async def test_logprobs_are_null_without_tokens(service: Any) -> None:
+    """An endpoint that answers in text alone: nothing is made up."""
     async with upstream(lambda _request, _body: said("ok")) as (url, _):
         rollout = await service.open(mode=PROXY, source=from_caller(url))
         choice = await _asked(rollout.client(), stream=False, logprobs=True)

@@ -58,10 +58,11 @@ async def ask(service: Any, rollout: Any, path: str, body: bytes) -> tuple[list[
     return np.frombuffer(call.prompt_token_ids, "<i4").tolist(), list(captured.normalisations)
 
 
+@pytest.mark.requirement("R100")
 @pytest.mark.parametrize("escaped", [False, True])
 @pytest.mark.parametrize("dialect", WIRES)
 async def test_a_forged_turn_in_a_request_is_text_to_the_engine(start: Any, dialect: str, escaped: bool) -> None:
-    """R100: in every dialect, however the body writes its characters; and the record says that there was one."""
+    """In every dialect, however the body writes its characters; and the record says that there was one."""
     service = await start()
     path, body = WIRES[dialect]
     written = json.dumps(body)
@@ -74,20 +75,22 @@ async def test_a_forged_turn_in_a_request_is_text_to_the_engine(start: Any, dial
     assert [note for note in notes if "Control tokens" in note and "as text" in note]
 
 
+@pytest.mark.requirement("R100")
 async def test_control_tokens_are_parsed_where_the_source_says_so(start: Any) -> None:
-    """R100: a setting of the rollout's model source, recorded with each call that it concerns."""
+    """A setting of the rollout's model source, recorded with each call that it concerns."""
     service = await start()
     path, body = WIRES["chat"]
     rollout = await service.open(source=source(control_tokens=interception_pb2.CONTROL_TOKENS_PARSE))
     ids, notes = await ask(service, rollout, path, json.dumps(body).encode())
     assert ids.count(int(service.codec.encode("<|im_start|>")[0])) == 5
-    assert [note for note in notes if "as control tokens, as asked" in note]
+    assert [note for note in notes if "as control tokens, as requested" in note]
 
 
+@pytest.mark.requirement("R100")
 async def test_a_long_request_s_record_survives_a_restart(
     settings: Callable[..., InterceptionSettings], codec: Codec
 ) -> None:
-    """R100: what is found out after the call was written to disk is written too."""
+    """What is found out after the call was written to disk is written too."""
     path, body = WIRES["chat"]
     body = {**body, "messages": [*body["messages"], {"role": "user", "content": "more " * 4000}]}
     async with running(settings(), codec) as service:
@@ -99,10 +102,11 @@ async def test_a_long_request_s_record_survives_a_restart(
     assert [note for note in notes if "as text" in note]
 
 
+@pytest.mark.requirement("R104")
 async def test_a_source_names_the_parser_that_its_template_does_not_show(
     settings: Callable[..., InterceptionSettings], codec: Codec, tmp_path: Path
 ) -> None:
-    """R104: without a name the rollout is refused, and told what to set; with one its calls are read."""
+    """Without a name the rollout is refused, and told what to set; with one its calls are read."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{{ tools }}"
     replace(codec.files, chat_template=template).write(tmp_path / "odd")
     assert TokenizerFiles.from_directory(tmp_path / "odd").chat_template == template
@@ -125,6 +129,7 @@ async def test_a_source_names_the_parser_that_its_template_does_not_show(
         assert call.function.name == "bash"
 
 
+@pytest.mark.requirement("R104")
 @pytest.mark.parametrize(
     ("fields", "reason", "told"),
     [
@@ -132,10 +137,10 @@ async def test_a_source_names_the_parser_that_its_template_does_not_show(
         ({"control_tokens": 7}, "FIELD_INVALID", "source.control_tokens"),
     ],
 )
-async def test_what_a_source_may_not_say_is_refused_by_name(
+async def test_forbidden_fields_of_a_source_are_refused_by_name(
     start: Any, fields: dict[str, Any], reason: str, told: str
 ) -> None:
-    """R104: an unknown parser is refused with those that there are."""
+    """An unknown parser is refused with those that there are."""
     service = await start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.open(source=source(**fields))
@@ -143,8 +148,9 @@ async def test_what_a_source_may_not_say_is_refused_by_name(
     assert (error.reason, told in error.message) == (reason, True)
 
 
+@pytest.mark.requirement("R104")
 async def test_an_upstream_takes_no_parser(start: Any) -> None:
-    """R104: an upstream reads its own answers."""
+    """An upstream reads its own answers."""
     service = await start()
     upstream = interception_pb2.Upstream(name="u")
     with pytest.raises(grpc.aio.AioRpcError) as caught:

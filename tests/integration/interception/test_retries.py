@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "list the files"}]}
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """A plain HTTP client."""
-    async with aiohttp.ClientSession() as session:
-        yield session
 
 
 class Agent:
@@ -43,8 +35,9 @@ async def calls_of(service: Any, rollout: Any) -> list[Any]:
     return list(answer.calls)
 
 
+@pytest.mark.requirement("R34")
 async def test_a_retry_joins_the_call_whose_connection_broke(service: Any, http: aiohttp.ClientSession) -> None:
-    """R34: the connection goes, the same body comes again: one call, one generation."""
+    """The connection goes, the same body comes again: one call, one generation."""
     rollout, trainer = await service.open(), await service.trainer()
     agent = Agent(http, rollout)
     first = agent.asking()
@@ -58,8 +51,9 @@ async def test_a_retry_joins_the_call_whose_connection_broke(service: Any, http:
     assert [(c.http_attempts, c.index) for c in await calls_of(service, rollout)] == [(2, 0)]
 
 
+@pytest.mark.requirement("R34")
 async def test_a_retry_of_a_finished_call_gets_the_same_answer(service: Any, http: aiohttp.ClientSession) -> None:
-    """R34: a finished call is replayed to a retry, byte for byte."""
+    """A finished call is replayed to a retry, byte for byte."""
     rollout, trainer = await service.open(), await service.trainer()
     agent = Agent(http, rollout)
     first = agent.asking()
@@ -69,10 +63,11 @@ async def test_a_retry_of_a_finished_call_gets_the_same_answer(service: Any, htt
     assert len(await calls_of(service, rollout)) == 1
 
 
-async def test_the_same_idempotency_key_is_the_same_call_and_another_body_is_refused(
+@pytest.mark.requirement("R34")
+async def test_equal_idempotency_key_joins_its_call_and_another_body_is_refused(
     service: Any, http: aiohttp.ClientSession
 ) -> None:
-    """R34: the key decides; a key with another body is a client's mistake."""
+    """The key decides; a key with another body is a client's mistake."""
     rollout, trainer = await service.open(), await service.trainer()
     agent = Agent(http, rollout)
     both = [agent.asking(idempotency_key="k1") for _ in range(2)]
@@ -82,10 +77,11 @@ async def test_the_same_idempotency_key_is_the_same_call_and_another_body_is_ref
     assert (status, answer["error"]["code"]) == (400, "idempotency_key_reused")
 
 
+@pytest.mark.requirement("R34")
 async def test_the_same_body_asked_twice_without_a_retry_is_two_calls(
     service: Any, http: aiohttp.ClientSession
 ) -> None:
-    """R34: an agent may ask the same twice; both are generated, the second as a sibling."""
+    """An agent may ask the same twice; both are generated, the second as a sibling."""
     rollout, trainer = await service.open(), await service.trainer()
     agent = Agent(http, rollout)
     for text in ("one", "two"):
@@ -95,10 +91,11 @@ async def test_the_same_body_asked_twice_without_a_retry_is_two_calls(
     assert len(await calls_of(service, rollout)) == 2
 
 
-async def test_an_agent_that_stays_away_cancels_its_call_and_the_trainer_is_told(
+@pytest.mark.requirement("R23", "R32")
+async def test_departed_agent_cancels_its_call_and_notifies_the_trainer(
     start: Any, http: aiohttp.ClientSession
 ) -> None:
-    """R23, R32: after the grace the call is CANCELLED, its credit is free, a late answer is rejected by type."""
+    """After the grace the call is CANCELLED, its credit is free, a late answer is rejected by type."""
     from penstock.interception.v1 import intercept_service_pb2 as pb
 
     service = await start(rejoin_grace_s=0.0)

@@ -10,14 +10,14 @@ import aiohttp
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from structlog.testing import capture_logs
-from tests.support.mcp_agent import post
+from tests.support.endpoints.mcp_agent import post
 
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from penstock_chassis.rpc_status import from_rpc_error
-from penstock_interception.clock import Clock
-from penstock_interception.credentials import MAX_TOKENS
+from penstock_interception.domain.deadlines import Clock
+from penstock_interception.rollouts.agent_keys import MAX_TOKENS
 
 Terms = interception_pb2.TokenTerms
 COMPLETIONS, READ, TOOLS = (
@@ -64,9 +64,10 @@ async def refused(rpc: Any) -> Any:
 
 def set_time(service: Any, later_s: float) -> None:
     """Lets the service's tokens see a later time."""
-    service.turns.gate.credentials._clock = Clock(lambda: time.time() + later_s)
+    service.interceptor.agent_keys._clock = Clock(lambda: time.time() + later_s)
 
 
+@pytest.mark.requirement("R4", "R6")
 @pytest.mark.parametrize(
     ("scopes", "allowed"),
     [
@@ -80,7 +81,7 @@ def set_time(service: Any, later_s: float) -> None:
 async def test_a_token_opens_what_it_is_for_and_nothing_else(
     service: Any, scopes: list[Any], allowed: set[str]
 ) -> None:
-    """R4, R6: completions, reading and tools apart; a refusal is final and in the audit log."""
+    """Completions, reading and tools apart; a refusal is final and in the audit log."""
     rollout = await service.open(token_terms=Terms(scopes=scopes))
     with capture_logs() as lines:
         for what in ("models", "count", "complete", "tools"):
@@ -94,8 +95,9 @@ async def test_a_token_opens_what_it_is_for_and_nothing_else(
     assert reasons == [names[what] for what in names if what not in allowed]
 
 
+@pytest.mark.requirement("R5")
 async def test_a_token_expires_and_looks_as_any_other_that_is_not_valid(service: Any) -> None:
-    """R5: the answer is the one that a stranger gets, byte for byte; the audit log has the reason."""
+    """The answer is the one that a stranger gets, byte for byte; the audit log has the reason."""
     rollout = await service.open(token_terms=Terms(ttl=HOUR))
     assert await status(service, rollout, rollout.token) == 200
     set_time(service, 3601)
@@ -116,8 +118,9 @@ async def test_a_token_expires_and_looks_as_any_other_that_is_not_valid(service:
     assert not any(rollout.token in str(line) for line in lines)
 
 
+@pytest.mark.requirement("R4")
 async def test_a_token_is_rotated_while_the_rollout_goes_on(service: Any) -> None:
-    """R4: the old one lives through its grace, then it is void; what it had asked before is answered."""
+    """The old one lives through its grace, then it is void; what it had asked before is answered."""
     rollout, trainer = await service.open(), await service.trainer()
     messages: Any = USER
     asked = asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=messages))
@@ -156,8 +159,9 @@ async def test_issuing_is_idempotent_and_brings_no_dead_token_back(serving: Any)
         assert await status(service, rollout, rollout.token, "tools") == 200
 
 
+@pytest.mark.requirement("R4")
 async def test_all_tokens_are_revoked_at_once_and_another_may_be_issued(serving: Any) -> None:
-    """R4: the rollout itself goes on; a restart brings none of them back."""
+    """The rollout itself goes on; a restart brings none of them back."""
     async with serving() as service:
         rollout = await service.open()
         second = (await issue(service, rollout)).token
@@ -177,8 +181,9 @@ async def test_all_tokens_are_revoked_at_once_and_another_may_be_issued(serving:
         assert isinstance(error, FailedPrecondition) and error.reason == "ROLLOUT_CLOSED"
 
 
+@pytest.mark.requirement("R4", "R25")
 async def test_a_rollout_of_the_same_name_has_nothing_of_the_one_before(service: Any) -> None:
-    """R4, R25: a deleted rollout's token is void for its successor."""
+    """A deleted rollout's token is void for its successor."""
     before = await service.open("same", request_id="one")
     await service.gate.DeleteRollout(gate.DeleteRolloutRequest(rollout_id="same"))
     after = await service.open("same", request_id="two")
@@ -187,8 +192,9 @@ async def test_a_rollout_of_the_same_name_has_nothing_of_the_one_before(service:
     assert [line["reason"] for line in lines if line.get("audit") == "credential_refused"] == ["unknown"]
 
 
+@pytest.mark.requirement("R5", "R63")
 async def test_orders_about_tokens_that_mean_nothing_are_refused(service: Any) -> None:
-    """R5, R63: by field; an unknown rollout and an unknown token are NOT_FOUND."""
+    """By field; an unknown rollout and an unknown token are NOT_FOUND."""
     rollout = await service.open()
     for terms, field in (
         (Terms(scopes=[COMPLETIONS, 99]), "terms.scopes[1]"),  # type: ignore[list-item]
@@ -207,8 +213,9 @@ async def test_orders_about_tokens_that_mean_nothing_are_refused(service: Any) -
     assert (await refused(service.gate.RevokeTokens(unknown))).reason == "ROLLOUT_UNKNOWN"
 
 
+@pytest.mark.requirement("R13", "R23")
 async def test_a_rollouts_tokens_are_bounded_in_number(service: Any) -> None:
-    """R13, R23: revoked ones are kept, and count."""
+    """Revoked ones are kept, and count."""
     rollout = await service.open()
     for number in range(MAX_TOKENS - 1):
         await issue(service, rollout, f"n{number}", retire_others_after=Duration())
@@ -216,8 +223,9 @@ async def test_a_rollouts_tokens_are_bounded_in_number(service: Any) -> None:
     assert isinstance(error, ResourceExhausted) and error.reason == "TOKEN_LIMIT"
 
 
+@pytest.mark.requirement("R8")
 async def test_no_token_is_on_disk_and_none_in_what_is_shown(serving: Any, tmp_path: Any) -> None:
-    """R8: ids and terms are stored and shown; a token cannot be made of them without the service's key."""
+    """Ids and terms are stored and shown; a token cannot be made of them without the service's key."""
     async with serving() as service:
         rollout = await service.open()
         second = await issue(service, rollout)
@@ -232,8 +240,9 @@ async def test_no_token_is_on_disk_and_none_in_what_is_shown(serving: Any, tmp_p
         assert token.removeprefix("pst_")[40:].encode() not in written
 
 
+@pytest.mark.requirement("R8")
 async def test_an_unknown_route_is_in_the_audit_log_without_its_path(service: Any) -> None:
-    """R8: who asked is told, what he wrote is not."""
+    """Who asked is told, what he wrote is not."""
     rollout = await service.open()
     with capture_logs() as lines:
         async with aiohttp.ClientSession(headers={"x-api-key": rollout.token}) as http:

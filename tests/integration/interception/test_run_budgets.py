@@ -20,7 +20,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted
 from penstock_chassis.rpc_status import from_rpc_error
-from penstock_interception.clock import Clock
+from penstock_interception.domain.deadlines import Clock
 
 Budgets, RunBudgets, CallRate = interception_pb2.Budgets, interception_pb2.RunBudgets, interception_pb2.CallRate
 USER = [{"role": "user", "content": "list the files"}]
@@ -67,9 +67,10 @@ async def seen(service: Any, rollout: Any) -> gate.GateRollout:
     return answer.rollout  # type: ignore[no-any-return]
 
 
+@pytest.mark.requirement("R35", "R88")
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_used_up_run_ends_each_of_its_rollouts_alike_and_for_good(service: Any, dialect: str) -> None:
-    """R35, R88: final in every dialect, told once in the audit log, marked on each rollout; other runs go on."""
+async def test_used_up_run_ends_all_its_rollouts_for_good(service: Any, dialect: str) -> None:
+    """Final in every dialect, told once in the audit log, marked on each rollout; other runs go on."""
     terms: dict[str, Any] = {"run_id": "run", "run_budgets": RunBudgets(max_calls=2)}
     one, two = await service.open(**terms), await service.open(run_id="run")
     other, trainer = await service.open(run_id="another"), await service.trainer()
@@ -90,8 +91,9 @@ async def test_a_used_up_run_ends_each_of_its_rollouts_alike_and_for_good(servic
     await turn(service, other, trainer, dialect)
 
 
+@pytest.mark.requirement("R27", "R88")
 async def test_a_run_that_is_used_up_opens_no_further_rollout(service: Any) -> None:
-    """R27, R88: refused before a sandbox is made for it, and without a delay to come again."""
+    """Refused before a sandbox is made for it, and without a delay to come again."""
     first = await service.open(run_id="run", run_budgets=RunBudgets(max_completion_tokens=1))
     await turn(service, first, await service.trainer())
     error = await refused(service.open(run_id="run"))
@@ -100,8 +102,9 @@ async def test_a_run_that_is_used_up_opens_no_further_rollout(service: Any) -> N
     assert error.retry_after_s is None
 
 
-async def test_the_first_budgets_of_a_run_are_fixed_and_others_are_refused_by_field(service: Any) -> None:
-    """R63: the same ones and none at all join the run; a difference is named."""
+@pytest.mark.requirement("R63")
+async def test_first_budgets_of_a_run_are_fixed(service: Any) -> None:
+    """The same ones and none at all join the run; a difference is named."""
     fixed = RunBudgets(max_calls=5, wall_time=HOUR, call_rate=CallRate(calls=100))
     await service.open(run_id="run", run_budgets=fixed)
     await service.open(run_id="run", run_budgets=fixed)
@@ -118,6 +121,7 @@ async def test_the_first_budgets_of_a_run_are_fixed_and_others_are_refused_by_fi
     }
 
 
+@pytest.mark.requirement("R63")
 @pytest.mark.parametrize(
     ("terms", "field"),
     [
@@ -136,7 +140,7 @@ async def test_the_first_budgets_of_a_run_are_fixed_and_others_are_refused_by_fi
     ],
 )
 async def test_a_budget_that_means_nothing_is_refused_by_field(service: Any, terms: dict[str, Any], field: str) -> None:
-    """R63: nothing is taken that would not hold."""
+    """Nothing is taken that would not hold."""
     error = await refused(service.open(**terms))
     assert isinstance(error, InvalidArgument)
     assert [violation.field for violation in error.violations] == [field]
@@ -149,8 +153,9 @@ async def killed_and_started(serving: Any) -> AsyncIterator[Any]:
         yield service
 
 
-async def test_what_a_run_has_used_survives_a_restart_and_its_rollouts_deletion(serving: Any) -> None:
-    """R88: calls, tokens and bytes of open, closed and deleted rollouts count on; a used-up run stays so."""
+@pytest.mark.requirement("R88")
+async def test_runs_usage_survives_a_restart_and_its_rollouts_deletion(serving: Any) -> None:
+    """Calls, tokens and bytes of open, closed and deleted rollouts count on; a used-up run stays so."""
     budgets = RunBudgets(max_calls=4, max_prompt_tokens=10**6)
     async with serving() as service:
         trainer = await service.trainer()
@@ -161,10 +166,10 @@ async def test_what_a_run_has_used_survives_a_restart_and_its_rollouts_deletion(
             await turn(service, rollout, trainer)
         await service.close("closed")
         await service.gate.DeleteRollout(gate.DeleteRolloutRequest(rollout_id="deleted"))
-        spent = service.turns.gate.metering._runs["run"].spent
+        spent = service.interceptor.gate.budgets._runs["run"].spent
         assert spent.calls == 3 and spent.prompt_tokens and spent.completion_tokens and spent.request_bytes
     async with serving() as service:
-        assert service.turns.gate.metering._runs["run"].spent == spent
+        assert service.interceptor.gate.budgets._runs["run"].spent == spent
         error = await refused(service.open(run_id="run", run_budgets=RunBudgets(max_calls=5)))
         assert error.reason == "RUN_BUDGETS_DIFFER"
         await turn(service, left, await service.trainer())
@@ -179,26 +184,29 @@ async def test_what_a_run_has_used_survives_a_restart_and_its_rollouts_deletion(
         assert (await refused(service.open(run_id="run"))).reason == "BUDGET_EXHAUSTED"
 
 
+@pytest.mark.requirement("R23")
 async def test_a_run_is_forgotten_when_its_last_rollout_is_long_gone(start: Any) -> None:
-    """R23: what nobody asks for any more leaves memory and disk."""
+    """What nobody asks for any more leaves memory and disk."""
     service = await start(retention_s=0.0)
     await service.open("r", run_id="run", run_budgets=RunBudgets(max_calls=1))
     await service.gate.DeleteRollout(gate.DeleteRolloutRequest(rollout_id="r"))
-    await service.turns.gate.tick()
-    assert not service.turns.gate.metering._runs
-    await service.turns.store.settled()
-    assert not await service.turns.store.runs.load()
+    await service.interceptor.tick()
+    assert not service.interceptor.gate.budgets._runs
+    await service.interceptor.store.settled()
+    assert not await service.interceptor.store.runs.load()
     await service.open("s", run_id="run", run_budgets=RunBudgets(max_calls=2))
 
 
+@pytest.mark.requirement("R88")
 async def test_budgets_that_come_late_count_what_the_run_has_used_already(service: Any) -> None:
-    """R88: they bind rollouts that were opened before without any."""
+    """They bind rollouts that were opened before without any."""
     early, trainer = await service.open(run_id="run"), await service.trainer()
     await turn(service, early, trainer)
     await service.open(run_id="run", run_budgets=RunBudgets(max_calls=1))
     assert (await ask(service, early))[0] == FINAL["chat"]
 
 
+@pytest.mark.requirement("R13", "R35", "R88")
 @pytest.mark.parametrize(
     ("budgets", "name"),
     [
@@ -208,7 +216,7 @@ async def test_budgets_that_come_late_count_what_the_run_has_used_already(servic
     ],
 )
 async def test_tokens_and_bytes_of_a_rollout_are_bounded(service: Any, budgets: Any, name: str) -> None:
-    """R13, R35, R88: the first call goes through, the next is refused and the budget named."""
+    """The first call goes through, the next is refused and the budget named."""
     rollout = await service.open(budgets=budgets)
     await turn(service, rollout, await service.trainer())
     assert (await ask(service, rollout))[0] == FINAL["chat"]
@@ -217,8 +225,21 @@ async def test_tokens_and_bytes_of_a_rollout_are_bounded(service: Any, budgets: 
     assert found.totals.request_bytes > 0
 
 
-async def test_one_body_over_its_own_bound_is_413_and_the_rollout_goes_on(service: Any) -> None:
-    """R13: whether its length is told or not; nothing is counted, and the audit log has it."""
+@pytest.mark.requirement("R96")
+async def test_journal_keeps_a_bounded_amount_of_each_rollout(start: Any) -> None:
+    """An agent that calls without end is refused for good, and nothing that others said goes."""
+    service = await start(max_rollout_bytes=8 << 10)
+    other, greedy, trainer = await service.open("other"), await service.open("greedy"), await service.trainer()
+    await turn(service, greedy, trainer)
+    assert (await ask(service, greedy))[0] == FINAL["chat"]
+    assert (await seen(service, greedy)).exhausted_budget == "journal_bytes"
+    await turn(service, other, trainer)
+    assert (await seen(service, greedy)).totals.calls == 1
+
+
+@pytest.mark.requirement("R13")
+async def test_oversized_body_is_a_413_and_the_rollout_continues(service: Any) -> None:
+    """Whether its length is told or not; nothing is counted, and the audit log has it."""
     rollout, trainer = await service.open(budgets=Budgets(max_request_bytes_per_call=200)), await service.trainer()
     large = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
     url, headers = rollout.base_url + "/chat/completions", {"x-api-key": rollout.token}
@@ -239,9 +260,10 @@ async def test_one_body_over_its_own_bound_is_413_and_the_rollout_goes_on(servic
     assert (await seen(service, rollout)).totals.calls == 1
 
 
+@pytest.mark.requirement("R26", "R88")
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_call_over_the_rate_is_told_when_to_come_again_and_comes_in_then(service: Any, dialect: str) -> None:
-    """R26, R88: 429 with its delay in each way that SDKs read; the rollout is not marked."""
+async def test_call_over_the_rate_gets_a_retry_time_that_holds(service: Any, dialect: str) -> None:
+    """429 with its delay in each way that SDKs read; the rollout is not marked."""
     rate = CallRate(calls=1, period=Duration(seconds=30))
     rollout, trainer = await service.open(budgets=Budgets(call_rate=rate)), await service.trainer()
     await turn(service, rollout, trainer, dialect)
@@ -251,12 +273,13 @@ async def test_a_call_over_the_rate_is_told_when_to_come_again_and_comes_in_then
     assert 0 < int(headers["retry-after-ms"]) <= 30_000
     assert "try again in" in body["error"]["message"]
     assert (await seen(service, rollout)).state == gate.GATE_ROLLOUT_STATE_OPEN
-    service.turns.gate.metering._clock = Clock(time.time, lambda: time.monotonic() + 30)
+    service.interceptor.gate.budgets._clock = Clock(time.time, lambda: time.monotonic() + 30)
     await turn(service, rollout, trainer, dialect)
 
 
+@pytest.mark.requirement("R26")
 async def test_an_sdk_waits_for_the_rate_by_itself(service: Any) -> None:
-    """R26: the delay is one that the official SDK obeys, so that its user sees no error."""
+    """The delay is one that the official SDK obeys, so that its user sees no error."""
     rate = CallRate(calls=1, period=Duration(nanos=100_000_000))
     rollout, trainer = await service.open(budgets=Budgets(call_rate=rate)), await service.trainer()
     client = rollout.client(max_retries=4)
@@ -267,8 +290,9 @@ async def test_an_sdk_waits_for_the_rate_by_itself(service: Any) -> None:
         assert (await asked).choices[0].message.content == "ok"
 
 
+@pytest.mark.requirement("R88")
 async def test_a_runs_rate_is_shared_by_its_rollouts_and_by_counting(service: Any) -> None:
-    """R88: one bucket for all; counting tokens costs as much work, and takes from it too."""
+    """One bucket for all; counting tokens costs as much work, and takes from it too."""
     rate = CallRate(calls=2, period=HOUR)
     one = await service.open(run_id="run", run_budgets=RunBudgets(call_rate=rate))
     two, trainer = await service.open(run_id="run"), await service.trainer()
@@ -284,8 +308,9 @@ async def test_a_runs_rate_is_shared_by_its_rollouts_and_by_counting(service: An
     assert (await ask(service, one))[0] == 429
 
 
-async def test_what_a_budget_cut_is_told_apart_and_never_trained_on(serving: Any) -> None:
-    """R84, R88: the turn is context with BUDGET as its reason, the finding names the budget, a restart keeps both."""
+@pytest.mark.requirement("R84", "R88")
+async def test_calls_cut_by_a_budget_are_marked_and_never_trained_on(serving: Any) -> None:
+    """The turn is context with BUDGET as its reason, the finding names the budget, a restart keeps both."""
     async with serving() as service:
         budgets = RunBudgets(max_completion_tokens=6)
         rollout = await service.open("r", run_id="run", run_budgets=budgets)
@@ -309,8 +334,9 @@ async def test_what_a_budget_cut_is_told_apart_and_never_trained_on(serving: Any
         assert any("run.max_completion_tokens" in note for note in captured.calls[0].normalisations)
 
 
+@pytest.mark.requirement("R84")
 async def test_a_limit_of_one_call_is_no_budget_that_was_used_up(service: Any) -> None:
-    """R84: what max_tokens_per_call cut is TRUNCATED as any limit of the agent's own."""
+    """What max_tokens_per_call cut is TRUNCATED as any limit of the agent's own."""
     rollout, trainer = await service.open(budgets=Budgets(max_tokens_per_call=4)), await service.trainer()
     asked = asyncio.create_task(ask(service, rollout))
     call = await trainer.call()
@@ -322,8 +348,9 @@ async def test_a_limit_of_one_call_is_no_budget_that_was_used_up(service: Any) -
     assert not any(finding.reason == "BUDGET_EXHAUSTED" for finding in captured.findings)
 
 
+@pytest.mark.requirement("R88")
 async def test_a_used_up_budget_is_final_to_the_sdk_of_responses(service: Any) -> None:
-    """R88: a 400 with its code, since Codex repeats every other refusal; the SDK asks once."""
+    """A 400 with its code, since Codex repeats every other refusal; the SDK asks once."""
     rollout = await service.open(budgets=Budgets(max_calls=1), dialects=[trajectory_pb2.DIALECT_RESPONSES])
     await turn(service, rollout, await service.trainer(), "responses")
     with pytest.raises(openai.BadRequestError) as caught:

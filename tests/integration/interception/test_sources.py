@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import grpc
@@ -22,9 +23,7 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.rpc_status import from_rpc_error
-from penstock_chassis.testing import serve
-from penstock_inference.app import build as build_inference
-from penstock_inference.settings import InferenceSettings
+from penstock_inference.testing import open_inference
 
 ASK: list[Any] = [{"role": "user", "content": "list the files"}]
 PROXY = interception_pb2.MODE_TRANSPARENT_PROXY
@@ -39,17 +38,11 @@ async def inference(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Callab
         async def start_inference(script: dict[str, Any], engine: str = "scripted", **further: Any) -> str:
             file = tmp_path / "script.json"
             file.write_text(json.dumps(script))
-            settings = InferenceSettings(
-                model_dir=tokenizer_dir,
-                state_dir=tmp_path / "inference",
-                anonymous=True,
-                engine=engine,
-                engine_options={"script": str(file)},
-                **further,
+            options = {"script": str(file)}
+            opening = open_inference(
+                tokenizer_dir, tmp_path / "inference", engine=engine, engine_options=options, **further
             )
-            service = await stack.enter_async_context(build_inference(settings))
-            address, _ = await stack.enter_async_context(serve(*service.registrations, roles=service.roles))
-            return address
+            return (await stack.enter_async_context(opening)).address
 
         yield start_inference
 
@@ -84,6 +77,10 @@ async def upstream(
         await runner.cleanup()
 
 
+async def no_models(_: web.Request) -> web.Response:
+    return web.json_response({"data": []})
+
+
 def said(text: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -99,9 +96,8 @@ def from_caller(base_url: str, key: str = "", model: str = "") -> interception_p
 DEFAULT_INFERENCE = interception_pb2.ModelSource(inference=interception_pb2.ModelSource.Inference())
 
 
-async def test_the_inference_service_answers_a_proxied_call_at_once_and_tokens_are_captured(
-    start: Any, inference: Any
-) -> None:
+@pytest.mark.requirement("R82", "R87")
+async def test_inference_service_answers_a_proxied_call_and_tokens_are_captured(start: Any, inference: Any) -> None:
     """Transparent proxy: no trainer; every call has the engine's tokens and logprobs (R82, R87)."""
     address = await inference({"turns": [{"reply": "hello"}]})
     service = await start(inference_address=address)
@@ -118,11 +114,12 @@ async def test_the_inference_service_answers_a_proxied_call_at_once_and_tokens_a
     assert "LOGPROBS_SCRIPTED" in [finding.reason for finding in captured.findings]
 
 
+@pytest.mark.requirement("R63")
 @pytest.mark.parametrize("engine", ["formed", "scripted"])
 async def test_a_response_format_reaches_the_engine_or_is_refused_by_its_name(
     start: Any, inference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """R63: what an agent asks for in its dialect is passed on, or the call fails: never dropped."""
+    """What an agent asks for in its dialect is passed on, or the call fails: never dropped."""
     formed_engine.install(tmp_path / "plugins")
     monkeypatch.syspath_prepend(tmp_path / "plugins")
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
@@ -161,15 +158,17 @@ async def test_a_trainer_delegates_a_call_to_the_inference_service(start: Any, i
     assert taken.sampling_requested.temperature == 0.25
 
 
+@pytest.mark.requirement("R22")
 async def test_the_first_rollouts_of_a_fresh_service_may_all_open_at_once(start: Any, inference: Any) -> None:
-    """R22: they share the fetching of a tokenizer that is not here yet."""
+    """They share the fetching of a tokenizer that is not here yet."""
     service = await start(inference_address=await inference({"strict": False, "turns": [{"reply": "hello"}]}))
     opened = await asyncio.gather(*(service.open(source=DEFAULT_INFERENCE) for _ in range(48)))
     assert len({rollout.rollout_id for rollout in opened}) == 48
 
 
-async def test_a_service_that_is_down_is_an_error_when_the_rollout_is_opened(start: Any) -> None:
-    """R27: UNAVAILABLE with a reason at OpenRollout, not a refused connection in an agent's log."""
+@pytest.mark.requirement("R27")
+async def test_unreachable_service_is_an_error_when_a_rollout_is_opened(start: Any) -> None:
+    """UNAVAILABLE with a reason at OpenRollout, not a refused connection in an agent's log."""
     service = await start(inference_address="127.0.0.1:9")
     for options, reason in (
         ({"source": DEFAULT_INFERENCE}, "INFERENCE_UNREACHABLE"),
@@ -181,8 +180,9 @@ async def test_a_service_that_is_down_is_an_error_when_the_rollout_is_opened(sta
         assert from_rpc_error(caught.value).reason == reason
 
 
+@pytest.mark.requirement("R8", "R59")
 async def test_a_conversation_beyond_the_models_context_is_refused_for_good(start: Any, inference: Any) -> None:
-    """R8, R59: the agent gets 400 with the two numbers, and the rollout's totals say that no retry helps."""
+    """The agent gets 400 with the two numbers, and the rollout's totals say that no retry helps."""
     service = await start(
         inference_address=await inference({"strict": False, "turns": [{"reply": "hello"}]}, max_context_tokens=8)
     )
@@ -193,9 +193,10 @@ async def test_a_conversation_beyond_the_models_context_is_refused_for_good(star
     assert (totals.last_failure_reason, totals.last_failure_retriable) == ("CONTEXT_EXCEEDED", False)
 
 
+@pytest.mark.requirement("R11", "R18", "R30")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_upstream_answers_a_proxied_call_with_the_callers_key_and_model(service: Any, stream: bool) -> None:
-    """R11, R18, R30: the body goes out with the model replaced and the caller's key; a stream is a stream."""
+    """The body goes out with the model replaced and the caller's key; a stream is a stream."""
     async with upstream(lambda _request, _body: said("from upstream")) as (url, seen):
         rollout = await service.open(mode=PROXY, source=from_caller(url, SECRET, "real-model"))
         client = rollout.client()
@@ -214,8 +215,9 @@ async def test_an_upstream_answers_a_proxied_call_with_the_callers_key_and_model
     assert captured.calls[0].completion.usage.prompt_tokens == 5
 
 
-async def test_an_upstream_that_fails_is_told_to_the_agent_without_its_words(service: Any) -> None:
-    """R8: what an upstream says of its own stays inside; whether to retry is told by the status."""
+@pytest.mark.requirement("R8")
+async def test_upstream_failure_reaches_the_agent_without_the_upstreams_text(service: Any) -> None:
+    """What an upstream says of its own stays inside; whether to retry is told by the status."""
 
     def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
         return web.Response(status=429, text=f"the key {SECRET} is over its limit")
@@ -245,8 +247,100 @@ async def test_black_box_passes_bytes_through_unread_and_counts(service: Any) ->
     assert captured.grade == trajectory_pb2.GRADE_UNUSABLE and captured.calls[0].request_body == b""
 
 
-async def test_black_box_passes_googles_dialect_with_the_key_where_google_looks_for_it(service: Any) -> None:
-    """R11, R18: the version is the base URL's, path and query arrive as they were, the agent's own key does not."""
+@pytest.mark.requirement("R59", "R72")
+@pytest.mark.parametrize("mode", [PROXY, interception_pb2.MODE_BLACK_BOX])
+async def test_totals_separate_unreachable_upstreams_from_refusing_ones(
+    service: Any, mode: interception_pb2.Mode
+) -> None:
+    """The driver blames nobody else for a request that no upstream would answer, or for a hung-up line."""
+    statuses = iter([400, 503, 401, 400])
+    async with upstream(lambda _request, _body: web.Response(status=next(statuses))) as (url, _):
+        rollout = await service.open(mode=mode, source=from_caller(url, SECRET))
+        for _ in range(4):
+            with pytest.raises(openai.APIStatusError):
+                await rollout.client().chat.completions.create(model="m", messages=ASK)
+    totals = (await service.close(rollout.rollout_id)).totals
+    assert [(one.reason, one.calls, one.retriable) for one in totals.failures] == [
+        ("UPSTREAM_REFUSED", 2, False),
+        ("UPSTREAM_REFUSED", 1, True),
+        ("UPSTREAM_KEY_REFUSED", 1, False),
+    ]
+
+
+@pytest.mark.requirement("R59", "R72")
+async def test_agent_leaving_mid_answer_is_not_an_upstream_failure(
+    service: Any,
+) -> None:
+    """The call counts as cancelled: else an agent could have its own failure told as the upstream's."""
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"data: " + b"x" * 60_000 + b"\n\n")
+        finally:
+            ended.set()
+
+    app = web.Application()
+    app.router.add_get("/v1/models", no_models)
+    app.router.add_post("/v1/chat/completions", endless)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {rollout.token}"}) as http:
+            answer = await http.post(f"{rollout.base_url}/chat/completions", json={"messages": ASK})
+            assert await answer.content.readexactly(6) == b"data: "
+            answer.close()
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+    totals = (await service.close(rollout.rollout_id)).totals
+    assert (totals.calls, totals.failed, totals.cancelled) == (1, 0, 1)
+
+
+@pytest.mark.requirement("R18")
+async def test_broken_black_box_answer_breaks_off_for_the_agent(service: Any) -> None:
+    """Nothing is added to what came of it, which a client would take for the rest of the answer."""
+
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    app = web.Application()
+    app.router.add_get("/v1/models", no_models)
+    app.router.add_post("/v1/chat/completions", half)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
+        where = urlsplit(f"{rollout.base_url}/chat/completions")
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        body = json.dumps({"messages": ASK}).encode()
+        head = f"POST {where.path} HTTP/1.0\r\nauthorization: Bearer {rollout.token}\r\ncontent-length: {len(body)}"
+        writer.write(head.encode() + b"\r\ncontent-type: application/json\r\n\r\n" + body)
+        answer = await reader.read()
+        writer.close()
+    finally:
+        await runner.cleanup()
+    assert answer.partition(b"\r\n\r\n")[2] == b"half"
+    totals = (await service.close(rollout.rollout_id)).totals
+    assert [(one.reason, one.retriable) for one in totals.failures] == [("UPSTREAM_UNREACHABLE", True)]
+
+
+@pytest.mark.requirement("R11", "R18")
+async def test_black_box_passes_generate_content_with_googles_key_header(service: Any) -> None:
+    """The version is the base URL's, path and query arrive as they were, the agent's own key does not."""
     async with upstream(lambda request, _body: web.json_response({"asked": request.raw_path})) as (url, seen):
         rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
         path = "/v1beta/models/m:streamGenerateContent?alt=sse"
@@ -263,16 +357,18 @@ async def test_black_box_passes_googles_dialect_with_the_key_where_google_looks_
     assert [call.dialect for call in captured.calls] == [trajectory_pb2.DIALECT_GENERATE_CONTENT]
 
 
+@pytest.mark.requirement("R11", "R54")
 async def test_a_callers_endpoint_is_refused_where_the_operator_says_so(start: Any) -> None:
-    """R11, R54: UPSTREAM_NOT_ALLOWED before anything is asked."""
+    """UPSTREAM_NOT_ALLOWED before anything is asked."""
     service = await start(caller_endpoints=False)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.open(mode=PROXY, source=from_caller("http://127.0.0.1:9/v1"))
     assert from_rpc_error(caught.value).reason == "UPSTREAM_NOT_ALLOWED"
 
 
+@pytest.mark.requirement("R11")
 async def test_an_operators_key_goes_to_the_operators_address_only(start: Any) -> None:
-    """R11: a caller who names the same address gets no key; the named endpoint does."""
+    """A caller who names the same address gets no key; the named endpoint does."""
     async with upstream(lambda _request, _body: said("ok")) as (url, seen):
         service = await start(upstreams={"main": {"base_url": url, "api_key": "operators-key"}})
         named = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(name="main"))
@@ -282,8 +378,9 @@ async def test_an_operators_key_goes_to_the_operators_address_only(start: Any) -
     assert [headers.get("Authorization") for headers, _ in seen] == ["Bearer operators-key", None]
 
 
-async def test_an_upstream_that_tells_tokens_is_captured_exactly(service: Any) -> None:
-    """R82: a server that returns token ids is asked for them; the second turn continues the first one's ids."""
+@pytest.mark.requirement("R82")
+async def test_upstream_with_token_ids_is_captured_exactly(service: Any) -> None:
+    """A server that returns token ids is asked for them; the second turn continues the first one's ids."""
     prompts = [[1, 2, 3], [1, 2, 3, 10, 11, 4, 5]]
 
     def answer(_request: web.Request, body: dict[str, Any]) -> dict[str, Any]:

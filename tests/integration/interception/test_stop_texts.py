@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -15,7 +14,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as intercept
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_codec.chat import Message, ReasoningPart, TextPart, ToolCallPart
-from penstock_interception.conversation import before_stop
+from penstock_interception.conversation.conversation import before_stop
 
 ASK, MORE = "list the files", "and now?"
 DIALECTS = ("chat", "messages", "responses", "generate_content")
@@ -75,19 +74,13 @@ def _content(part: dict[str, Any]) -> bool:
     return "content" in (part.get("delta") or part.get("message") or {})
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """A plain HTTP client."""
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
+@pytest.mark.requirement("R82", "R101")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_an_agent_is_shown_ends_before_the_stop_and_its_tokens_do_not(
+async def test_agents_text_ends_before_the_stop_and_its_tokens_do_not(
     service: Any, http: aiohttp.ClientSession, dialect: str, stream: bool
 ) -> None:
-    """R82, R101: and the next prompt goes on from every sampled id, the stop's included."""
+    """And the next prompt goes on from every sampled id, the stop's included."""
     rollout, trainer = await service.open(), await service.trainer()
 
     async def post(said: str | None) -> str:
@@ -119,8 +112,9 @@ async def test_what_an_agent_is_shown_ends_before_the_stop_and_its_tokens_do_not
     assert captured.calls[0].completion.stop_text == "END"
 
 
+@pytest.mark.requirement("R101")
 async def test_a_trainers_own_text_up_to_the_stop_is_what_was_sampled(service: Any) -> None:
-    """R101: engines leave the stop out of the text beside the tokens: that is no text of a trainer's own."""
+    """Engines leave the stop out of the text beside the tokens: that is no text of a trainer's own."""
     rollout, trainer = await service.open(), await service.trainer()
     for text in ("Hello ", "Hello END"):
         asked = [{"role": "user", "content": f"{ASK} {text}"}]
@@ -135,6 +129,7 @@ async def test_a_trainers_own_text_up_to_the_stop_is_what_was_sampled(service: A
     assert "INJECTED" not in {finding.reason for finding in captured.findings}
 
 
+@pytest.mark.requirement("R101")
 @pytest.mark.parametrize(
     ("text", "stop", "last", "left"),
     [
@@ -151,12 +146,13 @@ async def test_a_trainers_own_text_up_to_the_stop_is_what_was_sampled(service: A
     ],
 )
 def test_the_stop_is_the_one_that_the_last_token_completed(text: str, stop: str, last: int, left: str) -> None:
-    """R101: an earlier one did not end the answer (min_tokens); the last token may say more than the stop."""
+    """An earlier one did not end the answer (min_tokens); the last token may say more than the stop."""
     assert before_stop(Message.assistant(text), stop, last).text == left
 
 
+@pytest.mark.requirement("R101")
 def test_a_stop_inside_a_tool_call_leaves_the_call() -> None:
-    """R101: what the parser read as a call is shown as one; a stop in the reasoning ends the reasoning."""
+    """What the parser read as a call is shown as one; a stop in the reasoning ends the reasoning."""
     call = Message.assistant("I look.", ToolCallPart("1", "bash", "{}"))
     assert before_stop(call, "look.", 50) == call
     thought = Message.assistant(reasoning="I think END")

@@ -45,8 +45,9 @@ async def opened(service: Any, *arguments: Any, **options: Any) -> Any:
     return rollout
 
 
+@pytest.mark.requirement("R26")
 async def test_credits_bound_what_a_session_holds(service: Any) -> None:
-    """R26: two credits are two calls; the third comes when one is answered."""
+    """Two credits are two calls; the third comes when one is answered."""
     rollout = await opened(service)
     trainer = await service.trainer(credits=pb.Credits(calls=2))
     tasks = [asking(rollout, f"question {n}") for n in range(3)]
@@ -98,8 +99,9 @@ async def test_a_pause_that_runs_out_lets_the_calls_flow(service: Any) -> None:
     await task
 
 
+@pytest.mark.requirement("R22")
 async def test_goodbye_gives_unanswered_calls_to_another_session_at_once(service: Any) -> None:
-    """R22: nothing waits for a trainer that left in order."""
+    """Nothing waits for a trainer that left in order."""
     rollout, leaving = await service.open(), await service.trainer()
     task = asking(rollout)
     call = await leaving.call()
@@ -111,8 +113,9 @@ async def test_goodbye_gives_unanswered_calls_to_another_session_at_once(service
     await task
 
 
+@pytest.mark.requirement("R22")
 async def test_a_lost_sessions_calls_are_queued_again_after_the_window(start: Any) -> None:
-    """R22: the stream breaks without Goodbye; the calls go to whoever is there when nobody resumed."""
+    """The stream breaks without Goodbye; the calls go to whoever is there when nobody resumed."""
     service = await start(resume_window_s=0.0)
     rollout, lost = await service.open(), await service.trainer()
     task = asking(rollout)
@@ -140,8 +143,9 @@ async def test_a_broken_stream_is_resumed_with_its_leases(service: Any) -> None:
     assert not [frame for frame in back.frames if frame.HasField("calls")]
 
 
-async def test_a_resumed_session_gets_again_what_it_says_that_it_does_not_have(service: Any) -> None:
-    """R26, R34: a call whose frame was lost with the stream is sent again under its lease, the others are not."""
+@pytest.mark.requirement("R26", "R34")
+async def test_resumed_session_gets_again_what_it_lacks(service: Any) -> None:
+    """A call whose frame was lost with the stream is sent again under its lease, the others are not."""
     rollout, lost = await service.open(), await service.trainer()
     first = asking(rollout)
     had = await lost.call()
@@ -169,8 +173,9 @@ async def test_a_half_open_stream_is_taken_over(service: Any) -> None:
     await task
 
 
+@pytest.mark.requirement("R29")
 async def test_the_first_result_wins_and_a_different_one_is_rejected_by_type(service: Any) -> None:
-    """R29: an equal repeat is accepted again, another result is ALREADY_DELIVERED, nonsense is UNKNOWN_CALL."""
+    """An equal repeat is accepted again, another result is ALREADY_DELIVERED, nonsense is UNKNOWN_CALL."""
     rollout, trainer = await service.open(), await service.trainer()
     task = asking(rollout)
     call = await trainer.answer("one")
@@ -186,6 +191,7 @@ async def test_the_first_result_wins_and_a_different_one_is_rejected_by_type(ser
     assert (await task).choices[0].message.content == "one"
 
 
+@pytest.mark.requirement("R83")
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -199,10 +205,10 @@ async def test_the_first_result_wins_and_a_different_one_is_rejected_by_type(ser
         ({"empty": True}, "completion"),
     ],
 )
-async def test_a_completion_that_breaks_a_rule_is_rejected_alone_and_the_call_stays_leased(
+async def test_rule_breaking_completion_is_rejected_alone_and_stays_leased(
     service: Any, change: dict[str, Any], field: str
 ) -> None:
-    """R83: equal lengths, ids in the vocabulary, logprobs finite and <= 0; the item fails, the stream goes on."""
+    """Equal lengths, ids in the vocabulary, logprobs finite and <= 0; the item fails, the stream goes on."""
     import numpy as np
 
     from penstock.chat.v1 import chat_pb2, completion_pb2
@@ -245,8 +251,9 @@ async def test_weights_that_are_too_old_are_refused(service: Any) -> None:
     assert (await task).choices[0].message.content == "new"
 
 
-async def test_a_failure_is_told_to_the_agent_as_retriable_or_not(service: Any) -> None:
-    """R8: the agent hears that the model failed, not why; 503 may be retried, 400 may not."""
+@pytest.mark.requirement("R8")
+async def test_failure_reaches_the_agent_as_retriable_or_not(service: Any) -> None:
+    """The agent hears that the model failed, not why; 503 may be retried, 400 may not."""
     rollout, trainer = await service.open(), await service.trainer()
     for retriable, status in ((True, 503), (False, 400)):
         task = asking(rollout)
@@ -261,8 +268,9 @@ async def test_a_failure_is_told_to_the_agent_as_retriable_or_not(service: Any) 
     assert (totals.failed, totals.last_failure_reason, totals.last_failure_retriable) == (2, "GPU_ON_FIRE", False)
 
 
-async def test_whether_the_last_call_got_an_answer_is_told_when_the_rollout_is_closed(service: Any) -> None:
-    """R59: of an agent that gave up, whatever it says of its end, and not of one that asked again."""
+@pytest.mark.requirement("R59")
+async def test_closed_rollout_reports_whether_its_last_call_was_answered(service: Any) -> None:
+    """Of an agent that gave up, whatever it says of its end, and not of one that asked again."""
     trainer = await service.trainer()
     for answered_later in (False, True):
         rollout = await service.open()
@@ -280,8 +288,9 @@ async def test_whether_the_last_call_got_an_answer_is_told_when_the_rollout_is_c
         assert totals.last_unanswered is not answered_later
 
 
-async def test_closing_a_rollout_ends_its_calls_and_tells_everyone_by_type(service: Any) -> None:
-    """R24, R70: the trainer gets CallsCancelled and RolloutsClosed, the agent 401, a second close is the same."""
+@pytest.mark.requirement("R24", "R70")
+async def test_closing_a_rollout_ends_its_calls_and_notifies_all_parties(service: Any) -> None:
+    """The trainer gets CallsCancelled and RolloutsClosed, the agent 401, a second close is the same."""
     rollout, trainer = await service.open(), await service.trainer()
     task = asking(rollout)
     call = await trainer.call()
@@ -297,8 +306,9 @@ async def test_closing_a_rollout_ends_its_calls_and_tells_everyone_by_type(servi
         await asking(rollout)
 
 
+@pytest.mark.requirement("R35", "R88")
 async def test_a_budget_refuses_the_next_call_and_lets_the_admitted_one_finish(service: Any) -> None:
-    """R35, R88: 403 that no SDK repeats, the rollout is EXHAUSTED, the admitted turn ends well."""
+    """403 that no SDK repeats, the rollout is EXHAUSTED, the admitted turn ends well."""
     rollout = await service.open(budgets=interception_pb2.Budgets(max_calls=1, max_tokens_per_call=7))
     trainer = await service.trainer()
     task = asking(rollout, max_tokens=100)
@@ -344,11 +354,12 @@ async def test_a_unary_lease_that_ends_gives_the_call_back(service: Any) -> None
     await task
 
 
+@pytest.mark.requirement("R41")
 async def test_a_wait_for_calls_that_do_not_come_ends_empty(service: Any) -> None:
-    """R41: within its wait, and within 80 % of the caller's deadline."""
+    """Within its wait, and within 80 % of the caller's deadline."""
     none = await service.intercept.LeaseCalls(pb.LeaseCallsRequest(wait=Duration(nanos=1)))
     assert not none.calls
-    assert not (await service.intercept.LeaseCalls(pb.LeaseCallsRequest(), timeout=0.5)).calls
+    assert not (await service.intercept.LeaseCalls(pb.LeaseCallsRequest(), timeout=5.0)).calls
 
 
 async def test_views_carry_messages_tools_and_the_body_verbatim(service: Any) -> None:
@@ -385,8 +396,9 @@ async def test_a_silent_trainer_is_lost(start: Any) -> None:
     assert trainer.error is not None and from_rpc_error(trainer.error).reason == "HEARTBEAT_MISSED"
 
 
+@pytest.mark.requirement("R14", "R16")
 async def test_an_observer_reads_and_changes_nothing(service: Any) -> None:
-    """R14, R16: the role table; an agent's token is nobody to gRPC."""
+    """The role table; an agent's token is nobody to gRPC."""
     from penstock.interception.v1 import intercept_service_pb2_grpc, rollout_gate_service_pb2_grpc
     from penstock_chassis.channel import connect
 

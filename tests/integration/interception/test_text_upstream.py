@@ -17,9 +17,7 @@ from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock.interception.v1 import interception_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import error_from_rpc
-from penstock_chassis.testing import serve
-from penstock_inference.app import build
-from penstock_inference.settings import InferenceSettings
+from penstock_inference.testing import open_inference
 
 ASK: list[Any] = [{"role": "user", "content": "list the files"}]
 TOOL: Any = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -34,26 +32,25 @@ async def asking(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def open_(base_url: str, key: str, model_dir: Path) -> tuple[str, Any]:
-            settings = InferenceSettings(
-                model_dir=model_dir,
+            opening = open_inference(
+                model_dir,
+                tmp_path / "asking",
                 model_name="ours",
-                state_dir=tmp_path / "asking",
-                anonymous=True,
                 engine="openai",
                 engine_options={"base_url": base_url, "idle_timeout_s": "60"},
                 upstream_api_key=key,
             )
-            service = await stack.enter_async_context(build(settings))
-            address, channel = await stack.enter_async_context(serve(*service.registrations, roles=service.roles))
-            return address, rpc.InferenceServiceStub(channel)
+            opened = await stack.enter_async_context(opening)
+            return opened.address, rpc.InferenceServiceStub(opened.channel)
 
         yield open_
 
 
-async def test_a_rollout_by_an_endpoint_of_text_is_captured_as_text_and_graded_so(
+@pytest.mark.requirement("R82", "R85")
+async def test_text_endpoint_is_captured_as_text_and_graded_so(
     start: Any, asking: Any, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
-    """R82, R85: another Penstock's ingress is the endpoint; nothing is tokenised in the place of what is not told."""
+    """Another Penstock's ingress is the endpoint; nothing is tokenised in the place of what is not told."""
     behind = await start()
     there, trainer = await behind.open("behind"), await behind.trainer()
     address, _ = await asking(there.base_url, there.token, tokenizer_dir)
@@ -83,10 +80,11 @@ async def test_a_rollout_by_an_endpoint_of_text_is_captured_as_text_and_graded_s
     assert not any(call.completion.HasField("span") for call in captured.calls)
 
 
+@pytest.mark.requirement("R63")
 async def test_an_endpoint_of_text_takes_messages_and_no_token_ids(
     start: Any, asking: Any, tokenizer_dir: Path
 ) -> None:
-    """R63: what such an endpoint cannot honour is refused by its name."""
+    """What such an endpoint cannot honour is refused by its name."""
     behind = await start()
     there, trainer = await behind.open("behind"), await behind.trainer()
     _, stub = await asking(there.base_url, there.token, tokenizer_dir)

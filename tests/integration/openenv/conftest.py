@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 from tests.support.copy_script import COPY_SCRIPT
 
+from penstock.adapters.openenv.rollout_arguments import Defaults
+from penstock.adapters.openenv.serving import Listen, serving
 from penstock.client import Penstock, connect
-from penstock.client.stack import LocalStack
-from penstock.openenv.arguments import Defaults
-from penstock.openenv.serving import Listen, serving
-from penstock_codec import tiny
+from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 
 TOKEN = "a-token-of-the-tests"
 PYTHON = Path(__file__).parents[3] / ".venv-openenv/bin/python"
@@ -84,9 +84,7 @@ async def calling() -> AsyncIterator[asyncio.subprocess.Process]:
     try:
         yield process
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
+        await process.communicate(b"")  # closes its input, and reads its output to the end
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -100,7 +98,7 @@ async def caller() -> AsyncIterator[asyncio.subprocess.Process]:
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
     """All four services, once for all tests."""
     folder = tmp_path_factory.mktemp("services")
-    tiny.build().write(folder / "model")
+    tiny_tokenizer.build().write(folder / "model")
     (folder / "script.yaml").write_text(COPY_SCRIPT)
     made = LocalStack(
         model_dir=folder / "model",

@@ -48,8 +48,9 @@ def assert_result(result: dict[str, Any]) -> None:
     assert '"done"' in result["agent_log_tail"]
 
 
-async def test_the_tool_client_runs_a_rollout_and_is_told_of_its_mistakes(server: Server) -> None:
-    """R57, R63, R65, R82: reset, the tool's listing, the whole result, the state, and errors by name."""
+@pytest.mark.requirement("R57", "R63", "R65", "R82")
+async def test_tool_client_runs_a_rollout_and_gets_its_mistakes(server: Server) -> None:
+    """Reset, the tool's listing, the whole result, the state, and errors by name."""
     reset, tool, result, state, mode, unknown = await server.call("tools", COPY)
     assert reset["reset"]["status"] == "ready"
     assert (tool["tool"], tool["other"]) == ("run_rollout", "terminal")
@@ -58,14 +59,15 @@ async def test_the_tool_client_runs_a_rollout_and_is_told_of_its_mistakes(server
     )
     assert_result(result["result"])
     assert state == {"episode_id": "episode-1", "step_count": 1}
-    assert "mode 'magic' does not exist" in mode["error"]
+    assert "mode 'magic' is unknown" in mode["error"]
     assert "Unknown tool" in unknown["error"]
     rollout = await server.ps.rollouts.get(result["result"]["rollout_id"])
     assert rollout.labels["openenv_episode"] == "episode-1"
 
 
+@pytest.mark.requirement("R57", "R74")
 async def test_the_generic_client_takes_the_same_as_steps(server: Server) -> None:
-    """R57, R74: over one WebSocket; the reward stands in the tool's result, and the step has none of its own."""
+    """Over one WebSocket; the reward stands in the tool's result, and the step has none of its own."""
     tools, taken, state, refused = await server.call("steps", COPY)
     assert tools["tools"] == ["run_rollout", "terminal"]
     assert_result(taken["result"])
@@ -92,8 +94,9 @@ TYPED = {
 }
 
 
+@pytest.mark.requirement("R70", "R77", "R78", "R80")
 async def test_a_terminal_keeps_its_shell_and_its_reward_is_the_observations_own(server: Server) -> None:
-    """R70, R77, R78, R80: setup before the first command, one end, no command after it, and no sandbox is left."""
+    """Setup before the first command, one end, no command after it, and no sandbox is left."""
     ready, first, second, mistaken, _, end, late, state = await server.call("terminal", TYPED)
     assert (ready["metadata"]["status"], ready["done"]) == ("ready", False)
     assert [item["exit_code"] for item in ready["metadata"]["setup_results"]] == [0, 0]
@@ -107,8 +110,9 @@ async def test_a_terminal_keeps_its_shell_and_its_reward_is_the_observations_own
     assert ready["metadata"]["sandbox_id"] not in [sandbox_id async for sandbox_id, _ in server.ps.sandboxes.list()]
 
 
-async def test_a_terminal_needs_no_task_and_a_setup_that_fails_ends_the_episode(server: Server) -> None:
-    """R57, R58, R65: the first command opens one; what cannot be opened is told as the episode's end."""
+@pytest.mark.requirement("R57", "R58", "R65")
+async def test_terminal_needs_no_task_and_a_failed_setup_ends_it(server: Server) -> None:
+    """The first command opens one; what cannot be opened is told as the episode's end."""
     (typed,) = await server.call("typed")
     assert typed["said"] == ["[no output]", "/tmp"]
     failed, refused, _ = await server.call("terminal", {"setup": ["exit 3"], "calls": [{"command": ""}]})
@@ -117,8 +121,8 @@ async def test_a_terminal_needs_no_task_and_a_setup_that_fails_ends_the_episode(
     assert refused["error"]["error_type"] == "invalid_args"
 
 
-async def test_a_failed_setup_is_told_with_its_exit_code_and_no_reward(server: Server) -> None:
-    """R57, R58, R74"""
+@pytest.mark.requirement("R57", "R58", "R74")
+async def test_failed_setup_returns_its_exit_code_and_no_reward(server: Server) -> None:
     _, taken, *_ = await server.call("steps", {**COPY, "setup": ["true", "echo why >&2; exit 3"]})
     result = taken["result"]
     assert [item["exit_code"] for item in result["setup_results"]] == [0, 3]
@@ -127,8 +131,9 @@ async def test_a_failed_setup_is_told_with_its_exit_code_and_no_reward(server: S
     assert result["error"].startswith("task/SETUP_FAILED")
 
 
-async def test_a_server_that_is_full_says_so_and_takes_the_next_when_one_has_left(server: Server) -> None:
-    """R26: bounded, and told by name."""
+@pytest.mark.requirement("R26")
+async def test_full_server_refuses_and_accepts_after_one_has_left(server: Server) -> None:
+    """Bounded, and told by name."""
     held = await server.start("wait", STUCK)
     await running(server, "waiting")
     refused, third = await server.call("crowd")
@@ -138,8 +143,9 @@ async def test_a_server_that_is_full_says_so_and_takes_the_next_when_one_has_lef
     await held.wait()
 
 
+@pytest.mark.requirement("R50", "R70")
 async def test_a_client_that_dies_ends_its_rollout_and_its_sandbox(server: Server) -> None:
-    """R50, R70: killed while it waits for an answer over HTTP; nothing of it stays."""
+    """Killed while it waits for an answer over HTTP; nothing of it stays."""
     caller = await server.start("wait", STUCK)
     handle = await running(server, "waiting")
     caller.kill()
@@ -147,8 +153,9 @@ async def test_a_client_that_dies_ends_its_rollout_and_its_sandbox(server: Serve
     await caller.wait()
 
 
+@pytest.mark.requirement("R70")
 async def test_closing_the_connection_in_the_middle_of_a_step_ends_the_rollout(server: Server) -> None:
-    """R70: the client leaves in order, by its own close."""
+    """The client leaves in order, by its own close."""
     caller = await server.start("leave", STUCK)
     handle = await running(server, "leaving")
     out, _ = await caller.communicate(b"now\n")

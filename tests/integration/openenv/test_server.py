@@ -16,15 +16,15 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from tests.integration.openenv.conftest import COPY, STUCK, TOKEN, Server
-from tests.support.upstream import vendor
+from tests.support.endpoints.upstream import vendor
 from tests.support.waiting import eventually_async
 
+from penstock.adapters.openenv.rollout_arguments import Defaults, parse
+from penstock.adapters.openenv.rollouts import run_rollout
+from penstock.adapters.openenv.serving import Listen, serving
 from penstock.client import ConfigurationError, FailureCause, InvalidArgument, connect
-from penstock.client.endpoints import write_connection
-from penstock.client.stack import LocalStack
-from penstock.openenv.arguments import Defaults, parse
-from penstock.openenv.rollouts import run_rollout
-from penstock.openenv.serving import Listen, serving
+from penstock.client.transport.endpoints import write_connection
+from penstock.local.stack import LocalStack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -50,11 +50,10 @@ async def rpc(
     return told
 
 
+@pytest.mark.requirement("R5", "R6", "R7")
 @pytest.mark.parametrize("path", ["/metadata", "/schema", "/state", "/reset", "/step", "/mcp", "/ws", "/nowhere"])
-async def test_nothing_but_health_answers_without_the_token(
-    server: Server, http: aiohttp.ClientSession, path: str
-) -> None:
-    """R5, R6, R7: whether there is such a route is not told either."""
+async def test_only_health_answers_without_the_token(server: Server, http: aiohttp.ClientSession, path: str) -> None:
+    """Whether there is such a route is not told either."""
     wrong: tuple[dict[str, str], ...] = (
         {},
         {"authorization": "Bearer "},
@@ -71,8 +70,9 @@ async def test_nothing_but_health_answers_without_the_token(
         assert (answer.status, await answer.json()) == (200, {"status": "healthy"})
 
 
+@pytest.mark.requirement("R14")
 async def test_a_page_of_another_origin_is_refused(server: Server, http: aiohttp.ClientSession) -> None:
-    """R14: a browser that was given the token, or an open server, is no way in for other pages."""
+    """A browser that was given the token, or an open server, is no way in for other pages."""
     async with http.get(f"{server.bare}/state", headers={**BEARER, "origin": "https://evil.example"}) as answer:
         assert answer.status == 403
     async with serving(server.ps, Listen(port=0), Defaults()) as open_address:
@@ -106,11 +106,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.requirement("R11", "R63", "R65")
 @pytest.mark.parametrize("what", BAD)
 async def test_a_mistake_is_refused_by_name_and_nothing_starts(
     server: Server, http: aiohttp.ClientSession, what: str
 ) -> None:
-    """R63, R65, R11: over JSON-RPC, as the `openenv` client asks."""
+    """Over JSON-RPC, as the `openenv` client asks."""
     arguments, named = BAD[what]
     before = [rollout.rollout_id async for rollout in server.ps.rollouts.list()]
     told = await rpc(http, server, "tools/call", {"name": "run_rollout", "arguments": arguments})
@@ -119,8 +120,9 @@ async def test_a_mistake_is_refused_by_name_and_nothing_starts(
     assert [rollout.rollout_id async for rollout in server.ps.rollouts.list()] == before
 
 
+@pytest.mark.requirement("R8", "R33")
 async def test_json_rpc_is_answered_as_its_specification_says(server: Server, http: aiohttp.ClientSession) -> None:
-    """R33, R8: what is no request is an error of the protocol, never an exception of ours."""
+    """What is no request is an error of the protocol, never an exception of ours."""
 
     async def code(body: bytes) -> int:
         async with http.post(f"{server.bare}/mcp", data=body, headers=BEARER) as answer:
@@ -139,10 +141,11 @@ async def test_json_rpc_is_answered_as_its_specification_says(server: Server, ht
     assert tools[0]["inputSchema"]["required"] == ["instruction"]
 
 
+@pytest.mark.requirement("R26", "R70")
 async def test_sessions_over_http_are_bounded_and_close_with_what_they_run(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
-    """R26, R70: a session that is closed in the middle of a call ends the rollout, and its caller is told."""
+    """A session that is closed in the middle of a call ends the rollout, and its caller is told."""
     first = (await rpc(http, server, "openenv/session/create"))["result"]["session_id"]
     await rpc(http, server, "openenv/session/create")
     full = await rpc(http, server, "openenv/session/create")
@@ -170,8 +173,9 @@ async def test_sessions_over_http_are_bounded_and_close_with_what_they_run(
     assert "result" in await rpc(http, server, "openenv/session/create")
 
 
+@pytest.mark.requirement("R50", "R70")
 async def test_a_server_that_stops_ends_what_it_runs(server: Server, http: aiohttp.ClientSession) -> None:
-    """R50, R70: sessions, calls and rollouts end with it."""
+    """Sessions, calls and rollouts end with it."""
     listen = Listen(port=0, token=TOKEN)
     found: list[str] = []
 
@@ -194,8 +198,9 @@ async def test_a_server_that_stops_ends_what_it_runs(server: Server, http: aioht
     assert outcome.failure is not None and outcome.failure.cause is FailureCause.CANCELLED
 
 
+@pytest.mark.requirement("R57")
 async def test_a_request_alone_has_an_environment_of_its_own(server: Server, http: aiohttp.ClientSession) -> None:
-    """R57: the HTTP forms of reset, step and state."""
+    """The HTTP forms of reset, step and state."""
     async with http.post(f"{server.bare}/reset", json={"seed": 1}, headers=BEARER) as answer:
         assert (await answer.json())["observation"]["metadata"]["status"] == "ready"
     async with http.post(f"{server.bare}/reset", json={"sed": 1}, headers=BEARER) as answer:
@@ -208,10 +213,11 @@ async def test_a_request_alone_has_an_environment_of_its_own(server: Server, htt
         assert (await answer.json())["rollouts_completed"] == 0
 
 
+@pytest.mark.requirement("R11", "R63")
 async def test_an_endpoint_of_the_callers_is_asked_as_the_arguments_say(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
-    """R11, R63: its own key, the cap and the wish not to think arrive there; without tokens none are made up."""
+    """Its own key, the cap and the wish not to think arrive there; without tokens none are made up."""
     async with vendor() as there:
         arguments = {
             **{key: value for key, value in COPY.items() if key != "endpoint"},
@@ -231,10 +237,11 @@ async def test_an_endpoint_of_the_callers_is_asked_as_the_arguments_say(
     assert [(turn["completion_token_ids"], turn["per_token_logps"]) for turn in result["proxy_turns"]] == [([], [])]
 
 
+@pytest.mark.requirement("R33")
 async def test_a_websocket_says_what_is_wrong_with_a_message_and_goes_on(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
-    """R33: a bad message fails alone."""
+    """A bad message fails alone."""
     async with http.ws_connect(f"{server.bare}/ws", headers=BEARER) as socket:
 
         async def ask(text: str) -> dict[str, Any]:
@@ -254,6 +261,7 @@ async def test_a_websocket_says_what_is_wrong_with_a_message_and_goes_on(
         assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
 
 
+@pytest.mark.requirement("R3", "R9")
 @pytest.mark.parametrize(
     "given",
     [
@@ -266,15 +274,16 @@ async def test_a_websocket_says_what_is_wrong_with_a_message_and_goes_on(
     ],
 )
 async def test_a_careless_listener_is_refused(server: Server, given: dict[str, Any]) -> None:
-    """R3, R9: wide without a token and TLS, a blank token, half a certificate or one that is not there."""
+    """Wide without a token and TLS, a blank token, half a certificate or one that is not there."""
     with pytest.raises(ConfigurationError) as refused:
         async with serving(server.ps, Listen(**given), Defaults()):
             raise AssertionError("it serves")
     assert refused.value.reason == "OPENENV_LISTEN"
 
 
-async def test_an_operator_who_skips_prompts_may_have_agents_that_have_none(stack: LocalStack) -> None:
-    """R63, R68: --skip-permissions is about the agents that ask; a caller who asks for it by name is told."""
+@pytest.mark.requirement("R63", "R68")
+async def test_operator_may_allow_agents_without_prompts(stack: LocalStack) -> None:
+    """--skip-permissions is about the agents that ask; a caller who asks for it by name is told."""
     defaults = Defaults(agent="shell", skip_permissions=True)
     async with connect(stack.endpoints) as ps:
         result = await run_rollout(ps, parse(COPY), defaults, seed=None, labels={})
@@ -283,8 +292,9 @@ async def test_an_operator_who_skips_prompts_may_have_agents_that_have_none(stac
             await run_rollout(ps, parse({**COPY, "skip_permissions": True}), defaults, seed=None, labels={})
 
 
+@pytest.mark.requirement("R1", "R6")
 async def test_the_command_prints_an_address_that_works_and_stops_in_order(stack: LocalStack, tmp_path: Path) -> None:
-    """R1, R6: the token it makes stands in the address that it prints, in no argv."""
+    """The token it makes stands in the address that it prints, in no argv."""
     connection = tmp_path / "connection.json"
     write_connection(connection, stack.endpoints, pid=os.getpid())
     process = await asyncio.create_subprocess_exec(
@@ -301,8 +311,8 @@ async def test_the_command_prints_an_address_that_works_and_stops_in_order(stack
             assert answer.status == 200
     finally:
         process.send_signal(signal.SIGTERM)
-        code = await process.wait()
-    assert code == 0
+        await process.communicate()
+    assert process.returncode == 0
     async with connect(stack.endpoints) as ps:
 
         async def nothing_is_left() -> bool:

@@ -13,12 +13,12 @@ from typing import Any, Final
 import aiohttp
 import pytest
 import pytest_asyncio
-from tests.support.collector import Collector, collecting
+from tests.support.endpoints.collector import Collector, collecting
 
 from penstock.client import Penstock, connect
-from penstock.client.stack import LocalStack
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
-from penstock_codec import tiny
+from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 
 SCRIPT: Final = """
 strict: false
@@ -102,7 +102,7 @@ class Agent:
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Once for all tests."""
     model: Path = tmp_path_factory.mktemp("model")
-    tiny.build().write(model)
+    tiny_tokenizer.build().write(model)
     script = model / "script.yaml"
     script.write_text(SCRIPT)
     async with collecting() as collector:

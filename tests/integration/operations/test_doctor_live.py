@@ -18,10 +18,10 @@ import pytest
 from tests.integration.operations.conftest import Stack
 from tests.support.waiting import eventually_async
 
-from penstock.cli.doctor_live import Diagnosis, examine
+from penstock.cli.commands.doctor.live import Diagnosis, examine
 from penstock.client import Completion, SandboxSpec, StalePolicy, Task
-from penstock.client.endpoints import write_connection
 from penstock.client.operations import ROLLOUT_LABEL, TERMINAL_LABEL
+from penstock.client.transport.endpoints import write_connection
 from penstock.interception.v1 import interception_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -59,7 +59,7 @@ async def becomes(stack: Stack, reason: str) -> Diagnosis:
     return found[-1]
 
 
-async def test_services_that_are_well_are_said_to_be_well(stack: Stack) -> None:
+async def test_healthy_services_are_reported_healthy(stack: Stack) -> None:
     """All four answer, with version, age and clock; nothing is wrong, and the exit code says so."""
     diagnosis = await looked_at(stack)
     assert not diagnosis.troubles and diagnosis.healthy
@@ -69,7 +69,7 @@ async def test_services_that_are_well_are_said_to_be_well(stack: Stack) -> None:
         assert status.resident_bytes > 0 and 0 < status.open_files < status.max_files
 
 
-async def test_calls_that_wait_and_no_trainer_who_comes(stack: Stack) -> None:
+async def test_waiting_calls_without_a_trainer_are_reported(stack: Stack) -> None:
     """A stalled run is named: which rollouts wait, and that nobody's selector matches them."""
     async with stack.agent() as agent:
         agent.asks()
@@ -80,7 +80,7 @@ async def test_calls_that_wait_and_no_trainer_who_comes(stack: Stack) -> None:
     await well_again(stack)
 
 
-async def test_a_trainer_who_takes_calls_and_answers_none(stack: Stack) -> None:
+async def test_trainer_that_answers_nothing_is_reported(stack: Stack) -> None:
     """Attached, without acknowledgements: the session is named, and its identity."""
     async with stack.agent() as agent, stack.ps.intercept(rollout_ids=[agent.rollout_id], identity="sleepy") as session:
         agent.asks()
@@ -192,14 +192,12 @@ async def test_a_service_that_is_away_and_a_token_that_is_refused(stack: Stack) 
     assert {trouble.reason for trouble in diagnosis.troubles} == {"CREDENTIAL_INVALID"} and not diagnosis.services
 
 
-async def test_the_command_tells_people_and_programs_and_its_exit_code_tells_scripts(
-    stack: Stack, tmp_path: Path
-) -> None:
+async def test_doctor_prints_text_and_json_and_sets_its_exit_code(stack: Stack, tmp_path: Path) -> None:
     """0 when nothing is grave, 1 when something is; `--json` has the same facts."""
     connection = tmp_path / "connection.json"
     write_connection(connection, stack.services.endpoints, pid=None)
     code, said = await doctor(connection, "--min-free-gb", "0")
-    assert code == 0 and ("All is well" in said or "LOOP_LAG" in said)
+    assert code == 0 and ("All services are healthy" in said or "LOOP_LAG" in said)
     async with stack.agent() as agent:
         agent.asks()
         await becomes(stack, "TRAINER_ABSENT")

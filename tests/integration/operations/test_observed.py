@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.operations.conftest import PROMPT, Agent, Stack
-from tests.support.collector import CollectedSpan
+from tests.support.endpoints.collector import CollectedSpan
 
 from penstock.client import SeedFile, Task
-from penstock.client.endpoints import SERVICES
+from penstock.client.transport.endpoints import SERVICES
 from penstock.interception.v1 import interception_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -48,7 +48,7 @@ async def trained(stack: Stack, agent: Agent, asked: Awaitable[dict[str, Any]]) 
     raise AssertionError("the session ended without a call")
 
 
-async def test_every_service_tells_its_metrics_and_counts_what_it_did(stack: Stack) -> None:
+async def test_every_service_exports_its_metrics(stack: Stack) -> None:
     """One rollout is seen in all four: sandboxes, phases, calls, tokens, RPCs; by name and label as they are told."""
     before = await series(stack)
     await rolled_out(stack)
@@ -87,8 +87,9 @@ async def series(stack: Stack) -> dict[str, float]:
     return found
 
 
-async def test_metrics_are_told_to_those_who_show_a_token_and_hold_no_id_and_no_secret(stack: Stack) -> None:
-    """R5, R8: without a token of the service there is nothing; with one, no label tells a rollout or a secret."""
+@pytest.mark.requirement("R5", "R8")
+async def test_metrics_need_a_token_and_hold_no_id_or_secret(stack: Stack) -> None:
+    """Without a token of the service there is nothing; with one, no label tells a rollout or a secret."""
     rollout_id = await rolled_out(stack)
     for service in SERVICES:
         assert (await stack.scrape(service, "nobody"))[0] == 401
@@ -98,7 +99,7 @@ async def test_metrics_are_told_to_those_who_show_a_token_and_hold_no_id_and_no_
         assert not re.search(r"[0-9a-f]{24}", text)
 
 
-async def test_one_trace_goes_from_the_agent_through_gate_and_trainer_to_the_engine_and_back(
+async def test_one_trace_goes_from_agent_through_gate_and_trainer_to_engine(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent's trace context is joined; each span stands below the one that it was done for; ids, never prompts."""
@@ -129,7 +130,7 @@ async def test_one_trace_goes_from_the_agent_through_gate_and_trainer_to_the_eng
     assert PROMPT not in str(stack.collector.spans)
 
 
-async def test_a_trace_holds_together_where_the_trainer_traces_nothing_and_where_the_engine_is_asked_at_once(
+async def test_trace_is_complete_with_an_untraced_trainer_or_a_direct_engine(
     stack: Stack,
 ) -> None:
     """Without a span of the trainer's, or without a trainer, the engine's stands below the gate's wait for it."""
@@ -167,7 +168,7 @@ async def of_trace(stack: Stack, trace_id: str, *names: str) -> dict[str, Collec
     return ours(await stack.collector.until(lambda spans: set(names) <= ours(spans).keys()))
 
 
-async def test_one_id_follows_a_rollout_and_its_call_through_the_four_logs(stack: Stack) -> None:
+async def test_ids_of_a_rollout_and_its_call_appear_in_all_four_logs(stack: Stack) -> None:
     """Every service's log has lines with the rollout's id; those about a call have the call's, and its trace's."""
     rollout_id = await rolled_out(stack)
     of_rollout = {
@@ -186,8 +187,9 @@ async def test_one_id_follows_a_rollout_and_its_call_through_the_four_logs(stack
     assert sandboxes and sandboxes <= {line.get("sandbox_id") for line in of_rollout["sandbox"] if "method" in line}
 
 
-async def test_no_log_holds_a_secret_or_what_was_said(stack: Stack) -> None:
-    """R8: tokens of every kind, prompts and bodies are in no line, at the chattiest level."""
+@pytest.mark.requirement("R8")
+async def test_no_log_holds_a_secret_or_a_conversation(stack: Stack) -> None:
+    """Tokens of every kind, prompts and bodies are in no line, at the chattiest level."""
     async with stack.agent() as agent:
         await trained(stack, agent, agent.ask())
         tokens = (stack.services.operator_token, stack.services.trainer_token, agent.token, "an-otlp-token", PROMPT)

@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock_sandbox.backends.attended import launch
-from penstock_sandbox.backends.attended.pipe import Opener, Pipe, unix_socket
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
-from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit
-from penstock_sandbox.backends.local import rootfs
 from penstock_sandbox.backends.local.backend import LocalBackend
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
-from penstock_sandbox.model import SandboxSpec, Stream
+from penstock_sandbox.domain import paths
+from penstock_sandbox.domain.backend import ProcessHandle, ProcessSink, RawExit
+from penstock_sandbox.domain.model import SandboxSpec, Stream
+from penstock_sandbox.guest_client import launch
+from penstock_sandbox.guest_client.pipe import Opener, Pipe, unix_socket
+from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 
 
 class Heard(ProcessSink):
@@ -152,7 +152,7 @@ class TwoWays:
         program, _, address = self._command
         done = await asyncio.to_thread(
             subprocess.run,
-            [sys.executable, "-I", "-S", program, "put", address],
+            [sys.executable, "-I", "-S", program, "deliver", address],
             input=data,
             check=False,
         )
@@ -172,7 +172,7 @@ class TwoWays:
 class Attended:
     """A sandbox under test, and what became of it."""
 
-    sandbox: AttendedSandbox
+    sandbox: GuestSandbox
     backing: LocalSandbox
     socket: Path
     lost: list[str] = field(default_factory=list)
@@ -217,19 +217,15 @@ async def beside(
             program,
             socket,
             enter=backing.first_pid,
-            user=(rootfs.USER_ID, rootfs.USER_ID) if os.geteuid() == 0 else None,
+            user=(paths.USER_ID, paths.USER_ID) if os.geteuid() == 0 else None,
         )
         lost: list[str] = []
-        sandbox = AttendedSandbox(
+        sandbox = GuestSandbox(
             name,
             wrap(unix_socket(str(socket)), socket),
-            home=backing.home,
-            workdir=backing.workdir,
-            user=backing.user,
-            default_env=backing.default_env,
-            on_lost=lost.append,
-            destroy=backing.destroy,
-            **options,  # type: ignore[arg-type]
+            ProcessDefaults(backing.home, backing.workdir, backing.user, backing.default_env),
+            BackendHooks(lost.append, backing.destroy),
+            **options,
         )
         made = Attended(sandbox, backing, socket, lost)
         try:

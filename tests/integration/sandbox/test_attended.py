@@ -17,14 +17,15 @@ from tests.integration.sandbox.attendants import Attended, Cuts, Heard, TwoWays,
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied
-from penstock_sandbox.attendant import frames, program
-from penstock_sandbox.backends.attended.pipe import Armoured, Opener, Pipe, StreamPipe
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
-from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
-from penstock_sandbox.model import NetworkKind, NetworkPolicy, PtySize, SandboxSpec
-from penstock_sandbox.model import Stream as Output
+from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, PtySize, SandboxSpec
+from penstock_sandbox.domain.model import Stream as Output
+from penstock_sandbox.guest import frames
+from penstock_sandbox.guest_client import program
+from penstock_sandbox.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe
+from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.guest_client.stream import LinkLost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,20 +51,20 @@ def folder() -> str:
     return tempfile.mkdtemp(prefix="penstock-at-")
 
 
-async def write(sandbox: AttendedSandbox, path: str, content: bytes) -> None:
+async def write(sandbox: GuestSandbox, path: str, content: bytes) -> None:
     async with sandbox.open_write(path, 0o644) as writer:
         for start in range(0, len(content), 256 * 1024):
             await writer.write(content[start : start + 256 * 1024])
         await writer.commit()
 
 
-async def write_at_once(sandbox: AttendedSandbox, path: str, content: bytes) -> None:
+async def write_at_once(sandbox: GuestSandbox, path: str, content: bytes) -> None:
     async with sandbox.open_write(path, 0o644) as writer:
         await writer.write(content)
         await writer.commit()
 
 
-async def read(sandbox: AttendedSandbox, path: str) -> bytes:
+async def read(sandbox: GuestSandbox, path: str) -> bytes:
     content = bytearray()
     async with sandbox.open_read(path, follow_symlink=False) as (_, reader):
         while data := await reader.read(len(content), 256 * 1024):
@@ -87,8 +88,9 @@ def cutting(*amounts: int | None) -> tuple[list[Cuts], object]:
 AMOUNTS = [3000, 1, 1017, 18, 700_000, 70_001, 17, 300_000, 1_000_003]
 
 
+@pytest.mark.requirement("R26")
 async def test_output_comes_whole_over_pipes_that_break_anywhere(local: LocalBackend, folder: str) -> None:
-    """R26: a cut pipe loses and doubles nothing."""
+    """A cut pipe loses and doubles nothing."""
     cuts, wrap = cutting(*AMOUNTS, None)
     async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
         await one.sandbox.open()
@@ -99,8 +101,8 @@ async def test_output_comes_whole_over_pipes_that_break_anywhere(local: LocalBac
         assert not one.lost
 
 
+@pytest.mark.requirement("R44")
 async def test_files_go_in_and_come_out_whole_over_pipes_that_break_anywhere(local: LocalBackend, folder: str) -> None:
-    """R44"""
     cuts, wrap = cutting(*AMOUNTS, *AMOUNTS, None)
     async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
         await one.sandbox.open()
@@ -111,8 +113,8 @@ async def test_files_go_in_and_come_out_whole_over_pipes_that_break_anywhere(loc
         assert len(cuts[0].pipes) > 10
 
 
+@pytest.mark.requirement("R26", "R67")
 async def test_input_arrives_once_and_in_order_over_pipes_that_break(local: LocalBackend, folder: str) -> None:
-    """R26, R67"""
     _, wrap = cutting(*AMOUNTS, None)
     async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
         await one.sandbox.open()
@@ -135,8 +137,9 @@ print(h.hexdigest())
 """
 
 
+@pytest.mark.requirement("R26", "R34")
 async def test_a_model_call_does_not_notice_that_the_pipe_under_it_breaks(local: LocalBackend, folder: str) -> None:
-    """R26, R34: the agent sees one call, the upstream too."""
+    """The agent sees one call, the upstream too."""
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,8 +159,9 @@ async def test_a_model_call_does_not_notice_that_the_pipe_under_it_breaks(local:
             assert len(cuts[0].pipes) > 10
 
 
+@pytest.mark.requirement("R26")
 async def test_a_process_runs_on_while_nobody_is_attached(local: LocalBackend, folder: str) -> None:
-    """R26: a broken stream loses neither a process nor a byte."""
+    """A broken stream loses neither a process nor a byte."""
     cuts, wrap = cutting(None)
     async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
         await one.sandbox.open()
@@ -170,8 +174,9 @@ async def test_a_process_runs_on_while_nobody_is_attached(local: LocalBackend, f
         assert len(cuts[0].pipes) == 2
 
 
+@pytest.mark.requirement("R26")
 async def test_a_channel_of_single_deliveries_is_a_pipe_too(local: LocalBackend, folder: str) -> None:
-    """R26: ``put`` and ``attach --output-only``, as where input cannot be streamed."""
+    """``put`` and ``attach --output-only``, as where input cannot be streamed."""
     opened: list[TwoWays] = []
 
     def wrap(_: Opener, socket: Path) -> Opener:
@@ -191,8 +196,9 @@ async def test_a_channel_of_single_deliveries_is_a_pipe_too(local: LocalBackend,
         assert len(opened) == 1
 
 
-async def test_an_attendant_within_the_sandbox_is_reached_by_a_program_run_in_it(local: LocalBackend) -> None:
-    """R53: all that a backend needs is to run programs."""
+@pytest.mark.requirement("R53")
+async def test_guest_within_the_sandbox_is_reached_by_a_program_run_in_it(local: LocalBackend) -> None:
+    """All that a backend needs is to run programs."""
     backing = await local.create("within", SandboxSpec(), (), lambda _: None)
     assert isinstance(backing, LocalSandbox)
     async with backing.open_write("/home/agent/attendant.py", 0o644) as writer:
@@ -213,15 +219,11 @@ async def test_an_attendant_within_the_sandbox_is_reached_by_a_program_run_in_it
         return Armoured(_Run(handle, heard))
 
     lost: list[str] = []
-    sandbox = AttendedSandbox(
+    sandbox = GuestSandbox(
         "within",
         attach,
-        home=backing.home,
-        workdir=backing.workdir,
-        user=backing.user,
-        default_env=backing.default_env,
-        on_lost=lost.append,
-        destroy=backing.destroy,
+        ProcessDefaults(backing.home, backing.workdir, backing.user, backing.default_env),
+        BackendHooks(lost.append, backing.destroy),
     )
     greeting = await sandbox.open()
     assert greeting.pty and not greeting.user_switch
@@ -263,8 +265,9 @@ class _Run:
         return
 
 
-async def test_what_cannot_be_written_is_refused_however_much_of_it_there_is(local: LocalBackend, folder: str) -> None:
-    """R44: bytes that were sent ahead of a refusal are waited for by nobody."""
+@pytest.mark.requirement("R44")
+async def test_unwritable_content_is_refused_whatever_its_size(local: LocalBackend, folder: str) -> None:
+    """Bytes that were sent ahead of a refusal are waited for by nobody."""
     async with beside(local, Path(folder)) as one:
         await one.sandbox.open()
         for content in (b"", CONTENT):
@@ -283,8 +286,8 @@ async def test_what_cannot_be_written_is_refused_however_much_of_it_there_is(loc
 # Ends ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_attendant_that_dies_is_a_sandbox_lost_at_once_for_everybody(local: LocalBackend, folder: str) -> None:
-    """R43"""
+@pytest.mark.requirement("R43")
+async def test_dead_guest_loses_its_sandbox_at_once(local: LocalBackend, folder: str) -> None:
     async with beside(local, Path(folder)) as one:
         await one.sandbox.open()
         _, heard = await one.start("/bin/sleep", "4941")
@@ -298,8 +301,8 @@ async def test_an_attendant_that_dies_is_a_sandbox_lost_at_once_for_everybody(lo
         assert one.lost == ["ATTENDANT_KILLED"], "told once"
 
 
-async def test_an_attendant_that_cannot_be_reached_is_given_up_after_a_while(local: LocalBackend, folder: str) -> None:
-    """R41, R43"""
+@pytest.mark.requirement("R41", "R43")
+async def test_unreachable_guest_is_given_up_after_a_while(local: LocalBackend, folder: str) -> None:
     reachable = [True]
 
     def wrap(opener: Opener, _: Path) -> Opener:
@@ -319,8 +322,8 @@ async def test_an_attendant_that_cannot_be_reached_is_given_up_after_a_while(loc
         assert one.lost == ["ATTENDANT_UNREACHABLE"]
 
 
-async def test_what_the_backend_knows_to_be_gone_is_lost_at_once(local: LocalBackend, folder: str) -> None:
-    """R43"""
+@pytest.mark.requirement("R43")
+async def test_sandbox_gone_at_the_backend_is_lost_at_once(local: LocalBackend, folder: str) -> None:
     async with beside(local, Path(folder)) as one:
         await one.sandbox.open()
         _, heard = await one.start("/bin/sleep", "4943")
@@ -333,25 +336,22 @@ async def test_what_the_backend_knows_to_be_gone_is_lost_at_once(local: LocalBac
             await starting
 
 
+@pytest.mark.requirement("R50")
 async def test_another_service_finds_a_clean_table(local: LocalBackend, folder: str) -> None:
-    """R50: what ran for the one before is killed."""
+    """What ran for the one before is killed."""
     async with beside(local, Path(folder)) as one:
         await one.sandbox.open()
         _, heard = await one.start("/bin/bash", "-c", "(setsid sleep 4951 &); echo up; sleep 4952")
         await heard.until(lambda: heard.out == b"up\n")
         await one.sandbox._link.aclose()
-        from penstock_sandbox.backends.attended.pipe import unix_socket
+        from penstock_sandbox.guest_client.pipe import unix_socket
 
         lost: list[str] = []
-        second = AttendedSandbox(
+        second = GuestSandbox(
             "second",
             unix_socket(str(one.socket)),
-            home=one.backing.home,
-            workdir=one.backing.workdir,
-            user=one.backing.user,
-            default_env=one.backing.default_env,
-            on_lost=lost.append,
-            destroy=one.backing.destroy,
+            ProcessDefaults(one.backing.home, one.backing.workdir, one.backing.user, one.backing.default_env),
+            BackendHooks(lost.append, one.backing.destroy),
         )
         await second.open()
         gone = "for i in $(seq 1000); do pgrep sleep >/dev/null || exit 0; done; exit 1"
@@ -375,37 +375,37 @@ def _listener(path: Path) -> int:
 # Hostile parties -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_agent_can_neither_find_signal_nor_read_its_attendant_and_its_keepers(
-    local: LocalBackend, folder: str
-) -> None:
-    """R14, R40: the attendant is not in the agent's process namespace, and the keepers are another user's."""
+@pytest.mark.requirement("R14", "R40")
+async def test_agent_cannot_find_signal_or_read_its_guest_and_supervisors(local: LocalBackend, folder: str) -> None:
+    """The attendant is not in the agent's process namespace, and the supervisors are another user's."""
     probe = """
         for p in /proc/[0-9]*; do
           read -r name < $p/comm || continue
           case $name in
             attendant) echo "sees the attendant";;
-            keeper)
+            supervisor)
               found=yes
-              kill -0 ${p#/proc/} 2>/dev/null && echo "may signal a keeper"
+              kill -0 ${p#/proc/} 2>/dev/null && echo "may signal a supervisor"
               for secret in environ mem maps root/etc/passwd fd/0; do
                 [ -r $p/$secret ] && head -c1 $p/$secret >/dev/null 2>&1 && echo "reads $secret"
               done;;
           esac
         done
-        echo "keepers: $found"
+        echo "supervisors: $found"
     """
     async with beside(local, Path(folder)) as one:
         greeting = await one.sandbox.open()
         said = (await one.out(probe)).splitlines()
         if greeting.user_switch:
-            assert said == ["keepers: yes"]
+            assert said == ["supervisors: yes"]
         else:
-            # An ordinary user's keepers are its own user's; tracing and reading them is closed all the same.
-            assert set(said) <= {"keepers: yes", "may signal a keeper"}
+            # An ordinary user's supervisors are its own user's; tracing and reading them is closed all the same.
+            assert set(said) <= {"supervisors: yes", "may signal a supervisor"}
 
 
+@pytest.mark.requirement("R55")
 async def test_processes_beside_which_nothing_stands_have_no_privilege(local: LocalBackend, folder: str) -> None:
-    """R55: what enters a sandbox from outside brings no right along."""
+    """What enters a sandbox from outside brings no right along."""
     async with beside(local, Path(folder)) as one:
         await one.sandbox.open()
         status = dict(
@@ -417,8 +417,9 @@ async def test_processes_beside_which_nothing_stands_have_no_privilege(local: Lo
         assert await one.out("ls /proc/self/fd | wc -l") == "4", "three, and the listing's own"
 
 
-async def test_a_peer_that_is_no_attendant_is_given_up() -> None:
-    """R80: what comes from a sandbox is not trusted."""
+@pytest.mark.requirement("R80")
+async def test_peer_that_is_no_guest_is_given_up() -> None:
+    """What comes from a sandbox is not trusted."""
 
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(frames.encode(frames.READY, 0, 0, b'{"version":1,"instance":"x","attachment":7}'))
@@ -433,15 +434,11 @@ async def test_a_peer_that_is_no_attendant_is_given_up() -> None:
         return
 
     async with server:
-        sandbox = AttendedSandbox(
+        sandbox = GuestSandbox(
             "lies",
             connect,
-            home="/",
-            workdir="/",
-            user="agent",
-            default_env={},
-            on_lost=lambda _: None,
-            destroy=destroy,
+            ProcessDefaults("/", "/", "agent", {}),
+            BackendHooks(lambda _: None, destroy),
         )
         with pytest.raises(LinkLost) as caught:
             await sandbox.open()

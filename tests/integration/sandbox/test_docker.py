@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 from tests.integration.sandbox.registry import registry
-from tests.support import dockerd
-from tests.support.docker_backend import REACHES, backend, create, diff, run
+from tests.support.docker import dockerd
+from tests.support.docker.backend import REACHES, backend, create, diff, run
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
-from penstock_sandbox.attendant.system import ASIDE
-from penstock_sandbox.backends.base import MountedToolbox, StartFailed
-from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.docker.backend import DockerBackend
-from penstock_sandbox.backends.docker.daemon import Missing
+from penstock_sandbox.backends.docker.engine.errors import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
-from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec
+from penstock_sandbox.domain.backend import MountedToolbox, StartFailed
+from penstock_sandbox.domain.model import ForkKind, NetworkKind, Resources, SandboxSpec
+from penstock_sandbox.guest.system import ASIDE
+from penstock_sandbox.processes.output import Collected
 
 pytestmark = pytest.mark.asyncio
 
@@ -79,9 +79,10 @@ print(json.dumps({
 """
 
 
+@pytest.mark.requirement("R13", "R55")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_what_runs_in_a_container_has_no_privilege_and_reaches_nobody_else(tmp_path: Path, reach: str) -> None:
-    """R13, R55: seen from inside."""
+async def test_container_has_no_privilege_and_reaches_no_other(tmp_path: Path, reach: str) -> None:
+    """Seen from inside."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, resources=Resources(pids=100))
         code, text = await run(handle, "python3", "-c", PROBE)
@@ -92,15 +93,16 @@ async def test_what_runs_in_a_container_has_no_privilege_and_reaches_nobody_else
         assert set(seen["ids"]) == {"1000"} and set(seen["groups"]) <= {"1000"}
         for refused in ("user namespace", "mount namespace", "mount", "keyring"):
             assert seen[refused] == "Operation not permitted", refused
-        # The first process and the keeper; beside a sidecar its processes too. None can be touched.
+        # The first process and the supervisor; beside a sidecar its processes too. None can be touched.
         assert [name for name, reached in seen["others"] if reached] == []
-        assert {"hold", "keeper"} <= {name for name, _ in seen["others"]}
+        assert {"hold", "supervisor"} <= {name for name, _ in seen["others"]}
         assert seen["sys"] == [] and seen["core"] == [0, 0] and seen["descriptors"] == 4
 
 
+@pytest.mark.requirement("R1", "R2", "R47")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_no_secret_and_no_host_setting_is_in_what_the_daemon_tells(tmp_path: Path, reach: str) -> None:
-    """R1, R2, R47: docker inspect shows neither environments nor commands; nothing of the host is mounted."""
+async def test_daemons_answers_hold_no_secret_and_no_host_setting(tmp_path: Path, reach: str) -> None:
+    """Docker inspect shows neither environments nor commands; nothing of the host is mounted."""
     secret = "sk-test '$(leak)"
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, env={"KEY": secret})
@@ -121,8 +123,8 @@ async def test_no_secret_and_no_host_setting_is_in_what_the_daemon_tells(tmp_pat
                 assert host["NetworkMode"] == "none" and not host["CapAdd"]
 
 
+@pytest.mark.requirement("R55")
 async def test_limits_are_those_of_the_container_and_the_swap_is_none(tmp_path: Path) -> None:
-    """R55"""
     async with backend(tmp_path) as opened:
         await create(opened, resources=Resources(cpu=0.5, memory_bytes=96 << 20, pids=50))
         (one,) = dockerd.engine().api.containers(filters={"label": ["penstock.sandbox"]})
@@ -131,8 +133,9 @@ async def test_limits_are_those_of_the_container_and_the_swap_is_none(tmp_path: 
         assert host["NanoCpus"] == 500_000_000
 
 
+@pytest.mark.requirement("R55")
 async def test_a_read_only_root_is_one_and_then_nothing_can_be_kept(tmp_path: Path) -> None:
-    """R55: bounded memory for what is written; forks and diffs are not declared, and refused."""
+    """Bounded memory for what is written; forks and diffs are not declared, and refused."""
     async with backend(tmp_path, read_only=True) as opened:
         assert opened.capabilities.fork is ForkKind.NONE and not opened.capabilities.diff
         assert opened.capabilities.limit_disk
@@ -144,8 +147,9 @@ async def test_a_read_only_root_is_one_and_then_nothing_can_be_kept(tmp_path: Pa
             opened.refuse_unsupported(SandboxSpec(snapshot_id="any"))
 
 
-async def test_a_broken_pipe_to_a_sidecar_loses_neither_a_process_nor_a_byte(tmp_path: Path) -> None:
-    """R26: what carries the link may be killed; the attendant and all that it serves live on."""
+@pytest.mark.requirement("R26")
+async def test_broken_pipe_to_a_sidecar_loses_no_process_and_no_byte(tmp_path: Path) -> None:
+    """What carries the link may be killed; the attendant and all that it serves live on."""
     async with backend(tmp_path, "sidecar") as opened:
         handle = await create(opened)
         sink = Collected()
@@ -189,9 +193,10 @@ def _kill_carriers() -> int:
 # What it is made of --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R45")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_an_image_needs_neither_python_nor_a_shell_of_ours(tmp_path: Path, reach: str) -> None:
-    """R45: one static program is enough; files, processes and snapshots are as everywhere."""
+    """One static program is enough; files, processes and snapshots are as everywhere."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, image=dockerd.TINY)
         with pytest.raises(StartFailed):
@@ -208,8 +213,9 @@ async def test_an_image_needs_neither_python_nor_a_shell_of_ours(tmp_path: Path,
         await opened.remove_layer("ss-tiny")
 
 
-async def test_an_image_is_pulled_once_for_all_who_want_it(tmp_path: Path) -> None:
-    """R51: single-flight; even an image that holds one empty file is a sandbox."""
+@pytest.mark.requirement("R51")
+async def test_image_is_pulled_once_for_all_callers(tmp_path: Path) -> None:
+    """Single-flight; even an image that holds one empty file is a sandbox."""
     marker = secrets.token_hex(8)
     async with registry(marker) as served, backend(tmp_path) as opened:
         made = await asyncio.gather(*(create(opened, image=served.image) for _ in range(3)))
@@ -219,16 +225,16 @@ async def test_an_image_is_pulled_once_for_all_who_want_it(tmp_path: Path) -> No
         assert sum(count for asked, count in served.asked.items() if "/blobs/" in asked) == 2
 
 
-async def test_a_pull_has_a_deadline_of_its_own_and_can_be_given_up(tmp_path: Path) -> None:
-    """R51, R41"""
+@pytest.mark.requirement("R41", "R51")
+async def test_pull_has_its_own_deadline_and_can_be_cancelled(tmp_path: Path) -> None:
     async with registry("x", answering=False) as served, backend(tmp_path, pull_timeout_s=0.5) as opened:
         error = await failure(create(opened, image=served.image))
         assert isinstance(error, DeadlineExceeded) and error.reason == "IMAGE_PULL_TIMEOUT"
         assert served.image in error.message
 
 
-async def test_an_image_that_is_not_there_or_not_allowed_is_refused_by_its_name(tmp_path: Path) -> None:
-    """R54, R63"""
+@pytest.mark.requirement("R54", "R63")
+async def test_absent_or_forbidden_image_is_refused_by_name(tmp_path: Path) -> None:
     async with registry("x") as served, backend(tmp_path, allowed_images=("127.0.0.1:*",)) as opened:
         missing = f"{served.address}/imaginary:7"
         error = await failure(create(opened, image=missing))
@@ -239,8 +245,9 @@ async def test_an_image_that_is_not_there_or_not_allowed_is_refused_by_its_name(
         assert error.reason == "IMAGE_UNKNOWN"
 
 
-async def test_toolboxes_are_copied_once_to_a_daemon_that_does_not_see_our_files(tmp_path: Path) -> None:
-    """R52: read-only in every sandbox, and gone with the service."""
+@pytest.mark.requirement("R52")
+async def test_toolboxes_are_copied_once_to_a_remote_daemon(tmp_path: Path) -> None:
+    """Read-only in every sandbox, and gone with the service."""
     source = tmp_path / "tools"
     (source / "bin").mkdir(parents=True)
     tool = source / "bin" / "tool"
@@ -260,9 +267,9 @@ async def test_toolboxes_are_copied_once_to_a_daemon_that_does_not_see_our_files
         assert len([one for one in dockerd.engine().remains() if one.startswith("volume ")]) == 1
 
 
+@pytest.mark.requirement("R76")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_path: Path, reach: str) -> None:
-    """R76"""
     script = (
         "mkdir -p new/deep 'a b'; echo 1 > new/deep/file; echo 2 > 'a b/c'; chmod 000 'a b/c'; mkdir empty;"
         "ln new/deep/file hard; ln -s /etc/shadow link; mkfifo pipe; chmod 700 ~; rm -rf gone; mkdir gone"
@@ -284,8 +291,8 @@ async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_pa
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_daemon_that_is_not_there_is_told_with_what_to_do(tmp_path: Path) -> None:
-    """R48, R27"""
+@pytest.mark.requirement("R27", "R48")
+async def test_absent_daemon_is_reported_with_the_fix(tmp_path: Path) -> None:
     options = DockerOptions(
         state_dir=tmp_path / "docker", image="any", sidecar_image="any", host=f"unix://{tmp_path}/nobody.sock"
     )
@@ -298,14 +305,14 @@ async def test_a_daemon_that_is_not_there_is_told_with_what_to_do(tmp_path: Path
     await opened.aclose()
 
 
-async def test_a_missing_sdk_is_told_with_what_to_install(tmp_path: Path) -> None:
-    """R48, R53"""
+@pytest.mark.requirement("R48", "R53")
+async def test_missing_sdk_is_reported_with_the_package_to_install(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
 sys.modules["docker"] = None
 from pathlib import Path
 from penstock_sandbox.backends.docker.backend import DockerBackend
-from penstock_sandbox.backends.docker.daemon import Missing
+from penstock_sandbox.backends.docker.engine.errors import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
 opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any"))
 asyncio.run(opened.open())
@@ -317,15 +324,17 @@ print(opened.unavailable_reason)
     assert "pip install 'penstock-sandbox[docker]'" in done.stdout
 
 
+@pytest.mark.requirement("R55")
 async def test_a_runtime_that_the_daemon_lacks_makes_the_backend_unavailable(tmp_path: Path) -> None:
-    """R55: never a silent downgrade."""
+    """Never a silent downgrade."""
     async with backend(tmp_path, runtime="imaginary") as opened:
         assert "imaginary" in opened.unavailable_reason
 
 
+@pytest.mark.requirement("R55")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_a_chosen_runtime_runs_the_sandboxes_and_nothing_else(tmp_path: Path, reach: str) -> None:
-    """R55: what the operator chose for sandboxes is asked for them and for nothing else."""
+    """What the operator chose for sandboxes is asked for them and for nothing else."""
     async with backend(tmp_path, reach, runtime=dockerd.NOTED) as opened:
         assert opened.available, opened.unavailable_reason
         handle = await create(opened)
@@ -338,9 +347,10 @@ async def test_a_chosen_runtime_runs_the_sandboxes_and_nothing_else(tmp_path: Pa
             assert any("create" in line.split() for line in created) is sandbox
 
 
+@pytest.mark.requirement("R55")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_a_runtime_that_keeps_its_processes_elsewhere_is_refused(tmp_path: Path, reach: str) -> None:
-    """R55: entering what such a runtime shows of a container would run the agent outside of it."""
+    """Entering what such a runtime shows of a container would run the agent outside of it."""
     async with backend(tmp_path, reach, runtime=dockerd.ELSEWHERE) as opened:
         assert "its runtime keeps its processes elsewhere" in opened.unavailable_reason
         with pytest.raises(FailedPrecondition) as refused:
@@ -351,8 +361,9 @@ async def test_a_runtime_that_keeps_its_processes_elsewhere_is_refused(tmp_path:
 # What is removed ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_making_that_is_given_up_twice_is_cleaned_up_before_the_service_ends(tmp_path: Path) -> None:
-    """R49, R50: by its caller, and by the service that stops as the container is being removed."""
+@pytest.mark.requirement("R49", "R50")
+async def test_twice_cancelled_create_is_cleaned_up_before_the_service_ends(tmp_path: Path) -> None:
+    """By its caller, and by the service that stops as the container is being removed."""
     engine = await asyncio.to_thread(dockerd.engine)
     async with backend(tmp_path, runtime=dockerd.NOTED) as opened:
         for _ in range(3):
@@ -369,8 +380,9 @@ def _containers(engine: dockerd.Engine) -> list[str]:
     return [one for one in engine.remains() if one.startswith("container ")]
 
 
-async def test_who_ends_goes_on_for_a_while_with_what_could_not_be_removed(tmp_path: Path) -> None:
-    """R50: a volume goes once its container does, though the service stops in between."""
+@pytest.mark.requirement("R50")
+async def test_closing_backend_retries_removals_for_a_while(tmp_path: Path) -> None:
+    """A volume goes once its container does, though the service stops in between."""
     async with backend(tmp_path) as opened:
         labels = opened._boxes._owner.labels("toolbox")
         await opened._daemon.create_volume("in-use", labels)
@@ -382,8 +394,9 @@ async def test_who_ends_goes_on_for_a_while_with_what_could_not_be_removed(tmp_p
         await opened._reaper.container(user)
 
 
+@pytest.mark.requirement("R50")
 async def test_a_removal_that_another_began_is_waited_for(tmp_path: Path) -> None:
-    """R50: where the daemon says that one is in progress, it is not done."""
+    """Where the daemon says that one is in progress, it is not done."""
     async with backend(tmp_path) as opened:
         for _ in range(3):
             handle = await create(opened)
@@ -396,13 +409,13 @@ async def test_a_removal_that_another_began_is_waited_for(tmp_path: Path) -> Non
             await handle.destroy()
 
 
+@pytest.mark.requirement("R54")
 async def test_an_image_is_not_pulled_for_a_backend_that_nobody_chose(tmp_path: Path) -> None:
-    """R54"""
     async with registry("x") as served, backend(tmp_path, image=served.image, may_pull=False) as opened:
         assert served.image in opened.unavailable_reason and not served.asked
 
 
+@pytest.mark.requirement("R14", "R55")
 async def test_networks_that_are_not_offered_are_refused(tmp_path: Path) -> None:
-    """R55, R14"""
     async with backend(tmp_path) as opened:
         assert opened.capabilities.networks == {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import dockerd
-from tests.support.docker_backend import REACHES, backend, create, diff, run
+from tests.support.docker import dockerd
+from tests.support.docker.backend import REACHES, backend, create, diff, run
 from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
-from penstock_sandbox.attendant.system import ASIDE
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
-from penstock_sandbox.backends.collected import Collected
-from penstock_sandbox.backends.docker import hold
 from penstock_sandbox.backends.docker.backend import DockerBackend
-from penstock_sandbox.model import Resources, SandboxSpec
+from penstock_sandbox.backends.docker.images import pause_program
+from penstock_sandbox.domain.model import Resources, SandboxSpec
+from penstock_sandbox.guest.system import ASIDE
+from penstock_sandbox.guest_client.sandbox import GuestSandbox
+from penstock_sandbox.processes.output import Collected
 
 pytestmark = pytest.mark.asyncio
 
@@ -57,28 +57,30 @@ print("tried")
 """
 
 
+@pytest.mark.requirement("R91", "R93")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_an_agent_that_runs_as_nobody_cannot_become_the_first_process(tmp_path: Path, reach: str) -> None:
-    """R91, R93: D19 of the second review: the first process had the user `nobody`, whom a spec may name."""
+    """D19 of the second review: the first process had the user `nobody`, whom a spec may name."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, user="nobody")
         assert await run(handle, "id", "-u") == (0, "65534\n")
         assert await run(handle, "python3", "-c", BECOME_ANOTHER) == (0, "tried\n")
 
 
+@pytest.mark.requirement("R91", "R93")
 async def test_the_ids_of_what_serves_a_sandbox_are_no_users(tmp_path: Path) -> None:
-    """R91, R93: refused by number, by a name or a group that the image gives them, and as the image's own `agent`."""
+    """Refused by number, by a name or a group that the image gives them, and as the image's own `agent`."""
     image = "penstock-test/reserved:1"
     async with backend(tmp_path) as opened:
         dockerd.build(
             image,
             f"FROM {dockerd.BASE}",
             f"RUN echo 'helper:x:{ASIDE}:100::/:/bin/sh' >> /etc/passwd"
-            f" && echo 'member:x:1234:{hold.USER_ID}::/:/bin/sh' >> /etc/passwd"
-            f" && echo 'agent:x:{hold.USER_ID}:100::/:/bin/sh' >> /etc/passwd",
+            f" && echo 'member:x:1234:{pause_program.USER_ID}::/:/bin/sh' >> /etc/passwd"
+            f" && echo 'agent:x:{pause_program.USER_ID}:100::/:/bin/sh' >> /etc/passwd",
         )
         try:
-            for user in (str(ASIDE), f"0{hold.USER_ID}", "helper", "member"):
+            for user in (str(ASIDE), f"0{pause_program.USER_ID}", "helper", "member"):
                 with pytest.raises(InvalidArgument) as refused:
                     await create(opened, image=image, user=user)
                 assert refused.value.reason == "USER_RESERVED"
@@ -107,9 +109,10 @@ except OSError as error:
 """
 
 
+@pytest.mark.requirement("R92")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_sockets_are_of_four_families_whatever_the_kernel_has(tmp_path: Path, reach: str) -> None:
-    """R92: vsock is the machine's in every network namespace; refused as the socket is asked for."""
+    """Vsock is the machine's in every network namespace; refused as the socket is asked for."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened)
         assert await run(handle, "python3", "-c", FAMILIES) == (
@@ -121,8 +124,9 @@ async def test_sockets_are_of_four_families_whatever_the_kernel_has(tmp_path: Pa
 # What stands in the way of its changes --------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R74", "R76")
 async def test_the_diff_holds_links_that_the_daemon_cannot_follow(tmp_path: Path) -> None:
-    """R74, R76: in circles, through a file, to a name that is too long; each of them made the whole diff fail."""
+    """In circles, through a file, to a name that is too long; each of them made the whole diff fail."""
     wanted = {"loop": "loop", "there": "back", "back": "there", "through": "file/x", "long": "x" * 300, "up": "../" * 9}
     script = "echo 1 > file; mkdir new; ln -s loop new/loop; " + "".join(
         f"ln -s {target} {name}; " for name, target in wanted.items()
@@ -137,8 +141,9 @@ async def test_the_diff_holds_links_that_the_daemon_cannot_follow(tmp_path: Path
     assert found == {"workspace/new/loop": "loop", **{f"workspace/{name}": to for name, to in wanted.items()}}
 
 
-async def test_a_path_that_the_daemon_cannot_read_is_told_as_the_sandboxs(tmp_path: Path) -> None:
-    """R74: a tree that is deeper than a path may be long is no fault of the daemon's."""
+@pytest.mark.requirement("R74")
+async def test_unreadable_path_is_reported_as_the_sandboxs(tmp_path: Path) -> None:
+    """A tree that is deeper than a path may be long is no fault of the daemon's."""
     script = "import os\nfor _ in range(200):\n    os.mkdir('d' * 50)\n    os.chdir('d' * 50)"
     async with backend(tmp_path) as opened:
         handle = await create(opened)
@@ -151,7 +156,7 @@ async def test_a_path_that_the_daemon_cannot_read_is_told_as_the_sandboxs(tmp_pa
 # How an agent ends its own sandbox ------------------------------------------------------------------------------------
 
 
-Box = tuple[AttendedSandbox, asyncio.Future[str]]
+Box = tuple[GuestSandbox, asyncio.Future[str]]
 
 
 async def lost(box: Box) -> tuple[str, PenstockError]:
@@ -167,13 +172,14 @@ async def make(opened: DockerBackend, **spec: Any) -> Box:
     """A sandbox, and the reason of its loss to come."""
     reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     made = await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(**spec), (), reason.set_result)
-    assert isinstance(made, AttendedSandbox)
+    assert isinstance(made, GuestSandbox)
     return made, reason
 
 
+@pytest.mark.requirement("R93")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_a_sandbox_that_the_machines_side_ended_is_no_doing_of_its_agent(tmp_path: Path, reach: str) -> None:
-    """R93: a container that the daemon was told to kill, whoever tells first; and one that was removed."""
+async def test_sandbox_ended_by_the_machine_is_not_blamed_on_its_agent(tmp_path: Path, reach: str) -> None:
+    """A container that the daemon was told to kill, whoever tells first; and one that was removed."""
     async with backend(tmp_path, reach) as opened:
         killed, removed = await make(opened), await make(opened)
         engine = dockerd.engine()
@@ -187,11 +193,10 @@ async def test_a_sandbox_that_the_machines_side_ended_is_no_doing_of_its_agent(t
         assert (await lost(removed))[0] == "SANDBOX_VANISHED"
 
 
+@pytest.mark.requirement("R93")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_a_first_process_that_dies_without_the_daemons_doing_is_the_agents_end(
-    tmp_path: Path, reach: str
-) -> None:
-    """R93: the memory of a container ends in its first process too, which the kernel then kills."""
+async def test_first_process_that_dies_by_itself_is_the_agents_end(tmp_path: Path, reach: str) -> None:
+    """The memory of a container ends in its first process too, which the kernel then kills."""
     async with backend(tmp_path, reach) as opened:
         ended, other = await make(opened), await make(opened)
         (container,) = dockerd.engine().api.containers(
@@ -225,17 +230,19 @@ sleep 0.3; echo left; exec sleep 600
 """
 
 
+@pytest.mark.requirement("R91")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_no_chain_of_forks_outlives_the_kill_of_its_tree(tmp_path: Path, reach: str) -> None:
-    """R91: each process is gone before it is looked at, and its successor there; however it makes that one."""
+    """Each process is gone before it is looked at, and its successor there; however it makes that one."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, resources=Resources(pids=200))
         await kill_each_chain(handle, (1, 8))
 
 
+@pytest.mark.requirement("R91")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_neither_stopped_nor_traced_nor_unreadable_processes_outlive_the_kill(tmp_path: Path, reach: str) -> None:
-    """R91: a program that only root may read makes what runs it invisible to all but its tree's keeper."""
+    """A program that only root may read makes what runs it invisible to all but its tree's supervisor."""
     async with backend(tmp_path, reach) as opened:
         dockerd.build(UNREADABLE, f"FROM {dockerd.BASE}", "RUN install -m 711 /bin/bash /usr/local/bin/xbash")
         try:
@@ -255,11 +262,12 @@ async def test_neither_stopped_nor_traced_nor_unreadable_processes_outlive_the_k
 # The author of an image -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R150")
 @pytest.mark.parametrize("reach", REACHES)
 async def test_an_image_neither_names_penstocks_files_nor_loads_libraries_into_every_program(
     tmp_path: Path, reach: str
 ) -> None:
-    """R150: the rest of what it declares is kept, library paths included."""
+    """The rest of what it declares is kept, library paths included."""
     image = "penstock-test/declaring:1"
     async with backend(tmp_path, reach) as opened:
         dockerd.build(

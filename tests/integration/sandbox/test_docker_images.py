@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 from tests.integration.sandbox.test_docker import PROBE
-from tests.support import dockerd
-from tests.support.docker_backend import REACHES, backend, create, diff, run
+from tests.support.docker import dockerd
+from tests.support.docker.backend import REACHES, backend, create, diff, run
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
-from penstock_sandbox.app import open_app
-from penstock_sandbox.backends.base import SandboxHandle
-from penstock_sandbox.model import Resources, SandboxSpec, SeedFile, Snapshot, SnapshotSpec
-from penstock_sandbox.settings import SandboxSettings
+from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.domain.model import Resources, SandboxSpec, SeedFile, Snapshot, SnapshotSpec
+from penstock_sandbox.testing import open_sandboxes
 
 pytestmark = pytest.mark.asyncio
 
@@ -75,9 +73,10 @@ async def _works(handle: SandboxHandle, user: str) -> None:
     assert deleted == ["/testbed/hard"]
 
 
+@pytest.mark.requirement("R44", "R45", "R76")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_the_agent_edits_and_runs_a_repository_that_an_image_has_as_roots(tmp_path: Path, reach: str) -> None:
-    """R44, R45, R76: the image's own working directory is the agent's; the rest of the image is not."""
+async def test_agent_edits_and_runs_a_repository_that_root_owns_in_the_image(tmp_path: Path, reach: str) -> None:
+    """The image's own working directory is the agent's; the rest of the image is not."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, image=TASK)
         assert handle.default_env["CONDA_DEFAULT_ENV"] == "testbed"
@@ -90,8 +89,9 @@ async def test_the_agent_edits_and_runs_a_repository_that_an_image_has_as_roots(
         await _works(handle, "agent")
 
 
-async def test_what_is_handed_over_is_so_in_forks_and_made_once_for_an_image(tmp_path: Path) -> None:
-    """R45, R51: the layer is found by what it was made from, by a later start of the service too."""
+@pytest.mark.requirement("R45", "R51")
+async def test_handed_over_files_stay_so_in_forks_and_are_made_once(tmp_path: Path) -> None:
+    """The layer is found by what it was made from, by a later start of the service too."""
     async with backend(tmp_path) as opened:
         first = await create(opened, image=TASK)
         assert (await run(first, "sh", "-c", "echo x > ~/prepared"))[0] == 0
@@ -106,9 +106,10 @@ async def test_what_is_handed_over_is_so_in_forks_and_made_once_for_an_image(tmp
         assert _prepared() == before
 
 
+@pytest.mark.requirement("R45", "R63")
 @pytest.mark.parametrize("user", ["coder", "1234"])
-async def test_a_user_of_the_image_is_the_sandboxs_where_he_is_asked_for(tmp_path: Path, user: str) -> None:
-    """R45, R63: by name or by id, with his own home and group."""
+async def test_requested_user_of_the_image_becomes_the_sandboxs(tmp_path: Path, user: str) -> None:
+    """By name or by id, with his own home and group."""
     async with backend(tmp_path) as opened:
         handle = await create(opened, image=TASK, user=user)
         assert handle.home == "/home/coder"
@@ -127,8 +128,9 @@ async def test_a_user_of_the_image_is_the_sandboxs_where_he_is_asked_for(tmp_pat
         await opened.remove_layer("ss-user")
 
 
+@pytest.mark.requirement("R45", "R63")
 async def test_a_user_that_the_image_lacks_is_refused_by_the_field(tmp_path: Path) -> None:
-    """R63, R45: never another user in his place."""
+    """Never another user in his place."""
     async with backend(tmp_path) as opened:
         with pytest.raises(InvalidArgument) as refused:
             await create(opened, image=TASK, user="nobody-here")
@@ -143,9 +145,10 @@ async def test_a_user_that_the_image_lacks_is_refused_by_the_field(tmp_path: Pat
 # Root, where the operator offers it -------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R45", "R46", "R55")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_root_owns_what_the_image_has_as_roots_and_can_do_nothing_else(tmp_path: Path, reach: str) -> None:
-    """R45, R46, R55: no capability, no reach to what serves it, although to the kernel both are root's."""
+async def test_root_in_the_sandbox_owns_root_files_and_can_do_nothing_else(tmp_path: Path, reach: str) -> None:
+    """No capability, no reach to what serves it, although to the kernel both are root's."""
     async with backend(tmp_path, reach, allow_root=True) as opened:
         assert opened.capabilities.root
         for user in ("root", "0"):
@@ -159,7 +162,7 @@ async def test_root_owns_what_the_image_has_as_roots_and_can_do_nothing_else(tmp
             for refused in ("user namespace", "mount namespace", "mount", "keyring"):
                 assert seen[refused] == "Operation not permitted", refused
             assert [name for name, reached in seen["others"] if reached] == []
-            assert {"hold", "keeper"} <= {name for name, _ in seen["others"]}
+            assert {"hold", "supervisor"} <= {name for name, _ in seen["others"]}
             assert await run(handle, "sh", "-c", "id -u; echo x > /etc/mine; echo y >> ~/file; ls /etc/mine") == (
                 0,
                 "0\n/etc/mine\n",
@@ -173,19 +176,18 @@ async def test_root_owns_what_the_image_has_as_roots_and_can_do_nothing_else(tmp
             await handle.destroy()
 
 
+@pytest.mark.requirement("R44")
 @pytest.mark.parametrize("reach", REACHES)
-async def test_a_file_of_the_service_does_not_lead_root_where_only_capabilities_would(
-    tmp_path: Path, reach: str
-) -> None:
-    """R44: file work is done with the workload's rights, a root's too: links into what serves it lead nowhere."""
+async def test_links_into_a_service_process_lead_root_nowhere(tmp_path: Path, reach: str) -> None:
+    """File work is done with the workload's rights, a root's too: links into what serves it lead nowhere."""
     async with backend(tmp_path, reach, allow_root=True) as opened:
         handle = await create(opened, user="root")
         # Who may open such a file is told by opening it: its owner and mode say root for what nobody may look into.
         script = "for p in /proc/[0-9]*; do cat $p/environ >/tmp/e 2>&1 || { [ -e $p ] && echo $p && exit; }; done"
-        code, keeper = await run(handle, "sh", "-c", script)
-        assert code == 0 and keeper
+        code, supervisor = await run(handle, "sh", "-c", script)
+        assert code == 0 and supervisor
         for name in ("environ", "fd/0", "root/etc/passwd"):
-            assert (await run(handle, "ln", "-sf", f"{keeper.strip()}/{name}", "link"))[0] == 0
+            assert (await run(handle, "ln", "-sf", f"{supervisor.strip()}/{name}", "link"))[0] == 0
             with pytest.raises(PenstockError):
                 async with handle.open_read(f"{handle.workdir}/link", follow_symlink=True):
                     pass
@@ -200,8 +202,9 @@ def _prepared() -> set[str]:
     return {name for image in images for name in image["RepoTags"] or () if name != "<none>:<none>"}
 
 
-async def test_prepared_images_leave_when_there_are_too_many_and_never_under_a_sandbox(tmp_path: Path) -> None:
-    """R23, R50: a cache is bounded; what a sandbox or a snapshot stands on works on, and goes with it."""
+@pytest.mark.requirement("R23", "R50")
+async def test_surplus_prepared_images_are_removed_unless_in_use(tmp_path: Path) -> None:
+    """A cache is bounded; what a sandbox or a snapshot stands on works on, and goes with it."""
     later = [0.0]
     async with backend(tmp_path, prepared_bytes=0) as opened:
         cache = opened._prepared
@@ -238,19 +241,20 @@ def _snapshots() -> set[str]:
     return {name.rpartition(":")[2] for image in images for name in image["RepoTags"]}
 
 
+@pytest.mark.requirement("R23", "R50")
 async def test_snapshots_that_leave_the_services_cache_leave_the_daemon(tmp_path: Path) -> None:
-    """R23, R50: their images go, those in use when they are not any more, and all with the service."""
+    """Their images go, those in use when they are not any more, and all with the service."""
     engine = await asyncio.to_thread(dockerd.engine)
-    settings = SandboxSettings(
-        state_dir=tmp_path,
+    opening = open_sandboxes(
+        tmp_path,
         default_backend="docker",
         docker_host=engine.host,
         docker_image=dockerd.BASE,
         docker_sidecar_image=dockerd.BASE,
         snapshot_cache_bytes=5 << 20,
-        operator_token=SecretStr("operator"),
     )
-    async with open_app(settings) as app:
+    async with opening as opened:
+        app = opened.app
         minutes = [0]
         app.snapshots._clock = lambda: time.time() + 60.0 * minutes[0]
 

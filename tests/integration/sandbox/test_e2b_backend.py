@@ -26,7 +26,7 @@ from tests.conformance.sandbox.test_pause import pause, resume
 from tests.conformance.sandbox.test_sandboxes import fork, prepare
 from tests.conformance.sandbox.test_toolboxes import prepare as prepare_toolbox
 from tests.conformance.sandbox.test_toolboxes import script
-from tests.support.docker_backend import run as in_sandbox
+from tests.support.docker.backend import run as in_sandbox
 from tests.support.e2b_cloud.running import StandIn, stand_in
 from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually_async
@@ -38,7 +38,7 @@ from penstock.sandbox.v1 import toolbox_service_pb2 as tb
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.e2b.backend import E2BBackend, E2BOptions
 from penstock_sandbox.backends.e2b.cloud import Address
-from penstock_sandbox.model import FileKind, ForkKind, NetworkKind, SandboxSpec
+from penstock_sandbox.domain.model import FileKind, ForkKind, NetworkKind, SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -72,8 +72,9 @@ async def shown(cloud: StandIn, box: Box) -> dict[str, Any]:
 # What is asked of E2B ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R1", "R50", "R51")
 async def test_a_sandbox_is_asked_for_once_labelled_closed_and_with_a_deadline(world: World) -> None:
-    """R50, R51, R1: the label that says whose it is, a key that makes repeats one, no public port, no secret."""
+    """The label that says whose it is, a key that makes repeats one, no public port, no secret."""
     cloud, service = world
     async with box_of(service, lease=Duration(seconds=300), env={"SECRET": "sk-test '$(leak)"}) as box:
         asked = [one for one in await cloud.requests("POST /v2/sandboxes") if box.id in str(one)]
@@ -88,8 +89,8 @@ async def test_a_sandbox_is_asked_for_once_labelled_closed_and_with_a_deadline(w
     assert box.id not in str(await cloud.sandboxes())
 
 
+@pytest.mark.requirement("R50", "R61")
 async def test_a_renewed_lease_moves_e2bs_own_deadline(world: World) -> None:
-    """R50, R61"""
     cloud, service = world
     async with box_of(service, lease=Duration(seconds=300)) as box:
         renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
@@ -99,8 +100,9 @@ async def test_a_renewed_lease_moves_e2bs_own_deadline(world: World) -> None:
         assert moved["body"] == {"timeout": 1260}
 
 
-async def test_a_lease_that_e2b_does_not_extend_is_told_and_stays_as_it_was(world: World) -> None:
-    """R63: every accepted option takes effect or is refused."""
+@pytest.mark.requirement("R63")
+async def test_lease_not_extended_by_e2b_is_reported_and_unchanged(world: World) -> None:
+    """Every accepted option takes effect or is refused."""
     cloud, service = world
     async with box_of(service, lease=Duration(seconds=300)) as box:
         e2b_id = (await shown(cloud, box))["sandboxID"]
@@ -112,8 +114,8 @@ async def test_a_lease_that_e2b_does_not_extend_is_told_and_stays_as_it_was(worl
         assert got.sandbox.expire_time == box.sandbox.expire_time
 
 
-async def test_an_open_network_is_closed_at_e2b_when_its_policy_narrows_and_the_endpoint_opens(world: World) -> None:
-    """R14, R54"""
+@pytest.mark.requirement("R14", "R54")
+async def test_open_network_is_closed_at_e2b_when_its_policy_narrows(world: World) -> None:
     cloud, service = world
     async with upstream() as address, box_of(service, network=sb.NetworkPolicy(open=sb.OpenNetwork())) as box:
         before = await shown(cloud, box)
@@ -125,8 +127,9 @@ async def test_an_open_network_is_closed_at_e2b_when_its_policy_narrows_and_the_
         assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
 
 
-async def test_toolboxes_go_into_the_prepared_state_once_and_no_fork_is_sent_any(world: World) -> None:
-    """R52: a rollout never installs anything."""
+@pytest.mark.requirement("R52")
+async def test_toolboxes_enter_the_prepared_state_once_and_no_fork(world: World) -> None:
+    """A rollout never installs anything."""
     cloud, service = world
     name = f"box-{secrets.token_hex(4)}"
     made = await prepare_toolbox(service, tb.ToolboxSpec(name=name, files=[script("#!/bin/sh\necho mine")]))
@@ -148,8 +151,9 @@ async def _uploads(cloud: StandIn) -> list[dict[str, Any]]:
     return [one for one in await cloud.requests("POST /files") if "toolboxes" in one["query"].get("path", "")]
 
 
-async def test_what_setup_left_running_is_ended_before_the_snapshot_is_taken(world: World) -> None:
-    """R60, R76: a fork holds files, and nothing of another sandbox's processes."""
+@pytest.mark.requirement("R60", "R76")
+async def test_setup_processes_are_ended_before_the_snapshot(world: World) -> None:
+    """A fork holds files, and nothing of another sandbox's processes."""
     _, service = world
     # It writes for as long as it lives; a copy that was taken meanwhile may hold half a line.
     loop = f"while :; do echo {secrets.token_hex(4)} >> ~/log; done"
@@ -165,8 +169,9 @@ async def test_what_setup_left_running_is_ended_before_the_snapshot_is_taken(wor
 # Pauses, copies and figures ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R55")
 async def test_a_trial_shows_what_the_deployment_does_and_leaves_nothing(tmp_path: Path) -> None:
-    """R55: a deployment without these routes has everything else, and a refusal by name."""
+    """A deployment without these routes has everything else, and a refusal by name."""
     async with stand_in() as cloud:
         for missing in ({}, {"refuse_pause": True}, {"refuse_snapshots": True, "refuse_pause": False}):
             await cloud.behave(**missing)
@@ -179,8 +184,8 @@ async def test_a_trial_shows_what_the_deployment_does_and_leaves_nothing(tmp_pat
             assert await cloud.sandboxes() == [] and await cloud.snapshots() == []
 
 
-async def test_a_paused_sandbox_is_stopped_at_e2b_keeps_its_lease_and_is_awake_only_to_kill(world: World) -> None:
-    """R40, R50, R61"""
+@pytest.mark.requirement("R40", "R50", "R61")
+async def test_paused_sandbox_is_stopped_at_e2b_and_keeps_its_lease(world: World) -> None:
     cloud, service = world
     async with box_of(service, lease=Duration(seconds=600)) as box:
         await box.start("one", "sleep", "5301")
@@ -202,8 +207,9 @@ async def test_a_paused_sandbox_is_stopped_at_e2b_keeps_its_lease_and_is_awake_o
         assert await box.out("pgrep -f 'sleep 530[12]' | wc -l; pgrep -x sleep | wc -l") == "1\n1"
 
 
+@pytest.mark.requirement("R50")
 async def test_a_sandbox_that_ends_while_it_is_paused_leaves_no_process_behind(world: World) -> None:
-    """R50: what waits at the stand-in for a command that stands still goes with the sandbox."""
+    """What waits at the stand-in for a command that stands still goes with the sandbox."""
     cloud, service = world
     before = cloud.children()
     async with box_of(service) as box:
@@ -213,8 +219,9 @@ async def test_a_sandbox_that_ends_while_it_is_paused_leaves_no_process_behind(w
     assert cloud.children() <= before
 
 
-async def test_a_pause_whose_answer_is_lost_leaves_the_sandbox_running_or_paused_as_told(world: World) -> None:
-    """R26, R55: it is not lost, and what was said to be paused is."""
+@pytest.mark.requirement("R26", "R55")
+async def test_pause_with_a_lost_answer_leaves_a_consistent_state(world: World) -> None:
+    """It is not lost, and what was said to be paused is."""
     cloud, service = world
     async with box_of(service) as box:
         await box.start("p", "sleep", "5303")
@@ -234,8 +241,8 @@ async def test_a_pause_whose_answer_is_lost_leaves_the_sandbox_running_or_paused
         ).process.HasField("exit")
 
 
-async def test_a_paused_sandbox_that_is_gone_is_lost_when_it_should_go_on(world: World) -> None:
-    """R43"""
+@pytest.mark.requirement("R43")
+async def test_vanished_paused_sandbox_is_lost_on_resume(world: World) -> None:
     cloud, service = world
     async with box_of(service) as box:
         await pause(box)
@@ -246,8 +253,9 @@ async def test_a_paused_sandbox_that_is_gone_is_lost_when_it_should_go_on(world:
         assert (got.sandbox.state, got.sandbox.lost_reason) == (sb.SANDBOX_STATE_LOST, "SANDBOX_VANISHED")
 
 
+@pytest.mark.requirement("R32")
 async def test_a_pause_or_resume_that_is_cancelled_is_taken_back(tmp_path: Path) -> None:
-    """R32: nobody was told that it is paused, so it is not, and the other way round."""
+    """Nobody was told that it is paused, so it is not, and the other way round."""
     async with stand_in() as cloud, _backend(cloud, tmp_path) as backend:
         handle = await backend.create("sb-1", SandboxSpec(lease_s=60.0), (), lambda _: None)
         for change, state in ((handle.pause, "running"), (handle.resume, "paused")):
@@ -266,8 +274,9 @@ async def test_a_pause_or_resume_that_is_cancelled_is_taken_back(tmp_path: Path)
         assert await cloud.sandboxes() == []
 
 
+@pytest.mark.requirement("R74")
 async def test_statistics_are_e2bs_where_it_has_them_and_otherwise_unknown(world: World) -> None:
-    """R74: not measured is not zero."""
+    """Not measured is not zero."""
     cloud, service = world
     async with box_of(service) as box:
         await box.out("dd if=/dev/urandom of=large bs=1M count=8 2>/dev/null")
@@ -307,8 +316,8 @@ async def _switches(cloud: StandIn, e2b_id: str) -> list[dict[str, Any]]:
 # Who may do what inside ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R14", "R72")
 async def test_the_workload_can_neither_end_nor_read_nor_change_what_serves_it(world: World) -> None:
-    """R14, R72"""
     _, service = world
     async with box_of(service) as box:
         assert await box.out("id -un") == "user"
@@ -327,8 +336,9 @@ async def test_the_workload_can_neither_end_nor_read_nor_change_what_serves_it(w
         assert await box.out("echo still served") == "still served"
 
 
-async def test_nothing_of_the_services_environment_is_inside(world: World) -> None:
-    """R12, R1: not in the environment of any process, nor in any argument."""
+@pytest.mark.requirement("R1", "R12")
+async def test_services_environment_is_not_inside(world: World) -> None:
+    """Not in the environment of any process, nor in any argument."""
     cloud, service = world
     async with box_of(service) as box:
         seen = await box.out("env; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
@@ -338,6 +348,7 @@ async def test_nothing_of_the_services_environment_is_inside(world: World) -> No
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("R46", "R55")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -351,10 +362,7 @@ async def test_nothing_of_the_services_environment_is_inside(world: World) -> No
     ],
     ids=str,
 )
-async def test_what_e2b_does_not_offer_is_refused_before_anything_is_asked_of_it(
-    world: World, spec: dict[str, Any]
-) -> None:
-    """R55, R46"""
+async def test_unsupported_features_are_refused_before_e2b_is_asked(world: World, spec: dict[str, Any]) -> None:
     cloud, service = world
     before = len(await cloud.requests("POST /v2/sandboxes"))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
@@ -363,8 +371,8 @@ async def test_what_e2b_does_not_offer_is_refused_before_anything_is_asked_of_it
     assert len(await cloud.requests("POST /v2/sandboxes")) == before
 
 
+@pytest.mark.requirement("R61", "R64")
 async def test_a_lease_that_the_account_cannot_have_is_refused_by_field() -> None:
-    """R64, R61"""
     async with stand_in(), start("e2b", e2b_max_lifetime_s="3600") as service:
         request = ss.CreateSandboxRequest(request_id="long", spec=sb.SandboxSpec(lease=Duration(seconds=3601)))
         error = await failure(service.sandboxes.CreateSandbox(request, timeout=30))
@@ -373,9 +381,10 @@ async def test_a_lease_that_the_account_cannot_have_is_refused_by_field() -> Non
             assert (await box.run("true")).exit.code == 0
 
 
+@pytest.mark.requirement("R55")
 @pytest.mark.parametrize("behaviour", ["refuse_network", "ignore_network"])
 async def test_a_deployment_that_closes_no_sandbox_offers_none_that_are_closed(behaviour: str, tmp_path: Path) -> None:
-    """R55: refused, or taken and not fulfilled, it is no claim; it fails closed."""
+    """Refused, or taken and not fulfilled, it is no claim; it fails closed."""
     async with stand_in() as cloud:
         await cloud.behave(**{behaviour: True})
         async with _backend(cloud, tmp_path / "closed") as backend:
@@ -402,8 +411,9 @@ async def _backend(cloud: StandIn, state: Path, key: str = "", **more: Any) -> A
         await backend.aclose()
 
 
+@pytest.mark.requirement("R91", "R92")
 async def test_neither_forks_outlive_a_kill_nor_sockets_leave_the_machine_by_vsock(tmp_path: Path) -> None:
-    """R91, R92: chains of every kind; vsock refused as the socket is asked for."""
+    """Chains of every kind; vsock refused as the socket is asked for."""
     async with stand_in() as cloud, _backend(cloud, tmp_path) as backend:
         handle = await backend.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(), (), lambda _: None)
         try:
@@ -414,10 +424,8 @@ async def test_neither_forks_outlive_a_kill_nor_sockets_leave_the_machine_by_vso
             await handle.destroy()
 
 
-async def test_without_the_sdk_or_a_key_it_says_what_to_install_or_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R48"""
+@pytest.mark.requirement("R48")
+async def test_the_e2b_backend_says_which_sdk_or_key_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keyless = E2BBackend(E2BOptions(tmp_path, None))
     await keyless.open()
     assert "E2B_API_KEY" in keyless.unavailable_reason
@@ -431,8 +439,8 @@ async def test_without_the_sdk_or_a_key_it_says_what_to_install_or_set(
         await backend.aclose()
 
 
-async def test_a_key_that_e2b_does_not_know_is_told_without_telling_the_key(tmp_path: Path) -> None:
-    """R8, R27"""
+@pytest.mark.requirement("R8", "R27")
+async def test_unknown_key_is_refused_without_being_shown(tmp_path: Path) -> None:
     key = "e2b_wrong" + secrets.token_hex(8)
     async with stand_in() as cloud:
         with capture_logs() as logs:
@@ -441,8 +449,9 @@ async def test_a_key_that_e2b_does_not_know_is_told_without_telling_the_key(tmp_
         assert key not in str(logs)
 
 
+@pytest.mark.requirement("R8")
 async def test_no_error_repeats_what_a_proxys_page_repeated(tmp_path: Path) -> None:
-    """R8: a page that shows the request's headers shows the key."""
+    """A page that shows the request's headers shows the key."""
     async with stand_in() as cloud:
         with capture_logs() as logs:
             async with _backend(cloud, tmp_path) as backend:
@@ -459,8 +468,9 @@ async def test_no_error_repeats_what_a_proxys_page_repeated(tmp_path: Path) -> N
         assert await cloud.sandboxes() == []
 
 
-async def test_snapshots_of_a_service_that_stopped_do_not_stay_and_those_that_it_keeps_do(tmp_path: Path) -> None:
-    """R50: what is kept is known to the next start, and forked without a setup."""
+@pytest.mark.requirement("R50")
+async def test_snapshots_of_a_stopped_service_are_removed_unless_kept(tmp_path: Path) -> None:
+    """What is kept is known to the next start, and forked without a setup."""
     async with stand_in() as cloud:
         setup = [command(shell="echo prepared > ~/mark")]
         for keep in ("true", "false"):
@@ -473,8 +483,9 @@ async def test_snapshots_of_a_service_that_stopped_do_not_stay_and_those_that_it
             assert await cloud.sandboxes() == []
 
 
-async def test_a_snapshot_that_e2b_lost_is_told_and_prepared_again(world: World) -> None:
-    """R26: what is cached is believed no longer than it is there."""
+@pytest.mark.requirement("R26")
+async def test_snapshot_lost_by_e2b_is_reported_and_prepared_again(world: World) -> None:
+    """What is cached is believed no longer than it is there."""
     cloud, service = world
     setup = [command(shell=f"echo {secrets.token_hex(4)}")]
     _, lost = await prepare(service, setup=setup)
@@ -491,8 +502,9 @@ async def test_a_snapshot_that_e2b_lost_is_told_and_prepared_again(world: World)
     await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=again.snapshot_id), timeout=30)
 
 
+@pytest.mark.requirement("R49")
 async def test_a_creation_that_is_given_up_leaves_nothing_at_e2b(world: World) -> None:
-    """R49: the request cannot be taken back, so what it makes is removed."""
+    """The request cannot be taken back, so what it makes is removed."""
     cloud, service = world
     before = {one["sandboxID"] for one in await cloud.sandboxes()}
     asked = len(await cloud.requests("POST /v2/sandboxes"))

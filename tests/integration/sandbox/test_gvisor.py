@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.support import dockerd
-from tests.support.docker_backend import backend, create, run
+from tests.support.docker import dockerd
+from tests.support.docker.backend import backend, create, run
 from tests.support.hoppers import kill_each_chain
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
-from penstock_sandbox.backends.base import SandboxHandle
-from penstock_sandbox.backends.collected import Collected
-from penstock_sandbox.backends.docker import remnants
-from penstock_sandbox.model import ENDED_INSIDE, Resources, SandboxSpec
+from penstock_sandbox.backends.docker.cleanup import leftovers
+from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.domain.model import ENDED_INSIDE, Resources, SandboxSpec
+from penstock_sandbox.processes.output import Collected
 
 pytestmark = pytest.mark.asyncio
 
@@ -81,8 +81,9 @@ print("tried" if tried > 3 else "saw nobody", libc.prctl(39, 0, 0, 0, 0))
 """
 
 
+@pytest.mark.requirement("R13", "R55", "R60")
 async def test_an_agent_reaches_neither_the_machines_kernel_nor_what_serves_it(tmp_path: Path) -> None:
-    """R13, R55, R60: own kernel; no signal, trace, memory, descriptor, file or socket of the attendant's is its."""
+    """Own kernel; no signal, trace, memory, descriptor, file or socket of the attendant's is its."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, allow_root=True) as opened:
         assert opened.available, opened.unavailable_reason
         assert opened.capabilities.own_kernel and not opened.capabilities.root
@@ -97,8 +98,9 @@ async def test_an_agent_reaches_neither_the_machines_kernel_nor_what_serves_it(t
         )
 
 
+@pytest.mark.requirement("R91", "R92")
 async def test_an_agent_that_runs_as_nobody_reaches_no_more_than_another(tmp_path: Path) -> None:
-    """R91, R92: the first process and what serves have users of their own here too; vsock is refused when asked for."""
+    """The first process and what serves have users of their own here too; vsock is refused when asked for."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
         handle = await create(opened, user="nobody")
         assert await run(handle, "id", "-u") == (0, "65534\n")
@@ -110,8 +112,9 @@ async def test_an_agent_that_runs_as_nobody_reaches_no_more_than_another(tmp_pat
                 await create(opened, user=reserved)
 
 
+@pytest.mark.requirement("R45", "R53")
 async def test_an_image_without_python_or_bash_serves_as_well(tmp_path: Path) -> None:
-    """R53, R45: what the attendant runs on is brought in, and cannot be changed."""
+    """What the attendant runs on is brought in, and cannot be changed."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, image=dockerd.TINY) as opened:
         assert opened.available, opened.unavailable_reason
         handle = await create(opened)
@@ -121,8 +124,9 @@ async def test_an_image_without_python_or_bash_serves_as_well(tmp_path: Path) ->
         )
 
 
+@pytest.mark.requirement("R40")
 async def test_daemons_are_killed_with_their_process_and_with_no_other(tmp_path: Path) -> None:
-    """R40: this gVisor has no subreapers; a tree is known by a group that its processes cannot leave."""
+    """This gVisor has no subreapers; a tree is known by a group that its processes cannot leave."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
         handle = await create(opened)
         daemon = (
@@ -155,8 +159,9 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.requirement("R91")
 async def test_a_thread_that_its_process_has_left_is_killed_with_its_tree(tmp_path: Path) -> None:
-    """R91: its process looks as if it were dead; it wrote the reward file of whoever graded beside it."""
+    """Its process looks as if it were dead; it wrote the reward file of whoever graded beside it."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
         handle = await create(opened)
         script = f"python3 -c '{WITHOUT_LEADER}' > /tmp/beat; exec sleep 4711"
@@ -171,8 +176,9 @@ async def test_a_thread_that_its_process_has_left_is_killed_with_its_tree(tmp_pa
         await tree.aclose()
 
 
+@pytest.mark.requirement("R91")
 async def test_no_chain_of_forks_outlives_the_kill_of_its_tree_on_gvisor(tmp_path: Path) -> None:
-    """R91: without subreapers a tree is all that has its group, and who cannot be looked at may be one of it."""
+    """Without subreapers a tree is all that has its group, and who cannot be looked at may be one of it."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
         handle = await create(opened, resources=Resources(pids=64))
         await kill_each_chain(handle, (1, 4))
@@ -185,8 +191,9 @@ async def _until_sleeping(handle: SandboxHandle, count: int) -> None:
     raise AssertionError(await run(handle, "ps", "ax"))
 
 
+@pytest.mark.requirement("R43", "R55", "R93")
 async def test_a_sandbox_over_the_operators_memory_is_lost_and_others_live(tmp_path: Path) -> None:
-    """R55, R43, R93: held to no limit of a spec's, which is refused, but to the operator's; it is the agent's end."""
+    """Held to no limit of a spec's, which is refused, but to the operator's; it is the agent's end."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, memory_bytes=384 << 20) as opened:
         assert opened.available, opened.unavailable_reason
         with pytest.raises(FailedPrecondition, match="limit_memory"):
@@ -199,8 +206,9 @@ async def test_a_sandbox_over_the_operators_memory_is_lost_and_others_live(tmp_p
         assert await run(other, "echo", "alive") == (0, "alive\n")
 
 
+@pytest.mark.requirement("R55")
 async def test_processes_over_their_limit_are_refused(tmp_path: Path) -> None:
-    """R55: by a limit of the workload's user, which does not count what serves it."""
+    """By a limit of the workload's user, which does not count what serves it."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
         handle = await create(opened, resources=Resources(pids=16))
         program = """
@@ -225,18 +233,19 @@ print(made)
         assert await run(handle, "echo", "free again") == (0, "free again\n")
 
 
-async def test_what_a_failed_start_leaves_of_gvisor_is_ended(tmp_path: Path, engine: dockerd.Engine) -> None:
-    """R49, R50: its kernel, its file server and its supervisor outlive their container, but for the service."""
+@pytest.mark.requirement("R49", "R50")
+async def test_leftovers_of_a_failed_gvisor_start_are_ended(tmp_path: Path, engine: dockerd.Engine) -> None:
+    """Its kernel, its file server and its supervisor outlive their container, but for the service."""
     with engine.watched() as made:
         async with backend(tmp_path, "auto", runtime=dockerd.GVISOR_BROKEN) as opened:
             assert "root network namespace" in opened.unavailable_reason
     assert made
-    assert [remnants.find(container) for container in made] == [[] for _ in made]
+    assert [leftovers.find(container) for container in made] == [[] for _ in made]
     assert engine.traces(made) == []
 
 
-async def test_gvisor_that_the_daemon_does_not_know_is_refused_with_what_to_install(tmp_path: Path) -> None:
-    """R48, R55"""
+@pytest.mark.requirement("R48", "R55")
+async def test_unknown_gvisor_runtime_is_refused_with_the_package_to_install(tmp_path: Path) -> None:
     async with backend(tmp_path, runtime="runsc-of-somebody-else") as opened:
         assert "apt-get install runsc" in opened.unavailable_reason
         with pytest.raises(FailedPrecondition) as refused:
@@ -244,10 +253,11 @@ async def test_gvisor_that_the_daemon_does_not_know_is_refused_with_what_to_inst
         assert refused.value.reason == "BACKEND_UNAVAILABLE"
 
 
-async def test_nothing_is_served_from_inside_on_the_machines_own_kernel(tmp_path: Path) -> None:
-    """R55: who asked for another kernel gets no lesser isolation, whatever the runtime is called."""
+@pytest.mark.requirement("R55")
+async def test_guests_are_not_served_from_inside_on_the_machines_kernel(tmp_path: Path) -> None:
+    """Who asked for another kernel gets no lesser isolation, whatever the runtime is called."""
     async with backend(tmp_path, "inside") as opened:
-        assert "its kernel is the machine's" in opened.unavailable_reason
+        assert "it shares the machine's kernel" in opened.unavailable_reason
     async with backend(tmp_path, "direct") as opened:
         with pytest.raises(FailedPrecondition) as refused:
             opened.refuse_unsupported(SandboxSpec(own_kernel=True))

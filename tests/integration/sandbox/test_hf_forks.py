@@ -67,9 +67,10 @@ def archives(state_dir: Path) -> list[str]:
     return sorted(path.name for path in (state_dir / "state" / "hf" / "archives").iterdir())
 
 
+@pytest.mark.requirement("R52", "R57")
 @pytest.mark.parametrize("sdk", ["hf-hub", "hf-sandbox"])
 async def test_a_fork_has_what_its_user_made_and_not_what_that_deleted(jobs: HfJobs, state_dir: Path, sdk: str) -> None:
-    """R57, R52: owners, modes, links, times and deletions; no process and nothing that only the machine changed."""
+    """Owners, modes, links, times and deletions; no process and nothing that only the machine changed."""
     async with serve(state_dir, jobs, sdk) as service:
         snapshot = await prepare(
             service,
@@ -96,8 +97,9 @@ async def test_a_fork_has_what_its_user_made_and_not_what_that_deleted(jobs: HfJ
         assert (await box.run(shell="ls /opt/penstock/attendant")).exit.code != 0
 
 
-async def test_what_root_did_anywhere_is_carried(jobs: HfJobs, state_dir: Path) -> None:
-    """R46, R57: an agent that must be installed by root is; what is the machine's own stays with the machine."""
+@pytest.mark.requirement("R46", "R57")
+async def test_roots_changes_anywhere_are_archived(jobs: HfJobs, state_dir: Path) -> None:
+    """An agent that must be installed by root is; what is the machine's own stays with the machine."""
     async with serve(state_dir, jobs) as service:
         snapshot = await prepare(
             service,
@@ -112,8 +114,9 @@ async def test_what_root_did_anywhere_is_carried(jobs: HfJobs, state_dir: Path) 
         ) == ("4711 4712 4755\n0")
 
 
+@pytest.mark.requirement("R49", "R54")
 async def test_more_than_the_cache_holds_is_refused_and_leaves_nothing(jobs: HfJobs, state_dir: Path) -> None:
-    """R49, R54: it is measured where it is; neither a job nor a file stays."""
+    """It is measured where it is; neither a job nor a file stays."""
     async with serve(state_dir, jobs, snapshot_cache_bytes="1000000") as service:
         error = await failure(prepare(service, "head -c 3000000 /dev/zero > large"))
         assert isinstance(error, FailedPrecondition) and error.reason == "SEAL_FAILED"
@@ -124,8 +127,9 @@ async def test_more_than_the_cache_holds_is_refused_and_leaves_nothing(jobs: HfJ
         assert await Box(service, child.sandbox).out("cat small") == "small"
 
 
+@pytest.mark.requirement("R49", "R51")
 async def test_an_archive_that_does_not_get_through_fails_that_fork_alone(jobs: HfJobs, state_dir: Path) -> None:
-    """R49, R51: the next has it, and the one that failed leaves no job."""
+    """The next has it, and the one that failed leaves no job."""
     async with serve(state_dir, jobs) as service:
         snapshot = await prepare(service, "echo prepared > file")
         await jobs.fault("fail", where="port", count=1, path="/v1/files/write")
@@ -140,8 +144,8 @@ async def test_an_archive_that_does_not_get_through_fails_that_fork_alone(jobs: 
         await eventually_async(one_runs, "only the second runs")
 
 
+@pytest.mark.requirement("R44", "R49")
 async def test_a_job_that_vanishes_as_it_is_sealed_leaves_no_snapshot(jobs: HfJobs, state_dir: Path) -> None:
-    """R49, R44"""
     async with serve(state_dir, jobs) as service:
         await jobs.fault("fail", where="port", count=1, path="/v1/files/stat")
         error = await failure(prepare(service, "echo prepared > file"))
@@ -150,8 +154,8 @@ async def test_a_job_that_vanishes_as_it_is_sealed_leaves_no_snapshot(jobs: HfJo
         assert not await jobs.running()
 
 
+@pytest.mark.requirement("R50", "R70")
 async def test_a_removed_snapshots_archive_goes_and_none_outlives_the_service(jobs: HfJobs, state_dir: Path) -> None:
-    """R50, R70"""
     async with serve(state_dir, jobs) as service:
         first, second = await prepare(service, "echo 1 > file"), await prepare(service, "echo 2 > file")
         assert archives(state_dir) == sorted([first.snapshot_id, second.snapshot_id])

@@ -25,8 +25,9 @@ async def _tour(what: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return json.loads(out), await jobs.jobs()
 
 
+@pytest.mark.requirement("R48")
 async def test_the_hub_sdk_finds_what_it_expects() -> None:
-    """R48: lifecycle, streams, input, timeouts, files, background commands and reconnecting, against real processes."""
+    """Lifecycle, streams, input, timeouts, files, background commands and reconnecting, against real processes."""
     told, jobs = await _tour("hub")
     assert (told["hello"]["exit_code"], told["hello"]["stdout"], told["hello"]["stderr"]) == (3, "out\n", "err\n")
     assert told["stdin"] == "HéLLO"
@@ -43,8 +44,9 @@ async def test_the_hub_sdk_finds_what_it_expects() -> None:
     assert job["secrets"] == ["SBX_TOKEN"] and "HF_TOKEN" not in job["environment"]
 
 
+@pytest.mark.requirement("R48")
 async def test_the_hf_sandbox_sdk_finds_its_own_server() -> None:
-    """R48: the server of its wheel runs in the job, and answers by name over TLS."""
+    """The server of its wheel runs in the job, and answers by name over TLS."""
     told, jobs = await _tour("classic")
     assert told["hello"] == [3, "hello", "err\n"]
     assert told["file"] == [0, 255]

@@ -17,9 +17,9 @@ from tests.conformance.sandbox.conftest import Box, failure
 from tests.conformance.sandbox.services import TOKEN, Running, start, start_on
 from tests.support.waiting import eventually_async
 
-from penstock.cli import doctor_backends
+from penstock.cli.commands.doctor import backends
 from penstock.client import connect
-from penstock.client.endpoints import Endpoints
+from penstock.client.transport.endpoints import Endpoints
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
@@ -41,8 +41,9 @@ async def created(service: Running) -> Box:
     return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox)
 
 
-async def test_a_sandbox_that_asks_for_nothing_is_held_to_the_operators_memory_and_processes() -> None:
-    """R95, R55: without a setting as well, and what it keeps in /tmp and /dev/shm counts."""
+@pytest.mark.requirement("R55", "R95")
+async def test_sandbox_without_limits_gets_the_operators_memory_and_process_limits() -> None:
+    """Without a setting as well, and what it keeps in /tmp and /dev/shm counts."""
     async with start("local") as service:
         local = await local_of(service)
         assert local.capabilities.limit_memory and local.capabilities.limit_pids, "this test needs control groups"
@@ -71,27 +72,29 @@ async def test_a_sandbox_that_asks_for_nothing_is_held_to_the_operators_memory_a
         assert stats.memory_peak_bytes <= 128 << 20
 
 
+@pytest.mark.requirement("R95")
 async def test_a_default_that_cannot_be_held_is_reported_and_refuses_nobody(capfd: pytest.CaptureFixture[str]) -> None:
-    """R95: an ordinary user without control groups of its own: ListBackends, `doctor` and the log say so."""
+    """An ordinary user without control groups of its own: ListBackends, `doctor` and the log say so."""
     async with start("local-ordinary-user") as service:
         local = await local_of(service)
         assert not (local.capabilities.limit_memory or local.capabilities.limit_pids)
         assert not (local.default_resources.HasField("memory_bytes") or local.default_resources.HasField("pids"))
         assert await (await created(service)).out("echo works") == "works"
         async with connect(Endpoints(sandbox=service.address, token=TOKEN)) as client:
-            finding = doctor_backends.limits(await client.sandboxes.backends())
+            finding = backends.limits(await client.sandboxes.backends())
     assert not finding.ok and finding.advice
     assert "local: no limit of memory, pids; disk watched" in finding.found
     log = capfd.readouterr().err
-    assert "sandboxes are held to no default limit" in log and "memory_bytes" in log
+    assert "sandboxes have no default limits" in log and "memory_bytes" in log
 
 
+@pytest.mark.requirement("R95")
 @pytest.mark.parametrize(
     ("name", "value"),
     [("default_memory_bytes", 4096), ("default_pids", 3), ("default_disk_bytes", 4096), ("default_inodes", 3)],
 )
 def test_a_default_with_which_no_sandbox_could_start_is_refused(name: str, value: int) -> None:
-    """R95: and 0 is how an operator chooses to have none."""
+    """And 0 is how an operator chooses to have none."""
     make: Callable[..., SandboxSettings] = partial(SandboxSettings, operator_token=SecretStr("test-operator"))
     with pytest.raises(ValidationError, match="must be at least"):
         make(**{name: value})
@@ -100,8 +103,9 @@ def test_a_default_with_which_no_sandbox_could_start_is_refused(name: str, value
     assert getattr(make().default_resources, field) is not None
 
 
+@pytest.mark.requirement("R54", "R95")
 async def test_more_than_the_operators_maximum_is_refused_by_field_and_maximum() -> None:
-    """R95, R54: of each resource; a default is never more than that."""
+    """Of each resource; a default is never more than that."""
     most: dict[str, Any] = {"cpu": 2.0, "memory_bytes": 1 << 30, "pids": 100, "disk_bytes": 64 << 20, "inodes": 5000}
     async with start("local", **{f"max_{name}": str(value) for name, value in most.items()}) as service:
         local = await local_of(service)
@@ -137,10 +141,11 @@ async def refusal(service: Running) -> PenstockError:
     return await failure(service.sandboxes.CreateSandbox(request, timeout=60))
 
 
-async def test_no_sandbox_is_made_where_the_journals_disk_becomes_full_and_what_is_there_goes_on(
+@pytest.mark.requirement("R95")
+async def test_full_journal_disk_refuses_new_sandboxes_and_keeps_existing_ones(
     small_disk: Path,
 ) -> None:
-    """R95: of an agent that writes what there is; sandboxes are made again when there is room."""
+    """Of an agent that writes what there is; sandboxes are made again when there is room."""
     async with start_on(small_disk, "local", min_free_bytes=str(100 << 20), min_free_inodes="0") as service:
         greedy = await created(service)
         wrote = await greedy.run("python3", "-c", "open('/workspace/x', 'wb').write(bytes(180 << 20))")
@@ -158,8 +163,9 @@ async def test_no_sandbox_is_made_where_the_journals_disk_becomes_full_and_what_
         assert await (await created(service)).out("echo works") == "works"
 
 
+@pytest.mark.requirement("R95")
 async def test_inodes_are_watched_like_bytes(small_disk: Path) -> None:
-    """R95: a disk without inodes takes no journal either."""
+    """A disk without inodes takes no journal either."""
     most = os.statvfs(small_disk).f_files
     async with start_on(small_disk, "local", min_free_bytes="0", min_free_inodes=str(most - 2000)) as service:
         box = await created(service)

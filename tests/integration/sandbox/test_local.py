@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from pydantic import ValidationError
+from tests.conformance.sandbox.conftest import Box
 from tests.conformance.sandbox.services import start
-from tests.support.restarting import descendants
+from tests.support.services.restarting import descendants
 
-from penstock_sandbox.backends.base import ProcessHandle, SandboxHandle
-from penstock_sandbox.backends.collected import Collected
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
-from penstock_sandbox.model import SandboxSpec
+from penstock_sandbox.domain.backend import ProcessHandle, SandboxHandle
+from penstock_sandbox.domain.model import SandboxSpec
+from penstock_sandbox.processes.output import Collected
+from penstock_sandbox.settings import SandboxSettings
 
 
 @pytest_asyncio.fixture
@@ -47,7 +52,9 @@ def _descriptors() -> int:
     Services that other tests started are children of this process too, and open and close what they like. An ordinary
     user may not look into a door.
     """
-    spawners = [child for child in _children(os.getpid()) if b"penstock_sandbox.spawner" in _command(child)]
+    spawners = [
+        child for child in _children(os.getpid()) if b"penstock_sandbox.backends.local.spawner" in _command(child)
+    ]
     assert spawners
     found = 0
     for pid in [*spawners, *(below for spawner in spawners for below in descendants(spawner))]:
@@ -65,8 +72,9 @@ def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-async def test_what_is_kept_of_processes_does_not_grow_with_those_that_are_forgotten(sandbox: SandboxHandle) -> None:
-    """R23: each one leaves a mark by which its tree is found; the mark goes with the next one's start."""
+@pytest.mark.requirement("R23")
+async def test_records_of_forgotten_processes_do_not_accumulate(sandbox: SandboxHandle) -> None:
+    """Each one leaves a mark by which its tree is found; the mark goes with the next one's start."""
     await _run_and_forget(sandbox)
     before = _descriptors()
     for _ in range(20):
@@ -75,10 +83,11 @@ async def test_what_is_kept_of_processes_does_not_grow_with_those_that_are_forgo
     assert _descriptors() < before + 10
 
 
-async def test_a_start_that_meets_a_pause_is_answered_and_its_process_can_be_killed_in_it(
+@pytest.mark.requirement("R40", "R55")
+async def test_start_that_meets_a_pause_is_answered_and_can_be_killed(
     sandbox: SandboxHandle,
 ) -> None:
-    """R40, R55: a freeze waits for what was asked before it, and what comes meanwhile is answered all the same."""
+    """A freeze waits for what was asked before it, and what comes meanwhile is answered all the same."""
     sinks = [Collected() for _ in range(6)]
 
     def start(sink: Collected) -> asyncio.Task[ProcessHandle]:
@@ -101,13 +110,55 @@ async def test_a_start_that_meets_a_pause_is_answered_and_its_process_can_be_kil
     await _run_and_forget(sandbox)
 
 
-async def test_a_service_of_an_ordinary_user_starts_where_its_path_leads_through_what_it_may_not_read(
+@pytest.mark.requirement("R47")
+async def test_ordinary_users_service_starts_below_an_unreadable_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """R47: other people's directories are in many a PATH; no runtime is looked for there."""
+    """Other people's directories are in many a PATH; no runtime is looked for there."""
     locked = tmp_path / "locked"
     (locked / "bin").mkdir(parents=True)
     locked.chmod(0)
     monkeypatch.setenv("PATH", f"{locked}/bin:{os.environ['PATH']}")
     async with start("local-ordinary-user") as running:
         assert running.process.poll() is None
+
+
+SHOWN = """
+import os, sys
+shown = sys.argv[1]
+assert open(shown + "/file").read() == "content"
+open(os.path.expanduser("~/written"), "w").close()
+for name in (shown, os.path.dirname(shown), shown + "/file"):
+    for attempt in (lambda: os.rename(name, name + "-moved"), lambda: os.chmod(name, 0o777), lambda: os.rmdir(name)):
+        try:
+            attempt()
+        except OSError:
+            continue
+        sys.exit(f"{name} is the agent's to change")
+"""
+
+
+@pytest.mark.requirement("R90")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the test makes a home directory")
+async def test_visible_files_below_home_are_read_only_and_home_stays_writable() -> None:
+    """An operator's environment is often in a home directory, beside which sandboxes have theirs."""
+    with tempfile.TemporaryDirectory(prefix="penstock-shown-", dir="/home") as home:
+        Path(home).chmod(0o755)
+        shown = Path(home) / "environment"
+        shown.mkdir()
+        (shown / "file").write_text("content")
+        async with start("local", extra_read_only=json.dumps([str(shown)])) as service:
+            request = ss.CreateSandboxRequest(request_id="one")
+            box = Box(service, (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox)
+            ran = await box.run("python3", "-I", "-c", SHOWN, str(shown))
+            assert (ran.exit.code, ran.stderr) == (0, b"")
+
+
+@pytest.mark.requirement("R54")
+@pytest.mark.parametrize(
+    "path", ["/tmp/x", "/usr/../tmp", "/dev/shm/x", "/proc/1", "/workspace", "/home", "/home/agent/x", "/opt"]
+)
+def test_private_directories_of_sandboxes_are_hidden_from_them(path: str) -> None:
+    """Such a path was bound and then hidden by theirs, without a word."""
+    with pytest.raises(ValidationError, match=r"have their own /.*: use another path"):
+        SandboxSettings(extra_read_only=(Path(path),))

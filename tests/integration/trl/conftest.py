@@ -21,11 +21,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from penstock.client.stack import LocalStack
-from penstock_codec import tiny
+from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 from penstock_codec.chat import Message
 from penstock_codec.codec import Codec
-from penstock_codec.files import TokenizerFiles
+from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 VOCAB, WIDTH = 512, 128
@@ -33,12 +33,12 @@ CERTAINTY = 24.0
 """The logit of the tokens that come next; the others' are near 0."""
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "trl" / "train.py"
 CALL = '{"name": "bash", "arguments": {"command": "echo yes >> said.txt"}}'
-STOP = tiny.SPECIAL_TOKENS.index(tiny.TURN_END)
+STOP = tiny_tokenizer.SPECIAL_TOKENS.index(tiny_tokenizer.TURN_END)
 
 
 def tokenizer_files() -> TokenizerFiles:
     """ChatML, with the arguments of the call as one token, so that each token has its successors."""
-    files = tiny.build(["some text to read"] * 3)
+    files = tiny_tokenizer.build(["some text to read"] * 3)
     tokenizer = Tokenizer.from_str(files.tokenizer_json.decode())
     tokenizer.add_tokens([CALL])
     return TokenizerFiles(

@@ -17,11 +17,12 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from penstock.adapters.trainers import Selection, trl
+from penstock.analysis.logprob_diff import Scored, compare
 from penstock.client import AgentChoice, Command, LogprobsMode, RewardFrom, Task, Verifier
-from penstock.client.gap import GapReport, Scored, compare
-from penstock.client.stack import LocalStack
 from penstock.client.sync import connect
-from penstock.trainers import Selection, trl
+from penstock.client.types.logprob_diff import GapReport
+from penstock.local.stack import LocalStack
 
 STEPS, GROUP_SIZE = 3, 4
 AGENT = AgentChoice(name="shell", options={"max_turns": 4})
@@ -121,8 +122,9 @@ async def run(stack: LocalStack, model_dir: Path, example: ModuleType, tmp_path_
     return await asyncio.to_thread(train)
 
 
+@pytest.mark.requirement("R87")
 def test_each_step_is_sampled_by_the_next_policy_version(run: Run) -> None:
-    """R87: the engine has TRL's weights of that step, for whole rollouts."""
+    """The engine has TRL's weights of that step, for whole rollouts."""
     assert [[row.policy_versions for row in batch.rows] for batch in run.watch.batches] == [
         [(step,)] * GROUP_SIZE * len(TASKS) for step in range(1, STEPS + 1)
     ]
@@ -130,8 +132,9 @@ def test_each_step_is_sampled_by_the_next_policy_version(run: Run) -> None:
     assert not any(batch.dropped for batch in run.watch.batches)
 
 
+@pytest.mark.requirement("R82")
 def test_the_trainer_s_logprobs_of_what_was_sampled_are_the_engine_s(run: Run) -> None:
-    """R82: TRL learns from the very tokens of the engine, with the probabilities that they were sampled by."""
+    """TRL learns from the very tokens of the engine, with the probabilities that they were sampled by."""
     for batch, report in zip(run.watch.batches, run.watch.gaps, strict=True):
         (gap,) = report.versions
         assert report.mode == LogprobsMode.PROCESSED
@@ -139,16 +142,18 @@ def test_the_trainer_s_logprobs_of_what_was_sampled_are_the_engine_s(run: Run) -
         assert gap.max_abs < 1e-3 and gap.kl < 1e-6
 
 
+@pytest.mark.requirement("R79")
 def test_the_loss_is_finite_and_the_rewards_are_the_verifiers(run: Run) -> None:
-    """R79: TRL's reward is what the verifier gave in the sandbox."""
+    """TRL's reward is what the verifier gave in the sandbox."""
     losses = [line["loss"] for line in run.watch.logs if "loss" in line]
     assert len(losses) == STEPS and all(math.isfinite(loss) for loss in losses)
     means = [np.mean([row.reward for row in batch.rows]) for batch in run.watch.batches]
     np.testing.assert_allclose([line["reward"] for line in run.watch.logs if "reward" in line], means, atol=1e-4)
 
 
+@pytest.mark.requirement("R84")
 def test_the_weights_change_exactly_when_a_group_disagrees(run: Run) -> None:
-    """R84: there is a gradient on what was sampled, and none where all rewards are equal."""
+    """There is a gradient on what was sampled, and none where all rewards are equal."""
     disagreed = any(
         len({row.reward for row in batch.rows if row.trajectory.task_id == task.task_id}) > 1
         for batch in run.watch.batches
@@ -157,8 +162,9 @@ def test_the_weights_change_exactly_when_a_group_disagrees(run: Run) -> None:
     assert any(not torch.equal(run.before[name], run.after[name]) for name in run.before) == disagreed
 
 
+@pytest.mark.requirement("R84")
 def test_samples_of_the_asynchronous_trainer_are_trl_s_own(run: Run) -> None:
-    """R84: TRL's class takes our fields, and has no other that must be given."""
+    """TRL's class takes our fields, and has no other that must be given."""
     for batch in run.watch.batches:
         samples = [RolloutSample(**sample) for sample in trl.rollout_samples(batch)]
         assert len(samples) == GROUP_SIZE * len(TASKS) and {sample.group_id for sample in samples} == {0, 1}

@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from tests.support.copy_script import COPY_SCRIPT
 
+from penstock.adapters.harness.traces import training_trace
 from penstock.client import FailureCause, connect
-from penstock.client.endpoints import write_connection
-from penstock.client.harness_traces import training_trace
-from penstock.client.stack import LocalStack
-from penstock_codec import tiny
+from penstock.client.transport.endpoints import write_connection
+from penstock.local.stack import LocalStack
+from penstock_codec import tiny_tokenizer
 
 WORKER = Path(__file__).with_name("worker.py")
 OPENENV = Path(__file__).parents[3] / ".venv-openenv"
@@ -30,7 +30,7 @@ WANTED = 2
 def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer and a template, which is all that the scripted engine needs."""
     folder = tmp_path_factory.mktemp("tiny")
-    tiny.build().write(folder)
+    tiny_tokenizer.build().write(folder)
     (folder / "script.yaml").write_text(COPY_SCRIPT)
     return folder
 
@@ -48,10 +48,11 @@ async def scripted(tmp_path: Path, scripted_model: Path) -> AsyncIterator[LocalS
         yield made
 
 
+@pytest.mark.requirement("R70", "R79", "R82", "R84")
 async def test_trls_harness_worker_runs_on_our_sessions_unchanged(
     scripted: LocalStack, scripted_model: Path, tmp_path: Path
 ) -> None:
-    """R70, R79, R82, R84: what it gives a trainer is what was captured and graded; stopping it leaves no sandbox."""
+    """What it gives a trainer is what was captured and graded; stopping it leaves no sandbox."""
     (packages,) = OPENENV.glob("lib/python3*/site-packages")
     connection = tmp_path / "connection.json"
     write_connection(connection, scripted.endpoints, pid=os.getpid())

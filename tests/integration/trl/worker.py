@@ -17,8 +17,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
+from penstock.adapters.harness.session import SessionFactory
 from penstock.client import Command, Inference, Task, Verifier
-from penstock.client.harness import SessionFactory
 
 UNHEALTHY_AFTER_S = 240.0
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.support.stack import Running
+from tests.support.services.stack import Running
 
 from clients import nodejs
-from penstock.client.endpoints import write_connection
+from penstock.client.transport.endpoints import write_connection
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 FOLDER: Final = ROOT / "clients" / "typescript"
@@ -43,12 +43,12 @@ def built() -> None:
     run("npm", "run", "--silent", "build")
 
 
-def test_its_own_tests_pass() -> None:
+def test_the_typescript_clients_own_tests_pass() -> None:
     """Addresses, errors, completions and the book of leases, each without a service."""
     run("npm", "test", "--silent")
 
 
-def test_its_package_works_in_an_empty_folder_with_types(tmp_path: Path) -> None:
+def test_the_typescript_package_works_in_an_empty_folder_with_types(tmp_path: Path) -> None:
     """What npm packs has the code, its types and nothing of the tests, and needs nothing of this repository."""
     (packed,) = json.loads(run("npm", "pack", "--json", "--ignore-scripts", "--pack-destination", str(tmp_path)))
     names = {file["path"] for file in packed["files"]}
@@ -91,9 +91,10 @@ await ps.close();
 """
 
 
+@pytest.mark.requirement("R148")
 @pytest.mark.asyncio(loop_scope="session")
 async def test_more_calls_at_once_than_a_service_takes_on_a_connection(stack: Running, tmp_path: Path) -> None:
-    """R148: 600 watches of one rollout are open together, and a further call is answered beside them."""
+    """600 watches of one rollout are open together, and a further call is answered beside them."""
     program = FOLDER / "examples" / f".many-{tmp_path.name}.ts"
     program.write_text(MANY)
     try:
@@ -119,9 +120,10 @@ async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: 
     assert "Int32Array" in said
 
 
+@pytest.mark.requirement("R82", "R87")
 @pytest.mark.asyncio(loop_scope="session")
-async def test_its_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
-    """R82, R87: a whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
+async def test_the_typescript_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
+    """A whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
     run(str(TSC), "-p", "examples")
     said = await asyncio.to_thread(run, "node", "examples/bandit.ts", "5", "2", env=surroundings(stack, tmp_path))
     assert float(said.splitlines()[-1]) > 0.5, said

@@ -11,7 +11,6 @@ import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,11 @@ from tests.support import vllm_models as models
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
-from penstock_chassis import logging
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.operations import Troubles, no_troubles
-from penstock_chassis.testing import serve
-from penstock_inference.app import build
-from penstock_inference.settings import InferenceSettings
+from penstock_chassis.telemetry import logging
+from penstock_inference.testing import open_inference
 
 # Compiling kernels for a model of this size costs minutes and gains nothing.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -143,12 +140,11 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     vllm_files_backend.install(directory / "plugins")
     # vLLM's processes inherit it.
     sys.path.append(str(directory / "plugins"))
-    settings = InferenceSettings(
-        model_dir=models.write(directory / "model"),
-        state_dir=directory / "state",
+    opening = open_inference(
+        models.write(directory / "model"),
+        directory / "state",
         weights_dir=directory / "weights",
         adapters_dir=directory / "adapters",
-        anonymous=True,
         engine="vllm",
         max_concurrency=16,
         kv_cache_bytes=256 << 20,
@@ -161,10 +157,9 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
             "transfer_backend": "files",
         },
     )
-    async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(build(settings))
-        address, channel = await stack.enter_async_context(serve(*opened.registrations, roles=opened.roles))
-        yield Served(rpc.InferenceServiceStub(channel), directory, address, troubles=opened.troubles)
+    async with opening as opened:
+        stub = rpc.InferenceServiceStub(opened.channel)
+        yield Served(stub, directory, opened.address, troubles=opened.service.troubles)
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from tests.integration.vllm.conftest import Served
 from tests.support import vllm_models as models
 from tests.support.exported import turn_row
 
+from penstock.analysis.logprob_diff import compare
+from penstock.analysis.logprob_diff_rows import RowCounts, with_scores
 from penstock.client import Adapter, Penstock, Sampling, connect
 from penstock.client.errors import InvalidArgument, NotFound
-from penstock.client.gap import compare
-from penstock.client.gap_rows import Told, with_scores
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -37,8 +37,9 @@ async def greedy(ps: Penstock, adapter: str = "") -> list[int]:
     return [int(token) for token in completion.token_ids]
 
 
+@pytest.mark.requirement("R63", "R87")
 async def test_adapters_are_loaded_listed_scored_and_unloaded(service: Served, ps: Penstock) -> None:
-    """R63, R87: pushed or by path, beside the base weights, each with its own version."""
+    """Pushed or by path, beside the base weights, each with its own version."""
     await ps.inference.update_weights(service.version(), models.random_policy(9))
     base = await greedy(ps)
     directory = service.directory / "adapters" / "by-path"
@@ -57,18 +58,19 @@ async def test_adapters_are_loaded_listed_scored_and_unloaded(service: Served, p
         scored = await ps.inference.score(whole, PROMPT.size, adapter="one")
         assert completion.logprobs is not None and np.abs(scored - completion.logprobs).max() < TOLERANCE
         rows = [turn_row("call", PROMPT.tolist(), completion)]
-        gap = compare([one async for one in with_scores(rows, ps.inference, Told(), adapter="one")])
+        gap = compare([one async for one in with_scores(rows, ps.inference, RowCounts(), adapter="one")])
         assert (gap.versions[0].policy_version, gap.overall.tokens) == (4, 12) and gap.overall.max_abs < TOLERANCE
         with pytest.raises(NotFound):
-            _ = [one async for one in with_scores(rows, ps.inference, Told(), adapter="nobody")]
+            _ = [one async for one in with_scores(rows, ps.inference, RowCounts(), adapter="nobody")]
     finally:
         for name in ("one", "two", "two"):
             await ps.inference.unload_adapter(name)
     assert await ps.inference.adapters() == [] and await greedy(ps) == base
 
 
+@pytest.mark.requirement("R63", "R87")
 async def test_a_trainer_moves_weights_itself_or_thinks_better_of_it(service: Served, ps: Penstock) -> None:
-    """R63, R87: the four calls as one block; what is not committed changes nothing."""
+    """The four calls as one block; what is not committed changes nothing."""
     policy = models.random_policy(13)
     await ps.inference.update_weights(service.version(), policy)
     expected = await greedy(ps)

@@ -43,8 +43,9 @@ def times_given_up(pid: int) -> int:
     return int(line.split()[1])
 
 
-async def test_what_is_served_is_declared(service: Served) -> None:
-    """R86, R87: the engine says what it is and can, and what its logprobs are."""
+@pytest.mark.requirement("R86", "R87")
+async def test_declared_features_are_served(service: Served) -> None:
+    """The engine says what it is and can, and what its logprobs are."""
     info = await service.stub.GetInfo(pb.GetInfoRequest())
     can = info.capabilities
     assert (info.engine, info.vocabulary_size, info.max_context_tokens) == ("vllm", models.VOCAB, models.CONTEXT)
@@ -58,8 +59,9 @@ async def test_what_is_served_is_declared(service: Served) -> None:
     assert can.structured_output and "response_format_json" in can.sampling_fields
 
 
+@pytest.mark.requirement("R82")
 async def test_a_chat_with_tools_becomes_a_tool_call(service: Served) -> None:
-    """R82: rendered with its tools, sampled as ids, parsed by the ids of the markup."""
+    """Rendered with its tools, sampled as ids, parsed by the ids of the markup."""
     await service.push(models.calling_policy())
     messages = [chat_pb2.Message(role=chat_pb2.ROLE_USER, parts=[chat_pb2.Part(text=chat_pb2.Text(text="look"))])]
     request = pb.GenerateRequest(
@@ -78,9 +80,10 @@ async def test_a_chat_with_tools_becomes_a_tool_call(service: Served) -> None:
     assert len(done.prompt_token_ids) == 4 * done.completion.usage.prompt_tokens
 
 
+@pytest.mark.requirement("R82", "R83")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_token_has_the_logprob_that_score_gives_it(service: Served, stream: bool) -> None:
-    """R82, R83: ids, logprobs and versions are of one length, finite, not above 0, and the model's own."""
+    """Ids, logprobs and versions are of one length, finite, not above 0, and the model's own."""
     version = await service.push(models.random_policy(3))
     prompt = range(20, 90)
     events = [
@@ -101,8 +104,9 @@ async def test_every_token_has_the_logprob_that_score_gives_it(service: Served, 
         assert len(events) == 1
 
 
+@pytest.mark.requirement("R82")
 async def test_logprobs_are_of_the_distribution_that_was_sampled_from(service: Served) -> None:
-    """R82: after temperature and filters. With one token left to choose, its probability is 1."""
+    """After temperature and filters. With one token left to choose, its probability is 1."""
     await service.push(models.random_policy(3))
     one_left = await service.complete(service.request(top_k=1, temperature=0.7))
     assert np.abs(logprobs(one_left)).max() < 1e-6
@@ -117,8 +121,9 @@ async def test_logprobs_are_of_the_distribution_that_was_sampled_from(service: S
             assert best[n][list(chosen[n]).index(token)] == logprobs(top)[n]
 
 
+@pytest.mark.requirement("R63")
 async def test_the_same_seed_repeats_a_completion(service: Served) -> None:
-    """R63: an accepted option takes effect; one that was not given is not made up."""
+    """An accepted option takes effect; one that was not given is not made up."""
     await service.push(models.random_policy(3))
     first, second, free = [
         await service.complete(service.request(**seed)) for seed in ({"seed": 7}, {"seed": 7}, dict[str, int]())
@@ -127,8 +132,9 @@ async def test_the_same_seed_repeats_a_completion(service: Served) -> None:
     assert not free.sampling_used.HasField("seed")
 
 
+@pytest.mark.requirement("R63")
 async def test_a_stop_text_ends_with_the_token_that_completes_it(service: Served) -> None:
-    """R63: stop texts, which vLLM is not asked for, hold to the token."""
+    """Stop texts, which vLLM is not asked for, hold to the token."""
     await service.push(models.calling_policy())
     prompt = (
         await service.stub.Render(
@@ -150,8 +156,9 @@ async def test_a_stop_text_ends_with_the_token_that_completes_it(service: Served
     assert done.span.count == 2 and len(done.span.logprobs) == 8
 
 
-async def test_a_prompt_that_was_seen_is_found_again_under_the_same_policy_only(service: Served) -> None:
-    """R87: no token is computed from what another policy left in the cache."""
+@pytest.mark.requirement("R87")
+async def test_seen_prompt_is_cached_under_the_same_policy_only(service: Served) -> None:
+    """No token is computed from what another policy left in the cache."""
     await service.push(models.random_policy(3))
     prompt = np.random.default_rng(0).integers(20, 400, 200)
     usages = [(await service.complete(service.request(prompt))).usage.cached_tokens for _ in range(2)]
@@ -160,9 +167,10 @@ async def test_a_prompt_that_was_seen_is_found_again_under_the_same_policy_only(
     assert usages[0] == 0 and usages[1] >= 128 and usages[2] == 0
 
 
+@pytest.mark.requirement("R29")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_abort_ends_a_generation_with_its_tokens_so_far(service: Served, stream: bool) -> None:
-    """R29: by our id, at once, and what was sampled is exact."""
+    """By our id, at once, and what was sampled is exact."""
     request = service.endless()
     request.stream, request.session_id = stream, "to-be-aborted"
     call = asyncio.ensure_future(service.complete(request))
@@ -175,8 +183,9 @@ async def test_abort_ends_a_generation_with_its_tokens_so_far(service: Served, s
     assert sum(v.end - v.start for v in done.span.versions) == done.span.count
 
 
+@pytest.mark.requirement("R32")
 async def test_a_call_that_is_cancelled_leaves_nothing_behind(service: Served) -> None:
-    """R32: vLLM computes for nobody who has gone."""
+    """VLLM computes for nobody who has gone."""
     call = service.stub.Generate(service.endless())
     await call.read()
     call.cancel()
@@ -188,8 +197,9 @@ async def running(service: Served, count: int) -> None:
     await service.until(lambda stats: stats.running == count)
 
 
+@pytest.mark.requirement("R26")
 async def test_a_pause_freezes_and_new_requests_wait(service: Served) -> None:
-    """R26: kept generations go on where they stood, what came meanwhile runs afterwards, nothing is lost."""
+    """Kept generations go on where they stood, what came meanwhile runs afterwards, nothing is lost."""
     events = aiter(service.stub.Generate(service.request(stream=True, max_tokens=2000, min_tokens=2000)))
     await first_tokens(events)
     await service.stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP))
@@ -216,8 +226,9 @@ async def info(service: Served) -> pb.GetInfoResponse:
     return answer
 
 
+@pytest.mark.requirement("R26")
 async def test_a_pause_may_let_what_runs_finish_or_end_it(service: Served) -> None:
-    """R26: WAIT and ABORT, and the way back."""
+    """WAIT and ABORT, and the way back."""
     ending = service.request(stream=True, max_tokens=600, min_tokens=600)
     for mode, request, reason in (
         (pb.PAUSE_MODE_WAIT, ending, chat_pb2.FINISH_REASON_LENGTH),
@@ -231,14 +242,16 @@ async def test_a_pause_may_let_what_runs_finish_or_end_it(service: Served) -> No
         assert (await service.complete(service.request())).span.count == 16
 
 
+@pytest.mark.requirement("R31")
 async def test_many_at_once_are_all_answered(service: Served) -> None:
-    """R31: more than may run at once; each has its own tokens and logprobs."""
+    """More than may run at once; each has its own tokens and logprobs."""
     await service.push(models.random_policy(3))
     done = await asyncio.gather(*(service.complete(service.request(range(20, 21 + n % 50))) for n in range(48)))
     assert all(completion.span.count == 16 for completion in done)
     assert len({completion.span.token_ids for completion in done}) > 40
 
 
+@pytest.mark.requirement("R33", "R63")
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -264,7 +277,7 @@ async def test_many_at_once_are_all_answered(service: Served) -> None:
 async def test_a_bad_request_is_refused_by_its_field(
     service: Served, failure: Failure, change: dict[str, Any], field: str
 ) -> None:
-    """R33, R63: over-long, out of the vocabulary, contradictory, unknown: before anything starts."""
+    """Over-long, out of the vocabulary, contradictory, unknown: before anything starts."""
     fields: dict[str, Any] = {
         "request_id": "bad",
         "token_ids": np.array([20, 21], "<i4").tobytes(),
@@ -276,8 +289,9 @@ async def test_a_bad_request_is_refused_by_its_field(
     assert failure(caught.value).violations[0].field == field
 
 
+@pytest.mark.requirement("R33")
 async def test_a_template_that_fails_is_the_callers_error(service: Served, failure: Failure) -> None:
-    """R33: with the field that it is about."""
+    """With the field that it is about."""
     lone = pb.ChatPrompt(messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER)], template_options_json='{"tools": 5}')
     request = pb.GenerateRequest(request_id="template", chat=lone, sampling=chat_pb2.Sampling(max_tokens=4))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -286,10 +300,9 @@ async def test_a_template_that_fails_is_the_callers_error(service: Served, failu
     assert failure(caught.value).violations[0].field == "chat"
 
 
-async def test_a_version_that_cannot_be_served_is_refused_and_one_to_come_is_waited_for(
-    service: Served, failure: Failure
-) -> None:
-    """R87: FAILED_PRECONDITION for another version than the one in force; `min_version` waits for its push."""
+@pytest.mark.requirement("R87")
+async def test_unavailable_version_is_refused_and_a_future_one_awaited(service: Served, failure: Failure) -> None:
+    """FAILED_PRECONDITION for another version than the one in force; `min_version` waits for its push."""
     version = await service.push(models.random_policy(3))
     exact = service.request()
     exact.version.exact_version = version + 5
@@ -305,8 +318,9 @@ async def test_a_version_that_cannot_be_served_is_refused_and_one_to_come_is_wai
     assert [v.policy_version for v in (await waiting).span.versions] == [version + 1]
 
 
+@pytest.mark.requirement("R63")
 async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Failure) -> None:
-    """R63: a temperature that vLLM does not compute is not silently taken for another."""
+    """A temperature that vLLM does not compute is not silently taken for another."""
     two = np.array([20, 21], "<i4").tobytes()
     for request, field in (
         (pb.ScoreRequest(token_ids=two, start=1, temperature=0.5), "temperature"),
@@ -319,8 +333,9 @@ async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Fa
         assert failure(caught.value).violations[0].field == field
 
 
-async def test_what_waits_in_vllm_leaves_the_processor_to_others(service: Served) -> None:
-    """R87: its processes sleep now and then, waiting for each other; yielding alone they starve other sessions."""
+@pytest.mark.requirement("R87")
+async def test_waiting_vllm_yields_the_processor(service: Served) -> None:
+    """Its processes sleep now and then, waiting for each other; yielding alone they starve other sessions."""
     (core,) = [child for child in multiprocessing.active_children() if "EngineCore" in child.name]
     assert core.pid is not None
     children = Path(f"/proc/{core.pid}/task/{core.pid}/children").read_text().split()

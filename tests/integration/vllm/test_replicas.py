@@ -6,19 +6,16 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from tests.integration.vllm.conftest import Served, first_tokens, tokens_of
-from tests.support import replicas
 from tests.support import vllm_models as models
+from tests.support.services import replicas
 
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
-from penstock_chassis.testing import serve
-from penstock_inference.app import build
-from penstock_inference.settings import InferenceSettings
+from penstock_inference.testing import open_inference
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,10 +26,9 @@ GREEDY = {"temperature": 0, "max_tokens": 16, "min_tokens": 16}
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """A service with two replicas, as small as they get."""
     directory = tmp_path_factory.mktemp("two")
-    settings = InferenceSettings(
-        model_dir=models.write(directory / "model"),
-        state_dir=directory / "state",
-        anonymous=True,
+    opening = open_inference(
+        models.write(directory / "model"),
+        directory / "state",
         engine="vllm",
         replicas=2,
         max_concurrency=8,
@@ -40,10 +36,8 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]
         log_level="warning",
         engine_options={"dtype": "float32", "enforce_eager": "true", "block_size": "32"},
     )
-    async with AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(build(settings))
-        address, channel = await stack.enter_async_context(serve(*opened.registrations, roles=opened.roles))
-        yield Served(rpc.InferenceServiceStub(channel), directory, address)
+    async with opening as opened:
+        yield Served(rpc.InferenceServiceStub(opened.channel), directory, opened.address)
 
 
 def engine_core(replica: str) -> int:
@@ -68,11 +62,10 @@ async def all_live(two: Served) -> list[int]:
     return [each.restarts for each in stats.replicas]
 
 
+@pytest.mark.requirement("R22", "R43", "R87")
 @pytest.mark.parametrize("victim", ["process", "engine core"])
-async def test_a_call_goes_on_with_the_other_vllm_and_the_dead_one_comes_back_with_the_weights_in_force(
-    two: Served, victim: str
-) -> None:
-    """R22, R43, R87: whichever of its processes dies; an update meanwhile is in force at once, for it too."""
+async def test_call_continues_with_the_other_vllm_and_the_dead_one_catches_up(two: Served, victim: str) -> None:
+    """Whichever of its processes dies; an update meanwhile is in force at once, for it too."""
     await all_live(two)
     old = await two.push(models.random_policy(5))
     request = two.endless(temperature=0)

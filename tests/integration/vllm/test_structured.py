@@ -54,10 +54,11 @@ def text_of(completion: completion_pb2.Completion) -> str:
     return Codec.load(models.tokenizer_files()).decode(ids[ids != completion.stop_token_id])
 
 
+@pytest.mark.requirement("R63", "R82")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", FORMS)
 async def test_a_model_that_babbles_keeps_to_the_form(service: Served, name: str, stream: bool) -> None:
-    """R63, R82: the form takes effect, is reported as asked, and logprobs are of what it left to choose from."""
+    """The form takes effect, is reported as asked, and logprobs are of what it left to choose from."""
     await service.push(models.random_policy(3))
     request = formed(service, FORMS[name], seed=5, stream=stream)
     done = await service.complete(request)
@@ -72,8 +73,9 @@ async def test_a_model_that_babbles_keeps_to_the_form(service: Served, name: str
         assert values[-1] > -1e-6
 
 
+@pytest.mark.requirement("R32")
 async def test_formed_and_free_completions_share_a_batch(service: Served) -> None:
-    """R32: a form binds who asked for it and nobody else."""
+    """A form binds who asked for it and nobody else."""
     await service.push(models.random_policy(3))
     requests = [formed(service, FORMS[name]) for name in FORMS for _ in range(2)]
     free = [service.request() for _ in range(4)]
@@ -83,8 +85,9 @@ async def test_formed_and_free_completions_share_a_batch(service: Served) -> Non
     assert all(completion.span.count == 16 for completion in done[len(requests) :])
 
 
+@pytest.mark.requirement("R63")
 async def test_any_json_object_and_free_text_are_forms_too(service: Served) -> None:
-    """R63: as the OpenAI API writes them; a cut by max_tokens is a cut, and not JSON."""
+    """As the OpenAI API writes them; a cut by max_tokens is a cut, and not JSON."""
     await service.push(models.random_policy(3))
     cut = await service.complete(formed(service, {"type": "json_object"}, max_tokens=1))
     assert cut.finish_reason == chat_pb2.FINISH_REASON_LENGTH and text_of(cut).startswith("{")
@@ -92,6 +95,7 @@ async def test_any_json_object_and_free_text_are_forms_too(service: Served) -> N
     assert free.span.count == 16 and not free.sampling_used.HasField("response_format_json")
 
 
+@pytest.mark.requirement("R33", "R63")
 @pytest.mark.parametrize(
     ("form", "sampling", "field"),
     [
@@ -110,7 +114,7 @@ async def test_any_json_object_and_free_text_are_forms_too(service: Served) -> N
 async def test_a_form_that_cannot_be_is_refused_by_its_field(
     service: Served, failure: Failure, form: Any, sampling: dict[str, Any], field: str
 ) -> None:
-    """R33, R63: before anything is sampled, and the engine goes on."""
+    """Before anything is sampled, and the engine goes on."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.complete(formed(service, form, **sampling))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value

@@ -36,8 +36,9 @@ def spans(completion: completion_pb2.Completion) -> list[tuple[int, int, int]]:
     return [(v.policy_version, v.start, v.end) for v in completion.span.versions]
 
 
+@pytest.mark.requirement("R87")
 async def test_a_push_in_the_middle_of_a_completion_shows_in_its_spans(service: Served) -> None:
-    """R87: each token has the version that sampled it, in the deltas and in the end; what follows is all new."""
+    """Each token has the version that sampled it, in the deltas and in the end; what follows is all new."""
     old = await service.push(models.random_policy(5))
     request = service.endless()
     call = aiter(service.stub.Generate(request))
@@ -55,9 +56,10 @@ async def test_a_push_in_the_middle_of_a_completion_shows_in_its_spans(service: 
     assert spans(after) == [(new, 0, 16)]
 
 
+@pytest.mark.requirement("R87")
 @pytest.mark.parametrize("mode", [pb.PAUSE_MODE_WAIT, pb.PAUSE_MODE_ABORT])
 async def test_a_push_may_wait_for_what_runs_or_end_it(service: Served, mode: Any) -> None:
-    """R87: strictly on-policy, where a trainer wants it."""
+    """Strictly on-policy, where a trainer wants it."""
     old = await service.push(models.random_policy(5))
     waited = mode == pb.PAUSE_MODE_WAIT
     request = service.request(stream=True, max_tokens=600, min_tokens=600) if waited else service.endless()
@@ -71,8 +73,9 @@ async def test_a_push_may_wait_for_what_runs_or_end_it(service: Served, mode: An
     assert done.finish_reason == reasons[waited] and (done.span.count == 600) is waited
 
 
+@pytest.mark.requirement("R63")
 async def test_pushed_by_chunks_by_parts_and_by_path_is_the_same_policy(service: Served) -> None:
-    """R63: however weights come, the same come into force."""
+    """However weights come, the same come into force."""
     policy = models.random_policy(7)
     await service.push(policy)
     ids, logprobs = await greedy(service)
@@ -98,6 +101,7 @@ async def test_pushed_by_chunks_by_parts_and_by_path_is_the_same_policy(service:
     assert path_ids == ids and np.abs(path_logprobs - logprobs).max() < TOLERANCE
 
 
+@pytest.mark.requirement("R22", "R26")
 @pytest.mark.parametrize(
     ("flaw", "reason"),
     [
@@ -115,7 +119,7 @@ async def test_pushed_by_chunks_by_parts_and_by_path_is_the_same_policy(service:
 async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
     service: Served, failure: Failure, flaw: str, reason: str
 ) -> None:
-    """R22, R26: whole or not at all."""
+    """Whole or not at all."""
     in_force = await service.push(models.random_policy(5))
     before = (await greedy(service))[0]
     other = models.random_policy(6)
@@ -161,8 +165,9 @@ async def names(service: Served) -> list[tuple[str, int, int]]:
     return [(adapter.name, adapter.policy_version, adapter.rank) for adapter in answer.adapters]
 
 
-async def test_an_adapter_speaks_beside_the_base_weights_and_as_if_it_were_merged(service: Served) -> None:
-    """R63, R87: a completion by an adapter has its version, its logprobs are its own, and the base is untouched."""
+@pytest.mark.requirement("R63", "R87")
+async def test_adapter_samples_as_if_merged_beside_the_base_weights(service: Served) -> None:
+    """A completion by an adapter has its version, its logprobs are its own, and the base is untouched."""
     policy, lora = models.random_policy(9), models.adapter(1)
     await service.push(policy)
     base = (await greedy(service))[0]
@@ -189,8 +194,9 @@ async def test_an_adapter_speaks_beside_the_base_weights_and_as_if_it_were_merge
     assert await names(service) == []
 
 
+@pytest.mark.requirement("R87")
 async def test_a_newer_adapter_takes_over_while_the_older_finishes_its_own(service: Served) -> None:
-    """R87: a completion is by one version of an adapter; the next is by the next."""
+    """A completion is by one version of an adapter; the next is by the next."""
     await service.push(models.random_policy(9))
     await service.stub.LoadAdapter(adapter_frames("style", 1, models.file(models.adapter(1))))
     try:
@@ -214,8 +220,9 @@ async def test_a_newer_adapter_takes_over_while_the_older_finishes_its_own(servi
     assert not [*(service.directory / "state").glob("*/adapter-*")]
 
 
+@pytest.mark.requirement("R33", "R65")
 async def test_an_adapter_that_does_not_fit_is_refused(service: Served, failure: Failure) -> None:
-    """R33, R65: by name, rank, version, number and content; what was loaded stays."""
+    """By name, rank, version, number and content; what was loaded stays."""
     good = models.file(models.adapter(1))
     wide = json.dumps(models.ADAPTER_CONFIG | {"r": 64})
     await service.stub.LoadAdapter(adapter_frames("one", 5, good))
@@ -258,8 +265,9 @@ async def start_transfer(service: Served, **fields: Any) -> str:
     return str(answers[0].transfer_id)
 
 
+@pytest.mark.requirement("R63", "R87")
 async def test_a_trainer_may_move_weights_itself(service: Served, failure: Failure) -> None:
-    """R63, R87: the four calls run through vLLM's own protocol; a transfer that is given up leaves the old weights."""
+    """The four calls run through vLLM's own protocol; a transfer that is given up leaves the old weights."""
     await service.push(models.random_policy(13))
     expected = (await greedy(service))[0]
     in_force = await service.push(models.random_policy(14))
@@ -282,8 +290,9 @@ async def test_a_trainer_may_move_weights_itself(service: Served, failure: Failu
     await service.push(models.random_policy(5))
 
 
+@pytest.mark.requirement("R26", "R33")
 async def test_a_transfer_refuses_what_does_not_belong_to_it(service: Served, failure: Failure) -> None:
-    """R26, R33: typed, and the engine goes on."""
+    """Typed, and the engine goes on."""
     in_force = await service.push(models.random_policy(5))
     transfer = await start_transfer(service)
     calls: tuple[tuple[Callable[[], Any], str], ...] = (

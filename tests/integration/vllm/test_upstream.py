@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -21,16 +20,14 @@ import pytest
 import pytest_asyncio
 from tests.integration.vllm.conftest import Served
 from tests.support import vllm_models as models
-from tests.support.token_endpoint import unused_port
+from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.waiting import eventually_async
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.errors import PenstockError
-from penstock_chassis.testing import serve
-from penstock_inference.app import build
-from penstock_inference.settings import InferenceSettings
+from penstock_inference.testing import open_inference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -80,7 +77,6 @@ async def upstream(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up
     settings: dict[str, Any] = {
         "model_dir": model,
         "state_dir": directory / "state",
-        "anonymous": True,
         "engine": "openai",
         "engine_options": {"base_url": f"{url}/v1", "policy_version": "41"},
         "upstream_api_key": KEY,
@@ -88,10 +84,8 @@ async def upstream(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up
     with (directory / "vllm.log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        async with AsyncExitStack() as stack:
-            opened = await stack.enter_async_context(build(InferenceSettings(**settings)))
-            address, channel = await stack.enter_async_context(serve(*opened.registrations, roles=opened.roles))
-            made = Upstream(rpc.InferenceServiceStub(channel), directory, address)
+        async with open_inference(**settings) as opened:
+            made = Upstream(rpc.InferenceServiceStub(opened.channel), directory, opened.address)
             made.server, made.settings, made.url = server, settings, url
             yield made
     finally:
@@ -104,10 +98,11 @@ def logprobs(completion: completion_pb2.Completion) -> Any:
     return np.frombuffer(completion.span.logprobs, "<f4")
 
 
+@pytest.mark.requirement("R27", "R86")
 async def test_the_service_waits_for_its_upstream_and_then_says_what_it_gives(
     upstream: Upstream, failure: Failure
 ) -> None:
-    """R27, R86: UNAVAILABLE with the reason until vLLM listens; then what it gives, as measured."""
+    """UNAVAILABLE with the reason until vLLM listens; then what it gives, as measured."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await upstream.stub.GetInfo(pb.GetInfoRequest())
     error = failure(caught.value)
@@ -133,9 +128,10 @@ async def test_the_service_waits_for_its_upstream_and_then_says_what_it_gives(
     assert list(info.stop_token_ids) == [models.CONFIG["eos_token_id"]] and info.policy_version == 41
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_ids_go_in_and_come_out_each_with_its_logprob(upstream: Upstream, stream: bool) -> None:
-    """R82: what vLLM sampled, as it sampled it, under the version that its operator states."""
+    """What vLLM sampled, as it sampled it, under the version that its operator states."""
     prompt = range(20, 90)
     # Without a least length, which would take the stop token out of the distribution that is scored.
     request = upstream.request(prompt, stream, max_tokens=48, min_tokens=0, seed=7, top_logprobs=2)
@@ -154,8 +150,9 @@ async def test_ids_go_in_and_come_out_each_with_its_logprob(upstream: Upstream, 
     assert np.abs(logprobs(one_left)).max() < 1e-6
 
 
-async def test_a_chat_with_tools_becomes_a_tool_call_and_a_stop_is_named(upstream: Upstream) -> None:
-    """R82: rendered here, sampled there as ids, parsed here by the ids of the markup."""
+@pytest.mark.requirement("R82")
+async def test_chat_with_tools_becomes_a_tool_call_and_names_its_stop(upstream: Upstream) -> None:
+    """Rendered here, sampled there as ids, parsed here by the ids of the markup."""
     messages = [chat_pb2.Message(role=chat_pb2.ROLE_USER, parts=[chat_pb2.Part(text=chat_pb2.Text(text="look"))])]
     sampling = chat_pb2.Sampling(temperature=0, max_tokens=20)
     tools = [chat_pb2.Tool(name="bash", parameters_json_schema='{"type": "object"}')]
@@ -173,8 +170,9 @@ async def test_a_chat_with_tools_becomes_a_tool_call_and_a_stop_is_named(upstrea
     assert stopped.span.count == 2 and stopped.stop_token_id == ids[1]
 
 
+@pytest.mark.requirement("R63")
 async def test_bad_requests_are_refused_by_their_field(upstream: Upstream, failure: Failure) -> None:
-    """R63: by us where we know the rule, by vLLM's own words where only it does."""
+    """By us where we know the rule, by vLLM's own words where only it does."""
     cases = [
         (upstream.request([models.VOCAB]), "prompt_token_ids[0]"),
         (upstream.request(max_tokens=models.CONTEXT), "sampling.max_tokens"),
@@ -196,21 +194,23 @@ async def test_bad_requests_are_refused_by_their_field(upstream: Upstream, failu
         assert failure(caught.value).reason == "CAPABILITY_MISSING"
 
 
+@pytest.mark.requirement("R3", "R8")
 async def test_a_wrong_key_or_model_stops_the_start(upstream: Upstream) -> None:
-    """R3, R8: an operator's mistake is said at once, without the key."""
+    """An operator's mistake is said at once, without the key."""
     for changes, reason in (
         ({"upstream_api_key": "sk-wrong"}, "UPSTREAM_KEY_REFUSED"),
         ({"engine_options": upstream.settings["engine_options"] | {"model": "huge"}}, "UPSTREAM_MODEL_UNKNOWN"),
     ):
-        settings = InferenceSettings(**(upstream.settings | changes | {"state_dir": upstream.directory / "other"}))
+        settings = upstream.settings | changes | {"state_dir": upstream.directory / "other"}
         with pytest.raises(PenstockError) as caught:
-            async with build(settings):
+            async with open_inference(**settings):
                 raise AssertionError("it must not start")
         assert caught.value.reason == reason and "sk-" not in caught.value.message
 
 
+@pytest.mark.requirement("R23")
 async def test_aborted_and_abandoned_requests_end_in_vllm(upstream: Upstream) -> None:
-    """R23: nothing goes on computing for nobody."""
+    """Nothing goes on computing for nobody."""
     calls = [upstream.endless() for _ in range(3)]
     streams = [upstream.stub.Generate(call) for call in calls]
     for stream in streams:
@@ -229,8 +229,9 @@ async def test_aborted_and_abandoned_requests_end_in_vllm(upstream: Upstream) ->
     await eventually_async(idle, "vLLM runs nothing any more")
 
 
-async def test_an_upstream_that_dies_fails_who_runs_and_who_comes_by_type(upstream: Upstream, failure: Failure) -> None:
-    """R27: UNAVAILABLE with a delay, in the midst of a completion and after it."""
+@pytest.mark.requirement("R27")
+async def test_dead_upstream_fails_running_and_new_calls_typed(upstream: Upstream, failure: Failure) -> None:
+    """UNAVAILABLE with a delay, in the midst of a completion and after it."""
     running = asyncio.ensure_future(upstream.complete(upstream.endless()))
     await upstream.until(lambda stats: stats.running == 1)
     os.killpg(upstream.server.pid, signal.SIGKILL)

@@ -28,10 +28,9 @@ async def all_of(service: Served, request: pb.GenerateRequest) -> list[pb.Genera
     return [event async for event in service.stub.Generate(request)]
 
 
-async def test_who_is_in_flight_when_the_engine_dies_is_served_when_it_is_back_with_its_weights(
-    service: Served, failure: Failure
-) -> None:
-    """R22, R43, R87: each token once; UNAVAILABLE with RetryInfo for who comes meanwhile or cannot be continued."""
+@pytest.mark.requirement("R22", "R43", "R87")
+async def test_calls_in_flight_at_an_engines_death_are_served_after_recovery(service: Served, failure: Failure) -> None:
+    """Each token once; UNAVAILABLE with RetryInfo for who comes meanwhile or cannot be continued."""
     version = await service.push(models.random_policy(12))
     greedy = {"temperature": 0, "max_tokens": 16, "min_tokens": 16}
     before = (await service.complete(service.request(**greedy))).span
@@ -52,7 +51,7 @@ async def test_who_is_in_flight_when_the_engine_dies_is_served_when_it_is_back_w
     error = failure(caught.value)
     assert error.reason == "ENGINE_DIED" and error.retry_after_s
     (trouble,) = service.troubles(3600.0)
-    assert trouble.reason == "ENGINE_DEAD" and "being started again" in trouble.message
+    assert trouble.reason == "ENGINE_DEAD" and "restarting" in trouble.message
     calls: list[Callable[[], Any]] = [
         lambda: service.complete(service.request()),
         lambda: service.stub.Score(pb.ScoreRequest(token_ids=np.array([20, 21], "<i4").tobytes(), start=1)),

@@ -12,32 +12,35 @@ names = st.sampled_from(["a.v1.S/M", "a.v1.S/N", "a.v1.S", "a.v1.T", "b.v1.S/M"]
 tables = st.dictionaries(names, st.frozensets(st.sampled_from(Role)))
 
 
+@pytest.mark.requirement("R3", "R5")
 @given(st.text() | st.binary())
 def test_no_other_header_than_the_exact_one_authenticates(header: str | bytes) -> None:
-    """R3, R5: whatever a caller sends, the answer is a typed refusal."""
+    """Whatever a caller sends, the answer is a typed refusal."""
     if header == f"Bearer {TOKEN}":
         return
     with pytest.raises(Unauthenticated):
         Authenticator({Role.OPERATOR: TOKEN}).authenticate([("authorization", header)])
 
 
+@pytest.mark.requirement("R2")
 @given(st.text(min_size=1).filter(lambda text: bool(text.strip())), st.sampled_from(Role))
 def test_each_token_gives_its_own_role(token: str, role: Role) -> None:
-    """R2: any characters at all."""
+    """Any characters at all."""
     found = Authenticator({role: token}).authenticate([("other", "x"), ("authorization", f"Bearer {token}")])
     assert found is role
 
 
+@pytest.mark.requirement("R3")
 @pytest.mark.parametrize("token", ["", " ", "\t\n"])
 def test_a_blank_token_cannot_be_configured(token: str) -> None:
-    """R3"""
     with pytest.raises(ValueError, match="blank"):
         Authenticator({Role.TRAINER: token})
 
 
-def test_nobody_is_let_in_by_forgetting_to_configure_tokens() -> None:
-    """R3: open access is asked for by name."""
-    with pytest.raises(ValueError, match="nobody"):
+@pytest.mark.requirement("R3")
+def test_service_without_configured_tokens_lets_nobody_in() -> None:
+    """Open access is asked for by name."""
+    with pytest.raises(ValueError, match="no caller"):
         Authenticator({})
 
 

@@ -37,10 +37,11 @@ async def test_a_service_that_serves_is_healthy_without_a_token() -> None:
         assert await asyncio.to_thread(check, running.address, None, 10.0) == ""
 
 
+@pytest.mark.requirement("R9")
 async def test_over_tls_the_server_is_verified(
     tls: ServerTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """R9: a server of another authority is not healthy, it is somebody else."""
+    """A server of another authority is not healthy, it is somebody else."""
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "other.pem"))
     async with server(tls) as running:
         address = f"localhost:{running.address.rpartition(':')[2]}"

@@ -60,10 +60,11 @@ async def test_a_domain_error_reaches_the_caller_typed(invoke: Invoke, registrat
     assert caught.value.retry_after_s == 1.5
 
 
+@pytest.mark.requirement("R8")
 async def test_an_internal_exception_never_reaches_the_caller(
     invoke: Invoke, registration: Any, echo: Any, logs: list[Any]
 ) -> None:
-    """R8: generic text and an incident id; the details are in the log under that id."""
+    """Generic text and an incident id; the details are in the log under that id."""
 
     def fail(_context: object) -> None:
         raise KeyError("sk-secret in a message")
@@ -94,10 +95,11 @@ async def test_an_abort_of_the_handler_itself_keeps_its_code(
     assert [line["code"] for line in rpc_lines(logs)] == ["OUT_OF_RANGE"]
 
 
+@pytest.mark.requirement("R32")
 async def test_cancelling_a_call_cancels_its_handler(
     invoke: Invoke, registration: Any, echo: Any, logs: list[Any]
 ) -> None:
-    """R32: a cancelled wait releases what it held."""
+    """A cancelled wait releases what it held."""
     entered, released = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:
@@ -137,9 +139,10 @@ async def test_the_callers_request_id_is_kept_when_it_is_well_formed(
     assert rpc_lines(logs)[0]["request_id"] == "run-7.step_3"
 
 
+@pytest.mark.requirement("R8")
 @pytest.mark.parametrize("hostile", ["", "x" * 65, "a b", "a{b}", "a;rm"])
 async def test_a_malformed_request_id_is_replaced(hostile: str, registration: Any, logs: list[Any]) -> None:
-    """R8: what a caller writes into the log is bounded."""
+    """What a caller writes into the log is bounded."""
     async with serve(registration) as (_, channel):
         await unary(channel)(b"x", metadata=(("x-request-id", hostile),))
     assert len(rpc_lines(logs)[0]["request_id"]) == 32
@@ -159,14 +162,16 @@ async def test_a_call_to_another_service_carries_the_request_id_on(
     assert [line["request_id"] for line in rpc_lines(logs)] == ["abc", "abc"]
 
 
+@pytest.mark.requirement("R8")
 async def test_no_body_and_no_token_is_ever_logged(invoke: Invoke, registration: Any, logs: list[Any]) -> None:
-    """R8: no credential in logs; bodies never at info."""
+    """No credential in logs; bodies never at info."""
     async with serve(registration, tokens=TOKENS) as (_, channel):
         await invoke(channel)
     assert "op-token" not in repr(logs)
     assert "b'x'" not in repr(logs)
 
 
+@pytest.mark.requirement("R3", "R5")
 @pytest.mark.parametrize(
     "header",
     [
@@ -184,7 +189,7 @@ async def test_no_body_and_no_token_is_ever_logged(invoke: Invoke, registration:
 async def test_a_call_without_a_valid_token_is_refused_before_the_handler_runs(
     header: str | None, invoke: Invoke, registration: Any, echo: Any
 ) -> None:
-    """R5, R3: authorisation comes first; an empty credential authorises nothing."""
+    """Authorisation comes first; an empty credential authorises nothing."""
     reached: list[object] = []
     echo.behaviour = lambda context: reached.append(context)
     async with serve(registration, tokens=TOKENS) as (address, _), connect(address) as channel:
@@ -194,10 +199,11 @@ async def test_a_call_without_a_valid_token_is_refused_before_the_handler_runs(
     assert reached == []
 
 
+@pytest.mark.requirement("R8", "R148")
 async def test_a_flood_of_refused_calls_writes_a_bounded_number_of_lines(
     registration: Any, logs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R8, R148: some lines for each reason; of one who may call, a line for each call."""
+    """Some lines for each reason; of one who may call, a line for each call."""
     monkeypatch.setattr(interceptor, "REFUSED_BURST", 3)
     monkeypatch.setattr(interceptor, "REFUSED_INTERVAL_S", 1e9)
     async with serve(registration, tokens=TOKENS) as (address, channel):
@@ -213,10 +219,9 @@ async def test_a_flood_of_refused_calls_writes_a_bounded_number_of_lines(
     assert [line["reason"] for line in refused] == ["CREDENTIAL_MISSING"] * 3 + ["CREDENTIAL_INVALID"] * 3
 
 
-async def test_a_caller_is_asked_once_who_he_is(
-    invoke: Invoke, registration: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R5: the answer goes on with the call."""
+@pytest.mark.requirement("R5")
+async def test_caller_is_authenticated_once(invoke: Invoke, registration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer goes on with the call."""
     asked: list[Role] = []
     authenticate = Authenticator.authenticate
 
@@ -283,8 +288,8 @@ async def test_a_method_that_the_table_forgot_is_for_operators_only(invoke: Invo
             await invoke(channel)
 
 
+@pytest.mark.requirement("R7")
 async def test_health_check_needs_no_token_and_says_alive_only(registration: Any) -> None:
-    """R7"""
     async with serve(registration, tokens=TOKENS) as (address, _), connect(address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer == health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)

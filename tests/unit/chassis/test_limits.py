@@ -11,7 +11,7 @@ import grpc
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support import floods
+from tests.support.loads import floods
 
 from penstock_chassis import interceptor, limits
 from penstock_chassis.auth import Authenticator, Role
@@ -59,25 +59,28 @@ async def alive(address: str) -> None:
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
 
 
-async def test_who_has_no_token_is_refused_before_his_request_has_come(registration: Any) -> None:
-    """R5, R148: a call that is announced and never made holds nothing of the server."""
+@pytest.mark.requirement("R5", "R148")
+async def test_caller_without_a_token_is_refused_before_its_request_arrives(registration: Any) -> None:
+    """A call that is announced and never made holds nothing of the server."""
     async with server(registration) as served:
         with await asyncio.to_thread(floods.unfinished, served.address, 1, ECHO) as opened:
             assert await asyncio.to_thread(answered, opened, 1)
 
 
+@pytest.mark.requirement("R7", "R148")
 async def test_a_health_check_whose_request_never_comes_is_ended(
     registration: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R7, R148: the one method without a token waits for its request for a bounded time."""
+    """The one method without a token waits for its request for a bounded time."""
     monkeypatch.setattr(interceptor, "OPEN_REQUEST_S", 0.01)
     async with server(registration) as served:
         with await asyncio.to_thread(floods.unfinished, served.address, 1) as opened:
             assert await asyncio.to_thread(answered, opened, 1)
 
 
+@pytest.mark.requirement("R148")
 async def test_a_client_with_more_calls_than_a_connection_may_have_opens_another(registration: Any, echo: Any) -> None:
-    """R148: the bound on one connection's calls is none on a client's."""
+    """The bound on one connection's calls is none on a client's."""
     arrived, calls = asyncio.Barrier(40), 40
 
     async def meet(_context: object) -> None:
@@ -91,8 +94,9 @@ async def test_a_client_with_more_calls_than_a_connection_may_have_opens_another
     assert answers == [b"x"] * calls
 
 
+@pytest.mark.requirement("R148")
 async def test_a_connection_too_many_is_closed_and_the_others_are_served(registration: Any) -> None:
-    """R148: connections are bounded, and so what they take of the files that a service may open."""
+    """Connections are bounded, and so what they take of the files that a service may open."""
     async with server(registration, connections=2) as served, connect(served.address, "op-token") as channel:
         assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]
         with await asyncio.to_thread(floods.unfinished, served.address, 0):
@@ -102,11 +106,12 @@ async def test_a_connection_too_many_is_closed_and_the_others_are_served(registr
             assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]
 
 
+@pytest.mark.requirement("R148")
 @pytest.mark.parametrize("is_tls", [False, True])
-async def test_who_connects_and_says_nothing_is_hung_up_on(
+async def test_silent_connection_is_closed(
     registration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tls: bool
 ) -> None:
-    """R148: neither half a TLS handshake nor a connection without HTTP/2's settings is kept."""
+    """Neither half a TLS handshake nor a connection without HTTP/2's settings is kept."""
     monkeypatch.setattr(limits, "HANDSHAKE_S", 1)
     tls = None
     if is_tls:
@@ -120,8 +125,9 @@ async def test_who_connects_and_says_nothing_is_hung_up_on(
             assert await asyncio.to_thread(hung_up, opened)
 
 
+@pytest.mark.requirement("R148")
 async def test_a_connection_that_makes_no_calls_is_closed(registration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R148: idle connections go, and a client that was idle calls again without noticing."""
+    """Idle connections go, and a client that was idle calls again without noticing."""
     monkeypatch.setattr(limits, "IDLE_S", 1)
     async with server(registration) as served, connect(served.address, "op-token") as channel:
         assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]
@@ -130,8 +136,9 @@ async def test_a_connection_that_makes_no_calls_is_closed(registration: Any, mon
         assert await channel.unary_unary(ECHO)(b"y") == b"y"  # type: ignore[arg-type]
 
 
+@pytest.mark.requirement("R148")
 async def test_metadata_past_the_bound_is_refused_and_the_service_lives(registration: Any) -> None:
-    """R148: 40 requests with 800 KB of metadata each; then one that says what became of 20 KB."""
+    """40 requests with 800 KB of metadata each; then one that says what became of 20 KB."""
     async with server(registration) as served:
         await asyncio.to_thread(floods.big_metadata, served.address, 800_000, 40)
         async with grpc.aio.insecure_channel(served.address) as channel:

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from tests.support.waiting import eventually
 
-from penstock.cli.doctor_live import examine
+from penstock.cli.commands.doctor.live import examine
 from penstock.client import Endpoints, Trouble
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import InvalidArgument
-from penstock_chassis.loop_lag import LoopLag
 from penstock_chassis.operations import Operations
-from penstock_chassis.operations import Trouble as Told
+from penstock_chassis.operations import Trouble as RowCounts
 from penstock_chassis.server import Server, Service, watched_by
+from penstock_chassis.telemetry.loop_lag import LoopLag
 from penstock_chassis.testing import serve
 
 TOKENS = {Role.OPERATOR: "an-operator", Role.OBSERVER: "an-observer"}
@@ -47,14 +47,14 @@ async def status(address: str, token: str = "an-observer", **asked: object) -> p
             return answer
 
 
-async def test_a_service_says_how_it_fares_to_every_role_and_puts_the_gravest_first(tmp_path: Path) -> None:
+async def test_status_is_open_to_every_role_and_lists_the_gravest_first(tmp_path: Path) -> None:
     """Its own troubles, with what to do; as many subjects as a person reads."""
     patience: list[float] = []
 
-    def troubles(patience_s: float) -> list[Told]:
+    def troubles(patience_s: float) -> list[RowCounts]:
         patience.append(patience_s)
         many = tuple(map(str, range(100)))
-        return [Told("LATER", "m", "a", grave=False), Told("NOW", "m", "do it", subjects=many)]
+        return [RowCounts("LATER", "m", "a", grave=False), RowCounts("NOW", "m", "do it", subjects=many)]
 
     async with serving(Operations("driver", troubles, {"state": tmp_path, "gone": tmp_path / "gone"})) as address:
         said = await status(address, min_free_bytes=0)
@@ -64,6 +64,7 @@ async def test_a_service_says_how_it_fares_to_every_role_and_puts_the_gravest_fi
     assert len(said.troubles[0].subjects) == 20
 
 
+@pytest.mark.requirement("R33")
 async def test_a_request_that_makes_no_sense_is_refused_by_field() -> None:
     """R33's like for RPCs: a negative size or patience."""
     async with serving(Operations("driver")) as address:
@@ -73,7 +74,7 @@ async def test_a_request_that_makes_no_sense_is_refused_by_field() -> None:
     assert [violation.field for violation in refused.value.violations] == ["min_free_bytes"]
 
 
-async def test_an_event_loop_that_is_held_up_is_told() -> None:
+async def test_stalled_event_loop_is_reported() -> None:
     """The longest delay of the last minute, while it lasts too: also one that ends within the second it began in."""
     with closing(LoopLag()) as lag:
         time.sleep(0.7)  # noqa: ASYNC251 - this is the trouble
@@ -90,10 +91,10 @@ async def test_a_loop_that_is_held_up_is_the_services_trouble() -> None:
         time.sleep(0.7)  # noqa: ASYNC251 - this is the trouble
         (trouble,) = (await status(address, min_free_bytes=0)).troubles
     assert (trouble.reason, trouble.grave) == ("LOOP_LAG", False)
-    assert "interception service's event loop was held up for" in trouble.message and "processor" in trouble.advice
+    assert "interception service's event loop was blocked for" in trouble.message and "processor" in trouble.advice
 
 
-async def test_a_service_with_a_clock_of_its_own_is_told_from_ours() -> None:
+async def test_service_with_a_different_clock_is_reported() -> None:
     """By how much, beyond what asking took."""
     watched = Operations("driver", clock=lambda: time.time() + 100.0)
     async with serving(watched) as address:
@@ -101,14 +102,14 @@ async def test_a_service_with_a_clock_of_its_own_is_told_from_ours() -> None:
     assert [trouble.reason for trouble in found] == ["CLOCK_SKEW"] and "100.0 s ahead" in found[0].message
 
 
-async def test_a_service_that_is_older_than_the_command_is_told_to_be_upgraded() -> None:
+async def test_outdated_service_is_reported_for_an_upgrade() -> None:
     """UNIMPLEMENTED is no failure of the service: a warning."""
     async with serve(tokens=TOKENS) as (address, _):
         found = await examined(address)
     assert [(trouble.reason, trouble.grave) for trouble in found] == [("SERVICE_OLD", False)]
 
 
-async def test_services_of_different_versions_are_told_with_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_services_of_different_versions_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that names who is of which; the same version everywhere is none."""
     versions = {"penstock-driver": "0.2.0", "penstock-interception": "0.1.0"}
     monkeypatch.setattr("penstock_chassis.operations.metadata.version", versions.__getitem__)
@@ -134,15 +135,16 @@ def nearly_all_files_open() -> Iterator[tuple[int, int]]:
         yield is_open, is_open * 6 // 5
 
 
-async def test_a_process_that_may_soon_open_nothing_more_is_told(nearly_all_files_open: tuple[int, int]) -> None:
-    """R32: every agent's connection is a file; how many there are, of how many, and which limit to raise."""
+@pytest.mark.requirement("R32")
+async def test_process_short_of_descriptors_is_reported(nearly_all_files_open: tuple[int, int]) -> None:
+    """Every agent's connection is a file; how many there are, of how many, and which limit to raise."""
     is_open, most = nearly_all_files_open
     async with serving(Operations("interception")) as address:
         said = await status(address, min_free_bytes=0)
     assert said.max_files == most and is_open <= said.open_files <= most
     (trouble,) = (trouble for trouble in said.troubles if trouble.reason != "LOOP_LAG")
     assert (trouble.reason, trouble.grave) == ("FILES_LOW", True)
-    assert f"{said.open_files} files and connections open, of {most}" in trouble.message
+    assert f"{said.open_files} files and connections open; its limit is {most}" in trouble.message
     assert "ulimit -n" in trouble.advice
 
 

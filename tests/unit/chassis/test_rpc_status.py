@@ -70,8 +70,9 @@ def test_details_stay_under_the_limit_of_trailing_metadata_whatever_the_error_ho
     assert len(status.message.encode()) <= 1024
 
 
+@pytest.mark.requirement("R26")
 def test_violations_that_do_not_fit_are_counted() -> None:
-    """R26: nothing is dropped silently."""
+    """Nothing is dropped silently."""
     many = [Violation(f"field[{n}]", "x" * 200) for n in range(100)]
     back = over_the_wire(errors.InvalidArgument("no", reason="MANY", violations=many))
     assert 5 < len(back.violations) < 100
@@ -96,7 +97,7 @@ def test_a_subclass_takes_the_code_of_its_base() -> None:
 
 
 @pytest.mark.parametrize("details", [None, "connection refused"])
-def test_a_status_of_the_transport_is_told_apart_by_its_reason(details: str | None) -> None:
+def test_transport_status_is_recognised_by_its_reason(details: str | None) -> None:
     error = rpc_status.from_rpc_error(AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), details=details))
     assert isinstance(error, errors.Unavailable)
     assert error.reason == "TRANSPORT_UNAVAILABLE"
@@ -115,8 +116,9 @@ def test_a_group_of_expected_errors_counts_as_its_first() -> None:
     assert rpc_status.expected(group) is first
 
 
+@pytest.mark.requirement("R8")
 def test_a_group_with_one_unexpected_error_is_unexpected() -> None:
-    """R8: an internal exception does not hide behind an expected one."""
+    """An internal exception does not hide behind an expected one."""
     assert rpc_status.expected(ExceptionGroup("g", [errors.NotFound("a", reason="A"), KeyError("b")])) is None
 
 
@@ -132,8 +134,9 @@ def test_a_delay_that_is_no_delay_is_refused(delay: float) -> None:
         errors.Unavailable("x", reason="X", retry_after_s=delay)
 
 
-def test_a_stream_that_ended_while_it_was_written_to_may_be_tried_again() -> None:
-    """R3: grpc.aio forgot the peer's status; that is no fault of the peer's."""
+@pytest.mark.requirement("R3")
+def test_stream_that_ended_during_a_write_may_be_retried() -> None:
+    """Grpc.aio forgot the peer's status; that is no fault of the peer's."""
     error = AioRpcError(grpc.StatusCode.INTERNAL, Metadata(), Metadata(), details="Internal error from Core")
     told = rpc_status.from_rpc_error(error)
     assert isinstance(told, errors.Unavailable)

@@ -110,7 +110,7 @@ def test_a_signal_during_a_long_start_stops_it(start: Start) -> None:
     process.wait()
 
 
-def test_a_start_that_fails_says_why_in_words(start: Start) -> None:
+def test_failed_start_prints_its_reason(start: Start) -> None:
     process = start("--refuse")
     out, err = process.communicate()
     assert process.returncode == 2
@@ -129,15 +129,16 @@ def test_a_taken_port_is_refused_with_what_to_do(start: Start) -> None:
     assert "another port" in err.splitlines()[-1]
 
 
+@pytest.mark.requirement("R3")
 @pytest.mark.parametrize("token", ["", "  "])
 def test_a_blank_token_is_refused_when_the_service_starts(token: str, start: Start) -> None:
-    """R3"""
     process = start(PENSTOCK_VALVE_OPERATOR_TOKEN=token)
     assert process.wait() == 2
 
 
+@pytest.mark.requirement("R1", "R2", "R8")
 async def test_a_token_of_shell_metacharacters_works_and_is_nowhere_to_be_read(start: Start) -> None:
-    """R1, R2, R8: not in the argv, not in the logs, not in the announcement."""
+    """Not in the argv, not in the logs, not in the announcement."""
     process = start("--log-level", "debug")
     announced = line(process)
     address = json.loads(announced)["address"]

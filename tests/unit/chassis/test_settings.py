@@ -48,8 +48,8 @@ def refusal(argv: list[str]) -> InvalidArgument:
     return caught.value
 
 
+@pytest.mark.requirement("R9")
 def test_defaults_bind_loopback_only(tmp_path: Path) -> None:
-    """R9"""
     settings = ValveSettings.load([])
     assert (settings.host, settings.port) == ("127.0.0.1", 7799)
     assert settings.state_dir == tmp_path / "penstock" / "valve"
@@ -72,6 +72,14 @@ def test_lists_are_json_in_flags_and_environment(environment: pytest.MonkeyPatch
     assert refusal(["--upstreams", "c"]).violations[0].field == "upstreams"
 
 
+def test_malformed_list_in_the_environment_is_refused_by_its_setting(environment: pytest.MonkeyPatch) -> None:
+    """The refusal is like any other: it names the setting and repeats no value."""
+    environment.setenv("PENSTOCK_VALVE_UPSTREAMS", TOKEN)
+    error = refusal([])
+    assert [violation.field for violation in error.violations] == ["upstreams"]
+    assert TOKEN not in str(error)
+
+
 def test_an_unknown_variable_is_refused_with_the_nearest_name(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PENSTOCK_VALVE_PROT", "1")
     (violation,) = refusal([]).violations
@@ -79,7 +87,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(environment: pytes
     assert "PENSTOCK_VALVE_PORT" in violation.description
 
 
-def test_the_variable_that_tells_clients_where_the_service_is_does_not_stop_its_start(
+def test_clients_address_variable_does_not_stop_the_service(
     environment: pytest.MonkeyPatch,
 ) -> None:
     environment.setenv("PENSTOCK_VALVE_ADDRESS", "127.0.0.1:1")
@@ -102,11 +110,12 @@ def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prot" in capsys.readouterr().err
 
 
+@pytest.mark.requirement("R8")
 @pytest.mark.parametrize("content", [None, "[valve", f"[valve]\noperator_token = {TOKEN}"])
 def test_an_unreadable_file_is_refused_without_quoting_it(
     content: str | None, tmp_path: Path, environment: pytest.MonkeyPatch
 ) -> None:
-    """R8: a line of the file may hold a token."""
+    """A line of the file may hold a token."""
     path = tmp_path / "penstock.toml"
     if content is not None:
         path.write_text(content, encoding="utf-8")
@@ -116,10 +125,10 @@ def test_an_unreadable_file_is_refused_without_quoting_it(
     assert TOKEN not in str(error)
 
 
+@pytest.mark.requirement("R3")
 @pytest.mark.parametrize("value", ["", " ", "\t", " x", "x ", "x\ny", "schlüssel", "a\x00b".replace("\x00", "\x7f")])
 @pytest.mark.parametrize("name", ["OPERATOR_TOKEN", "TRAINER_TOKEN", "OBSERVER_TOKEN"])
 def test_a_blank_or_malformed_token_is_refused_at_start(name: str, value: str, environment: pytest.MonkeyPatch) -> None:
-    """R3"""
     environment.setenv(f"PENSTOCK_VALVE_{name}", value)
     (violation,) = refusal([]).violations
     assert violation.field == name.lower()
@@ -136,9 +145,9 @@ def test_no_token_is_refused_unless_anonymous_is_asked_for(environment: pytest.M
     assert ValveSettings.load(["--anonymous"]).anonymous
 
 
+@pytest.mark.requirement("R9")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", "127.0.0.1.example.org", ""])
 def test_a_wide_bind_without_tls_and_token_is_refused(host: str, environment: pytest.MonkeyPatch) -> None:
-    """R9"""
     assert "tls_cert" in str(refusal(["--host", host]))
     tls = ["--tls-cert", "a.pem", "--tls-key", "b.pem"]
     assert ValveSettings.load(["--host", host, *tls]).host == host
@@ -152,8 +161,9 @@ def test_half_a_tls_configuration_is_refused(argv: list[str]) -> None:
     refusal(argv)
 
 
+@pytest.mark.requirement("R1")
 def test_secrets_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    """R1: no secret in any process's argv."""
+    """No secret in any process's argv."""
     for flag in ("--operator-token", "--vendor-key"):
         with pytest.raises(SystemExit):
             ValveSettings.load([flag, "x"])
@@ -164,8 +174,9 @@ def test_secrets_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--state-dir" in text
 
 
-def test_the_help_tells_each_setting_s_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """R38: every timeout's default is documented; none is hidden."""
+@pytest.mark.requirement("R38")
+def test_help_lists_each_settings_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every timeout's default is documented; none is hidden."""
     with pytest.raises(SystemExit):
         ValveSettings.load(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -175,8 +186,8 @@ def test_the_help_tells_each_setting_s_variable_and_default(capsys: pytest.Captu
     assert "[PENSTOCK_VALVE_STATE_DIR]" in text, "no default that is known before the user is"
 
 
+@pytest.mark.requirement("R8")
 def test_settings_print_without_their_secrets(environment: pytest.MonkeyPatch) -> None:
-    """R8"""
     environment.setenv("PENSTOCK_VALVE_VENDOR_KEY", "sk-test")
     settings = ValveSettings.load([])
     for text in (repr(settings), str(settings), str(settings.public())):
@@ -184,17 +195,17 @@ def test_settings_print_without_their_secrets(environment: pytest.MonkeyPatch) -
         assert "sk-test" not in text
 
 
+@pytest.mark.requirement("R8")
 def test_a_refused_value_is_not_repeated(environment: pytest.MonkeyPatch) -> None:
-    """R8: somebody may have put a token into the wrong variable."""
+    """Somebody may have put a token into the wrong variable."""
     environment.setenv("PENSTOCK_VALVE_PORT", TOKEN)
     assert TOKEN not in str(refusal([]))
 
 
+@pytest.mark.requirement("R11")
 @pytest.mark.parametrize(("endpoint", "holds"), [("http://collector:4317", False), ("https://collector:4317", True)])
-def test_a_certificate_authority_for_a_collector_that_is_spoken_to_in_clear_is_refused(
-    endpoint: str, holds: bool
-) -> None:
-    """R11: who names one means TLS; without it spans would go in clear and nobody would know."""
+def test_authority_for_a_plaintext_collector_is_refused(endpoint: str, holds: bool) -> None:
+    """Who names one means TLS; without it spans would go in clear and nobody would know."""
     argv = ["--otlp-endpoint", endpoint, "--otlp-ca", "ca.pem"]
     if holds:
         assert ValveSettings.load(argv).otlp_ca == Path("ca.pem")

@@ -29,6 +29,7 @@ def issue(authority: trustme.CA, folder: Path, name: str, when: str) -> tuple[Pa
     return folder / f"{name}.pem", folder / f"{name}.key"
 
 
+@pytest.mark.requirement("R9")
 @pytest.mark.parametrize(
     ("server", "client", "is_served"),
     [
@@ -42,7 +43,7 @@ def issue(authority: trustme.CA, folder: Path, name: str, when: str) -> tuple[Pa
 async def test_a_certificate_outside_of_its_time_opens_no_connection(
     registration: Any, tmp_path: Path, server: str, client: str, is_served: bool
 ) -> None:
-    """R9: the client's and the server's, whatever token comes with it."""
+    """The client's and the server's, whatever token comes with it."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     cert, key = issue(authority, tmp_path, "localhost", server)

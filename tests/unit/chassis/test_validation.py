@@ -24,6 +24,7 @@ class Settings(BaseModel):
         return value
 
 
+@pytest.mark.requirement("R18", "R48")
 @pytest.mark.parametrize(
     ("given", "field", "words"),
     [
@@ -35,10 +36,8 @@ class Settings(BaseModel):
         ([], "options", "must be a valid dictionary or instance of Settings"),
     ],
 )
-def test_a_problem_is_a_sentence_about_its_field_without_the_value_that_was_given(
-    given: object, field: str, words: str
-) -> None:
-    """R18, R48: names the field and what it must be; none of a library's own phrases."""
+def test_problem_is_a_sentence_about_its_field_without_the_value(given: object, field: str, words: str) -> None:
+    """Names the field and what it must be; none of a library's own phrases."""
     with pytest.raises(ValidationError) as caught:
         Settings.model_validate(given)
     (violation,) = violations_of(caught.value, "options", "options.")

@@ -28,10 +28,11 @@ class LateRefusal(Refusal):
         await super().abort(context)
 
 
-async def test_a_step_that_runs_longer_than_the_patience_is_followed_when_its_stream_breaks(
+@pytest.mark.requirement("R51")
+async def test_long_step_is_followed_when_its_stream_breaks(
     ps: Penstock, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R51: by the same step id, as often as it breaks; a driver that is away from the beginning is still given up."""
+    """By the same step id, as often as it breaks; a driver that is away from the beginning is still given up."""
     fakes.queue("OpenTerminal", OPENED)
     terminal = await ps.terminals.open(Task(task_id="t", instruction="i"))
     loop, clock = asyncio.get_running_loop(), [0.0]
@@ -39,16 +40,15 @@ async def test_a_step_that_runs_longer_than_the_patience_is_followed_when_its_st
     monkeypatch.setattr(loop, "time", lambda: real() + clock[0])
     fakes.queue("Step", LateRefusal(clock), LateRefusal(clock), pb.StepResponse(step_id="s", ended=True))
     assert (await terminal.run("make", step_id="s")).ended
-    monkeypatch.setattr("penstock.client.driver._PATIENCE_S", -1.0)
+    monkeypatch.setattr("penstock.client.rollouts.driver_rpc._PATIENCE_S", -1.0)
     fakes.queue("Step", Refusal(grpc.StatusCode.UNAVAILABLE, "X"))
     with pytest.raises(Unavailable):
         await terminal.run("make")
 
 
-async def test_what_a_task_says_about_its_sandbox_holds_unless_something_else_is_asked_for(
-    ps: Penstock, fakes: Fakes
-) -> None:
-    """R63: a task for another image or an own kernel runs nowhere else; time and labels likewise."""
+@pytest.mark.requirement("R63")
+async def test_tasks_sandbox_choices_hold_unless_overridden(ps: Penstock, fakes: Fakes) -> None:
+    """A task for another image or an own kernel runs nowhere else; time and labels likewise."""
     task = Task(
         task_id="t",
         instruction="i",
@@ -65,8 +65,9 @@ async def test_what_a_task_says_about_its_sandbox_holds_unless_something_else_is
     assert (dict(first.labels), dict(second.labels)) == ({"a": "task", "b": "task"}, {"a": "task", "b": "own"})
 
 
+@pytest.mark.requirement("R63")
 async def test_a_task_with_a_dockerfile_is_refused_without_its_image(ps: Penstock, tmp_path: Path) -> None:
-    """R63: it does not run in the default image instead."""
+    """It does not run in the default image instead."""
     with pytest.raises(InvalidArgument) as refused:
         await ps.terminals.open(Task(task_id="t", instruction="i", build=tmp_path))
     assert refused.value.reason == "TASK_IMAGE"

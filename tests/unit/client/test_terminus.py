@@ -18,8 +18,8 @@ from penstock.client import (
     build_terminal_tool_call,
     terminus_reward,
 )
-from penstock.client.terminus_calls import MAX_TEXT_CHARS, CallSource
-from penstock.client.terminus_tasks import as_task
+from penstock.client.terminus.calls import MAX_TEXT_CHARS, CallSource
+from penstock.client.terminus.tasks import as_task
 
 COMMANDS = st.text(min_size=1).filter(lambda text: bool(text.strip()) and "\0" not in text)
 WRAPPERS = st.sampled_from(
@@ -34,28 +34,31 @@ WRAPPERS = st.sampled_from(
 )
 
 
+@pytest.mark.requirement("R80", "R81")
 @given(COMMANDS, WRAPPERS)
-def test_a_command_as_json_arrives_as_it_was_written_however_it_is_wrapped(command: str, wrapper: str) -> None:
-    """R80, R81: quotes, braces, parentheses and fences in it included."""
+def test_json_command_arrives_unchanged_however_it_is_wrapped(command: str, wrapper: str) -> None:
+    """Quotes, braces, parentheses and fences in it included."""
     call = build_terminal_tool_call(wrapper.format(json.dumps({"command": command})))
     assert (call.args, call.source, call.problem) == ({"command": command}, CallSource.JSON, "")
     inner = json.dumps(json.dumps({"command": command}))
     assert build_terminal_tool_call(f'{{"arguments": {inner}}}').args == {"command": command}
 
 
+@pytest.mark.requirement("R80")
 @given(
     COMMANDS.filter(lambda text: text.isprintable()),
     st.sampled_from(["{}", "command={}", '{{"command": {}}}', " {} , "]),
 )
 def test_a_command_in_an_expression_arrives_as_it_was_written(command: str, form: str) -> None:
-    """R80: parentheses and quotes inside of it, positional and by name."""
+    """Parentheses and quotes inside of it, positional and by name."""
     call = build_terminal_tool_call(f"I will call terminal({form.format(repr(command))}) now")
     assert (call.args, call.source) == ({"command": command}, CallSource.EXPRESSION)
 
 
+@pytest.mark.requirement("R80", "R81")
 @given(st.text() | st.text(alphabet="{}[]()\"'\\`,: \nterminalcommand_fw=", max_size=400), st.booleans())
-def test_no_text_breaks_the_parser_and_every_text_gives_a_call_or_a_reason(text: str, fallback: bool) -> None:
-    """R80, R81: one argument or a problem, never both; free text only where it was asked for, and reported."""
+def test_every_text_gives_a_call_or_a_reason(text: str, fallback: bool) -> None:
+    """One argument or a problem, never both; free text only where it was asked for, and reported."""
     call = build_terminal_tool_call(text, "c7", shell_fallback=fallback)
     assert (call.id, call.name) == ("c7", "terminal")
     assert call.ok == (len(call.args) == 1) == (call.source is not None)
@@ -66,6 +69,7 @@ def test_no_text_breaks_the_parser_and_every_text_gives_a_call_or_a_reason(text:
         assert call.args["command"] in text.strip()
 
 
+@pytest.mark.requirement("R80", "R81")
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -75,7 +79,7 @@ def test_no_text_breaks_the_parser_and_every_text_gives_a_call_or_a_reason(text:
         ("terminal(command=foo)", "in quotes"),
         ("terminal(f'{x}')", "in quotes"),
         ("terminal('a', 'b', 'c')", "third"),
-        ("terminal(commands='ls')", "does not take"),
+        ("terminal(commands='ls')", "does not accept"),
         ('{"command": "ls", "final_answer": "done"}', "one of the two"),
         ("terminal('ls', 'done')", "one of the two"),
         ('{"command": ""}', "empty"),
@@ -93,13 +97,14 @@ def test_no_text_breaks_the_parser_and_every_text_gives_a_call_or_a_reason(text:
         ("x" * (MAX_TEXT_CHARS + 1), "more than"),
     ],
 )
-def test_what_is_no_call_is_refused_with_a_reason_and_not_guessed_at(text: str, problem: str) -> None:
-    """R80, R81: nothing runs that was not said as a call; an identifier is not a text."""
+def test_text_that_is_no_call_is_refused_with_a_reason(text: str, problem: str) -> None:
+    """Nothing runs that was not said as a call; an identifier is not a text."""
     call = build_terminal_tool_call(text)
     assert problem in call.problem
     assert (call.args, call.source) == ({}, None)
 
 
+@pytest.mark.requirement("R80")
 @pytest.mark.parametrize(
     ("text", "args"),
     [
@@ -115,10 +120,11 @@ def test_what_is_no_call_is_refused_with_a_reason_and_not_guessed_at(text: str, 
     ],
 )
 def test_the_forms_that_small_models_write_are_understood(text: str, args: dict[str, str]) -> None:
-    """R80: the first call counts, an empty command beside an answer is none, an answer may be empty."""
+    """The first call counts, an empty command beside an answer is none, an answer may be empty."""
     assert build_terminal_tool_call(text).args == args
 
 
+@pytest.mark.requirement("R81")
 @pytest.mark.parametrize(
     ("text", "command"),
     [
@@ -131,18 +137,17 @@ def test_the_forms_that_small_models_write_are_understood(text: str, args: dict[
         ("terminal(command=foo)", None),
     ],
 )
-def test_free_text_is_a_command_only_on_request_and_never_what_was_meant_as_something_else(
-    text: str, command: str | None
-) -> None:
-    """R81: opt-in and reported; another language's block and a call that does not hold are not run."""
+def test_free_text_is_a_command_only_on_request(text: str, command: str | None) -> None:
+    """Opt-in and reported; another language's block and a call that does not hold are not run."""
     assert not build_terminal_tool_call(text).ok
     call = build_terminal_tool_call(text, shell_fallback=True)
     assert call.args == ({} if command is None else {"command": command})
     assert call.source is (None if command is None else CallSource.FREE_TEXT)
 
 
+@pytest.mark.requirement("R80")
 def test_a_command_with_many_braces_arrives_in_the_openai_form_too() -> None:
-    """R80: what is bounded is depth, and braces in a text have none."""
+    """What is bounded is depth, and braces in a text have none."""
     command = "echo " + "${a} {" * 200
     arguments = json.dumps({"command": command})
     call = {"type": "function", "function": {"name": "terminal", "arguments": arguments}}
@@ -151,9 +156,10 @@ def test_a_command_with_many_braces_arrives_in_the_openai_form_too() -> None:
     assert "open at once" in build_terminal_tool_call(json.dumps({"arguments": nested})).problem
 
 
+@pytest.mark.requirement("R80")
 @pytest.mark.parametrize("piece", ["{", '{"', "terminal(", '{"a":', "[{", '"', "\\", '{"command": "'])
 def test_the_work_is_linear_in_the_texts_size(piece: str) -> None:
-    """R80: a text that is nothing but openings costs a small multiple of reading it, counted in lines executed."""
+    """A text that is nothing but openings costs a small multiple of reading it, counted in lines executed."""
 
     def steps(size: int) -> int:
         count = 0
@@ -177,8 +183,9 @@ def test_the_work_is_linear_in_the_texts_size(piece: str) -> None:
     assert large <= 16 * small + 10_000
 
 
+@pytest.mark.requirement("R74", "R77")
 def test_a_reward_comes_from_its_own_field_and_missing_is_not_zero() -> None:
-    """R74, R77: what a command printed is never a reward, whatever it looks like."""
+    """What a command printed is never a reward, whatever it looks like."""
     forged = {"role": "tool", "content": '{"reward": 1.0} reward=1'}
     assert terminus_reward(
         [
@@ -193,9 +200,10 @@ def test_a_reward_comes_from_its_own_field_and_missing_is_not_zero() -> None:
     assert terminus_reward(["a", "b"], env_reward=[None, 1e-3], prompts=["x", "y"]) == [None, 1e-3]
 
 
+@pytest.mark.requirement("R73")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "1", True, {"value": 1}])
 def test_a_reward_that_is_no_finite_number_is_refused(bad: object) -> None:
-    """R73: it is told, not taken for something else."""
+    """It is told, not taken for something else."""
     with pytest.raises(InvalidArgument) as refused:
         terminus_reward([[{"role": "tool", "reward": bad}]])
     assert refused.value.reason == "TERMINUS_REWARD"
@@ -224,19 +232,21 @@ def test_a_prompt_of_each_form_is_a_task() -> None:
     assert as_task(task) is task
 
 
+@pytest.mark.requirement("R33")
 @pytest.mark.parametrize(
     "wrong", [None, "", 7, [], [{"role": "system", "content": "x"}], {"instruction": " "}, {"task": "t", "verify": 3}]
 )
-def test_what_is_no_task_is_refused(wrong: object) -> None:
-    """R33: by its reason, before anything is opened."""
+def test_invalid_task_is_refused(wrong: object) -> None:
+    """By its reason, before anything is opened."""
     with pytest.raises(InvalidArgument) as refused:
         as_task(wrong)
     assert refused.value.reason == "TERMINUS_TASK"
 
 
+@pytest.mark.requirement("R63", "R65")
 @pytest.mark.parametrize("key", ["sandbox_root", "sandbox_flavor", "hf_sandbox_flavor", "forward_hf_token"])
-def test_a_key_of_the_predecessor_that_means_nothing_here_is_refused_with_what_to_do(key: str) -> None:
-    """R63, R65: an option takes effect or is refused, and points to its replacement."""
+def test_meaningless_key_of_the_predecessor_is_refused_with_advice(key: str) -> None:
+    """An option takes effect or is refused, and points to its replacement."""
     with pytest.raises(InvalidArgument, match=key):
         as_task({"instruction": "i", key: "x"})
 

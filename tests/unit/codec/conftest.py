@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_codec import Codec, TokenizerFiles, tiny
+from penstock_codec import Codec, TokenizerFiles, tiny_tokenizer
 
 TEXTS = ["You are a shell agent. Read the note, then write the file: héllo wörld €.\n"] * 4
 
 
 @pytest.fixture(scope="session")
 def files() -> TokenizerFiles:
-    return tiny.build(TEXTS)
+    return tiny_tokenizer.build(TEXTS)
 
 
 @pytest.fixture(scope="session")

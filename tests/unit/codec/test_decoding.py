@@ -32,9 +32,10 @@ def fallback(tokenizer: Tokenizer) -> Codec:
     return Codec.load(TokenizerFiles(tokenizer.to_str().encode(), TEMPLATE, (stop,)))
 
 
+@pytest.mark.requirement("R82")
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=20))
 def test_byte_fallback_decodes_as_the_tokenizer_does(fallback: Codec, tokenizer: Tokenizer, text: str) -> None:
-    """R82: any text comes back, by bytes where the vocabulary has no token for it."""
+    """Any text comes back, by bytes where the vocabulary has no token for it."""
     ids = fallback.encode(text)
     assert fallback.decode(ids) == text == tokenizer.decode(ids.tolist())
     stream = fallback.stream_parser()
@@ -43,14 +44,16 @@ def test_byte_fallback_decodes_as_the_tokenizer_does(fallback: Codec, tokenizer:
     assert stream.finish()[1].message.text == text
 
 
-def test_its_turns_end_with_its_own_stop_token(fallback: Codec) -> None:
-    """R82: the end of a turn is read off the template."""
+@pytest.mark.requirement("R82")
+def test_a_familys_turns_end_with_its_own_stop_token(fallback: Codec) -> None:
+    """The end of a turn is read off the template."""
     assert fallback.end_of_turn_id in fallback.stop_token_ids
     assert fallback.parser == "none"
 
 
+@pytest.mark.requirement("R63")
 def test_a_vocabulary_whose_tokens_are_no_bytes_is_refused(tokenizer: Tokenizer) -> None:
-    """R63: nothing is decoded by guesswork."""
+    """Nothing is decoded by guesswork."""
     other = Tokenizer.from_str(tokenizer.to_str())
     other.decoder = decoders.WordPiece()
     with pytest.raises(CodecError) as caught:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.support import families
 from tests.unit.codec import piecewise
 
-from penstock_codec import Codec, CodecError, ParsedCompletion, TokenizerFiles, tiny
+from penstock_codec import Codec, CodecError, ParsedCompletion, TokenizerFiles, cache, tiny_tokenizer
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Tool, ToolCallPart
 from penstock_codec.parsers import GRAMMARS, ReasoningDelta, TextDelta, ToolCallDelta, choose_grammar
-from penstock_interception.conformance.speech import Speech
+from penstock_interception.conformance.sampled_text import Speech
 
 SCHEMA = {
     "command": {"type": "string"},
@@ -50,6 +50,7 @@ def bash(arguments: str, call_id: str = "call_0") -> ToolCallPart:
     return ToolCallPart(call_id, "bash", arguments)
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -137,11 +138,12 @@ def bash(arguments: str, call_id: str = "call_0") -> ToolCallPart:
     ],
 )
 def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message: Message) -> None:
-    """R82: names, arguments and the ids that a model wrote are what it sampled; the markup's white space is not."""
+    """Names, arguments and the ids that a model wrote are what it sampled; the markup's white space is not."""
     parsed = parse(name, text, finish_reason=FinishReason.STOP)
     assert parsed == ParsedCompletion(message, FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP)
 
 
+@pytest.mark.requirement("R80", "R81")
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
@@ -157,6 +159,8 @@ def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message
         ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}}, {"name": "bash"}]', "NOT_A_CALL"),
         ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}}', "UNCLOSED"),
         ("mistral", '[TOOL_CALLS]bash[ARGS]{"command": "ls', "UNCLOSED"),
+        ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}, "id": "\\udfff"}]', "NOT_A_CALL"),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "bash", "arguments": {{}}, "id": "{"a" * 257}"}}]', "NOT_A_CALL"),
         ("qwen3_coder", "<tool_call>\n<function=bash>\n<parameter=n>\n1\n</function>\n</tool_call>", "NOT_A_CALL"),
         ("qwen3_coder", '<tool_call>{"name": "bash", "arguments": {}}</tool_call>', "NOT_A_CALL"),
         ("qwen3_coder", "<tool_call>\n<function=bash>\n</function>\nmore</tool_call>", "NOT_A_CALL"),
@@ -170,6 +174,7 @@ def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message
         ("deepseek", "<｜tool▁call▁begin｜>bash {}<｜tool▁call▁end｜>", "NOT_A_CALL"),
         ("deepseek", f"<｜tool▁call▁begin｜>bash{SEP}{{<｜tool▁call▁end｜>", "NOT_JSON"),
         ("kimi", "<|tool_call_begin|>bash<|tool_call_argument_begin|>{}<|tool_call_end|>", "NOT_A_CALL"),
+        ("kimi", f"<|tool_call_begin|>b:{'1' * 257}<|tool_call_argument_begin|>{{}}<|tool_call_end|>", "NOT_A_CALL"),
         ("harmony", '<|channel|>commentary to=functions.bash<|message|>{"a": 1<|call|>', "NOT_JSON"),
         ("harmony", "<|channel|>commentary to=python code<|message|>print(1)<|call|>", "NOT_A_CALL"),
         ("harmony", " to=functions.<|channel|>commentary<|message|>{}<|call|>", "NOT_A_CALL"),
@@ -182,13 +187,14 @@ def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message
     ],
     ids=lambda value: value[:40],
 )
-def test_what_is_no_call_stays_text_with_a_flag(name: str, text: str, reason: str) -> None:
-    """R80, R81: nothing is repaired, whatever the family."""
+def test_invalid_call_stays_text_with_a_flag(name: str, text: str, reason: str) -> None:
+    """Nothing is repaired, whatever the family."""
     parsed = parse(name, text, finish_reason=FinishReason.STOP)
     assert parsed.message == Message.assistant(text)
     assert [(item.text, item.reason) for item in parsed.malformed] == [(text.rstrip(), reason)]
 
 
+@pytest.mark.requirement("R81")
 @pytest.mark.parametrize(
     "text",
     [
@@ -201,30 +207,33 @@ def test_what_is_no_call_stays_text_with_a_flag(name: str, text: str, reason: st
     ],
 )
 def test_json_that_is_no_call_is_an_answer(text: str) -> None:
-    """R81: a turn that starts with a brace and is no call is text, and no malformed call either."""
+    """A turn that starts with a brace and is no call is text, and no malformed call either."""
     assert parse("llama3_bare", text, finish_reason=FinishReason.STOP) == ParsedCompletion(
         Message.assistant(text), FinishReason.STOP
     )
 
 
+@pytest.mark.requirement("R30")
 def test_an_answer_in_json_is_streamed_once_it_cannot_be_a_call() -> None:
-    """R30: only what may still become a call is held back."""
+    """Only what may still become a call is held back."""
     codec = CODECS["llama3_bare"]
     parser = codec.stream_parser()
     assert parser.feed(codec.bytewise('{"na').tolist()) == []
     assert parser.feed(codec.bytewise('tion": "x"').tolist()) == [TextDelta('{"nation": "x"')]
 
 
-def test_a_value_that_is_not_of_its_type_is_passed_on_as_text() -> None:
-    """R81: the agent refuses it, and the model is told; nothing is made up, and text stays text."""
+@pytest.mark.requirement("R81")
+def test_value_of_another_type_is_passed_on_as_text() -> None:
+    """The agent refuses it, and the model is told; nothing is made up, and text stays text."""
     values = {"n": "abc", "ratio": "None", "on": "maybe", "o": "{1}", "free": "30", "unknown": "true", "command": "30"}
     body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     parsed = parse("qwen3_coder", f"<tool_call>\n<function=bash>\n{body}</function>\n</tool_call>")
     assert json.loads(parsed.message.tool_calls[0].arguments_json) == {**values, "ratio": None}
 
 
+@pytest.mark.requirement("R80")
 def test_a_section_around_calls_shows_only_where_there_are_none() -> None:
-    """R80: markup without a call is text, with one it is markup."""
+    """Markup without a call is text, with one it is markup."""
     opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     assert parse("kimi", f"a {opening} b{closing}").message == Message.assistant(f"a {opening} b{closing}")
     call = "<|tool_call_begin|>functions.bash:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -232,6 +241,7 @@ def test_a_section_around_calls_shows_only_where_there_are_none() -> None:
     assert parsed.message == Message.assistant("a", bash("{}", "functions.bash:3"), bash("{}"))
 
 
+@pytest.mark.requirement("R81")
 @pytest.mark.parametrize(
     "text",
     [
@@ -243,12 +253,13 @@ def test_a_section_around_calls_shows_only_where_there_are_none() -> None:
     ],
 )
 def test_a_header_that_says_nothing_known_is_text(text: str) -> None:
-    """R81: a message in another's name, or in an unknown channel, is no answer, no thought and no call."""
+    """A message in another's name, or in an unknown channel, is no answer, no thought and no call."""
     assert parse("harmony", text, finish_reason=FinishReason.STOP).message == Message.assistant(text)
 
 
+@pytest.mark.requirement("R30")
 def test_a_channel_is_streamed_as_soon_as_its_header_is_read() -> None:
-    """R30: reasoning and answers arrive in pieces; only a header and a call are held back."""
+    """Reasoning and answers arrive in pieces; only a header and a call are held back."""
     codec = CODECS["harmony"]
     parser = codec.stream_parser(call_id=lambda: "c")
     assert parser.feed(codec.bytewise("<|channel|>ana").tolist()) == []
@@ -261,16 +272,20 @@ def test_a_channel_is_streamed_as_soon_as_its_header_is_read() -> None:
     assert parser.feed(codec.bytewise("<|call|>").tolist()) == [ToolCallDelta(0, bash("{}", "c"))]
 
 
+@pytest.mark.requirement("R82")
 def test_control_tokens_of_one_family_are_no_text_in_another() -> None:
-    """R82: `<|end|>` is markup of gpt-oss; a model that has it for something else does not begin to show it."""
-    family = tiny.Family(tiny.chat_template(), (*tiny.CONTROL_TOKENS, "<|end|>", "<|call|>"))
+    """`<|end|>` is markup of gpt-oss; a model that has it for something else does not begin to show it."""
+    family = tiny_tokenizer.Family(
+        tiny_tokenizer.chat_template(), (*tiny_tokenizer.CONTROL_TOKENS, "<|end|>", "<|call|>")
+    )
     codec = Codec.load(family.build(families.TEXTS))
     assert codec.parser == "hermes"
     assert codec.parse(codec.bytewise("a<|end|>b<|call|>")).message == Message.assistant("ab")
 
 
+@pytest.mark.requirement("R25")
 def test_ids_are_such_as_the_template_takes() -> None:
-    """R25: nine letters and digits for Mistral; and an id from elsewhere is turned into such a one."""
+    """Nine letters and digits for Mistral; and an id from elsewhere is turned into such a one."""
     codec = CODECS["mistral"]
     (call,) = codec.parse(codec.bytewise("[TOOL_CALLS]bash[ARGS]{}")).message.tool_calls
     assert len(call.id) == 9 and call.id.isalnum()
@@ -282,6 +297,7 @@ def test_ids_are_such_as_the_template_takes() -> None:
     assert len(shown) == 9 and text.count(shown) == 2
 
 
+@pytest.mark.requirement("R63", "R104")
 @pytest.mark.parametrize(
     ("name", "parser"),
     [(name, name) for name in ("llama3", "mistral", "qwen3_coder", "kimi", "deepseek", "glm", "harmony")]
@@ -294,11 +310,12 @@ def test_ids_are_such_as_the_template_takes() -> None:
         ("strips_old_reasoning", "hermes"),
     ],
 )
-def test_the_template_tells_the_family(name: str, parser: str) -> None:
-    """R63, R104: detected from what the template writes."""
+def test_template_identifies_the_family(name: str, parser: str) -> None:
+    """Detected from what the template writes."""
     assert choose_grammar(None, families.template("qwen3" if name == "chatml" else name)).name == parser
 
 
+@pytest.mark.requirement("R104")
 @pytest.mark.parametrize(
     ("text", "parser"),
     [
@@ -309,36 +326,73 @@ def test_the_template_tells_the_family(name: str, parser: str) -> None:
         ("{{ messages[0]['tools'] }}", "none"),
     ],
 )
-def test_what_published_templates_say_beside_their_calls_hides_no_parser(
+def test_text_beside_calls_in_published_templates_hides_no_parser(
     files: TokenizerFiles, text: str, parser: str
 ) -> None:
-    """R104: Qwen's and Granite's instructions, DeepSeek's calls without tools, Phi's tools inside of a message."""
+    """Qwen's and Granite's instructions, DeepSeek's calls without tools, Phi's tools inside of a message."""
     assert Codec.load(replace(files, chat_template=text)).parser == parser
 
 
+@pytest.mark.requirement("R104")
 def test_tools_that_a_template_reads_elsewhere_are_refused(files: TokenizerFiles) -> None:
-    """R104: a template that reads `message.tools` would drop a request's tools without a word."""
+    """A template that reads `message.tools` would drop a request's tools without a word."""
     codec = Codec.load(replace(files, chat_template="{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}"))
     with pytest.raises(CodecError) as caught:
         codec.render([Message.user("q")], TOOLS)
     assert caught.value.reason == "TEMPLATE_WITHOUT_TOOLS"
 
 
+@pytest.mark.requirement("R63")
 def test_a_template_of_two_kinds_asks_for_a_parser() -> None:
-    """R63: never a silent choice."""
+    """Never a silent choice."""
     both = families.template("mistral") + families.template("qwen3")
     with pytest.raises(CodecError, match=r"several kinds \(hermes, mistral\)") as caught:
         choose_grammar(None, both)
     assert caught.value.reason == "PARSER_UNDETECTED"
 
 
+@pytest.mark.requirement("R80")
 def test_very_long_nonsense_is_read_in_linear_work() -> None:
-    """R80: whatever is repeated, openings, braces or half tags, it ends."""
+    """Whatever is repeated, openings, braces or half tags, it ends."""
     for name, codec in CODECS.items():
         for mark in [*codec.markup, "{", '"', "<parameter=a>", "</parameter>\n", "; ", "\n"]:
             text = mark * (50_000 // len(mark))
             parsed = codec.parse(codec.bytewise(text), finish_reason=FinishReason.LENGTH)
             assert parsed.finish_reason is FinishReason.LENGTH, (name, mark)
+
+
+@pytest.mark.requirement("R80", "R96")
+@pytest.mark.parametrize("head", ["a" + " " * 480, "a" * 240 + " " * 240, "a to=" + "b" * 240 + " " * 240])
+def test_many_headers_that_are_none_are_read_in_linear_work(head: str) -> None:
+    """A header's fields are not tried at every place; half a second for each would stop the gate."""
+    codec = CODECS["harmony"]
+    text = f"<|channel|>{head}!<|message|>" * 2000
+    parsed = codec.parse(codec.bytewise(text), finish_reason=FinishReason.LENGTH)
+    assert parsed.message.text == text.rstrip()
+
+
+@pytest.mark.requirement("R80", "R96")
+@pytest.mark.parametrize(
+    ("name", "mark"), [("deepseek", "<｜tool▁calls▁begin｜>"), ("kimi", "<|tool_calls_section_begin|>")]
+)
+def test_sections_without_calls_are_read_in_linear_work(name: str, mark: str) -> None:
+    """What may still turn out to be text is kept in pieces, not copied for each."""
+    codec = CODECS[name]
+    parsed = codec.parse(list(codec.bytewise(mark)) * 300_000, finish_reason=FinishReason.LENGTH)
+    assert len(parsed.message.text) == len(mark) * 300_000
+
+
+@pytest.mark.requirement("R96")
+def test_a_schema_of_megabytes_is_not_kept() -> None:
+    """An agent may send another one with each call."""
+    codec = CODECS["qwen3_coder"]
+    kept = len(cache.ARGUMENT_TYPES)
+    properties = {"n": {"type": "integer", "description": "x" * 100_000}}
+    tools = [Tool("bash", "", json.dumps({"type": "object", "properties": properties}))]
+    text = "<tool_call><function=bash><parameter=n>1</parameter></function></tool_call>"
+    parsed = codec.parse(codec.bytewise(text), tools=tools)
+    assert parsed.message.tool_calls[0].arguments_json == '{"n": 1}'
+    assert len(cache.ARGUMENT_TYPES) == kept
 
 
 def _pieces(codec: Codec) -> st.SearchStrategy[str]:
@@ -361,11 +415,12 @@ def _pieces(codec: Codec) -> st.SearchStrategy[str]:
     return st.sampled_from(written)
 
 
+@pytest.mark.requirement("R80")
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_ids_parse_and_the_pieces_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
-    """R80: no ids make the parser raise, and a stream says what the whole says, however it was cut."""
+    """No ids make the parser raise, and a stream says what the whole says, however it was cut."""
     codec = CODECS[name]
     text = "".join(data.draw(st.lists(_pieces(codec), max_size=12)))
     noise = data.draw(st.lists(st.integers(-2, codec.vocab_size + 2), max_size=8))
@@ -387,13 +442,14 @@ VALUES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(arguments=VALUES, thought=WORDS, indent=st.sampled_from([None, 1]))
-def test_what_a_family_writes_is_read_back(
+def test_written_calls_of_each_family_are_read_back(
     name: str, arguments: dict[str, Any], thought: str, indent: int | None
 ) -> None:
-    """R82: any arguments survive; where they are JSON, as the very text that was sampled."""
+    """Any arguments survive; where they are JSON, as the very text that was sampled."""
     codec, speech = CODECS[name], Speech(CODECS[name])
     text = json.dumps(arguments, ensure_ascii=False, indent=indent)
     written = speech.thought(thought, speech.calls(text))
@@ -406,8 +462,9 @@ def test_what_a_family_writes_is_read_back(
     assert all(isinstance(part, ReasoningPart) for part in thoughts)
 
 
+@pytest.mark.requirement("R82")
 def test_every_family_with_calls_can_be_spoken() -> None:
-    """R82: the suite that users run knows how each parser's calls are written."""
+    """The suite that users run knows how each parser's calls are written."""
     for name in GRAMMARS.keys() - {"think", "none"}:
         codec = next(codec for codec in CODECS.values() if codec.parser == name)
         assert codec.parse(codec.bytewise(Speech(codec).calls("{}")), tools=TOOLS).message.tool_calls

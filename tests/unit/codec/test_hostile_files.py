@@ -14,6 +14,7 @@ from penstock_codec import Codec, CodecError, TokenizerFiles
 from penstock_codec.chat import FinishReason
 
 
+@pytest.mark.requirement("R145")
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -32,7 +33,7 @@ from penstock_codec.chat import FinishReason
 def test_a_file_that_is_not_what_it_should_be_is_refused(
     files: TokenizerFiles, tmp_path: Path, name: str, content: bytes
 ) -> None:
-    """R145: deep JSON, other types, other encodings, too many bytes."""
+    """Deep JSON, other types, other encodings, too many bytes."""
     files.write(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     if name == "tokenizer_config.json":
@@ -43,8 +44,9 @@ def test_a_file_that_is_not_what_it_should_be_is_refused(
     assert caught.value.reason == "FILES_INCOMPLETE"
 
 
+@pytest.mark.requirement("R145")
 def test_a_token_id_far_beyond_the_vocabulary_is_refused(files: TokenizerFiles) -> None:
-    """R145: tables are as long as the largest id, which a file may set to four thousand million."""
+    """Tables are as long as the largest id, which a file may set to four thousand million."""
     content: dict[str, Any] = json.loads(files.tokenizer_json)
     content["model"]["vocab"]["zz"] = 4_000_000_000
     with pytest.raises(CodecError) as caught:
@@ -52,8 +54,9 @@ def test_a_token_id_far_beyond_the_vocabulary_is_refused(files: TokenizerFiles) 
     assert caught.value.reason == "TOKENIZER_UNSUPPORTED"
 
 
-def test_a_call_of_nothing_but_space_behind_a_name_is_read_in_linear_work() -> None:
-    """R80, R145: to go back over the spaces again and again would take hours."""
+@pytest.mark.requirement("R80", "R145")
+def test_blank_call_behind_a_name_is_read_in_linear_work() -> None:
+    """To go back over the spaces again and again would take hours."""
     codec = Codec.load(families.build("mistral"))
     ids = codec.bytewise("[TOOL_CALLS]bash" + " " * 500_000 + "x")
     parsed = codec.parse(ids, finish_reason=FinishReason.STOP)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.codec import piecewise
 
-from penstock_codec import Codec, CodecError, ParsedCompletion, TokenizerFiles, tiny
+from penstock_codec import Codec, CodecError, ParsedCompletion, TokenizerFiles, tiny_tokenizer
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, TextPart, ToolCallPart
 from penstock_codec.parsers import TextDelta
 from penstock_codec.tool_json import (
@@ -32,17 +32,21 @@ END = "<|im_end|>"
 def parse(codec: Codec, text: str, *, finish_reason: FinishReason | None = None) -> ParsedCompletion:
     """Parse `text` as sampled one byte a token; tool calls are numbered."""
     numbers = iter(range(10_000))
-    return codec.parse(tiny.bytewise(text), finish_reason=finish_reason, call_id=lambda: f"call_{next(numbers)}")
+    return codec.parse(
+        tiny_tokenizer.bytewise(text), finish_reason=finish_reason, call_id=lambda: f"call_{next(numbers)}"
+    )
 
 
+@pytest.mark.requirement("R82")
 def test_text_stays_exactly_as_sampled(codec: Codec) -> None:
-    """R82: nothing is trimmed from a plain answer; the stop token is no text."""
+    """Nothing is trimmed from a plain answer; the stop token is no text."""
     parsed = parse(codec, " Hé €\n\n" + END)
     assert parsed == ParsedCompletion(Message.assistant(" Hé €\n\n"), FinishReason.STOP)
 
 
+@pytest.mark.requirement("R82")
 def test_a_tool_call_keeps_its_arguments_as_sampled(codec: Codec) -> None:
-    """R82: spacing, key order and escapes of the arguments are the model's."""
+    """Spacing, key order and escapes of the arguments are the model's."""
     arguments = '{ "z":1.0 ,"a" :"\\u00e9<é>", "n": null}'
     parsed = parse(codec, f'Look:\n<tool_call>{{"arguments": {arguments}  , "name":"bash"}}</tool_call>{END}')
     assert parsed.message == Message.assistant("Look:", ToolCallPart("call_0", "bash", arguments))
@@ -50,20 +54,23 @@ def test_a_tool_call_keeps_its_arguments_as_sampled(codec: Codec) -> None:
     assert parsed.malformed == ()
 
 
+@pytest.mark.requirement("R82")
 def test_reasoning_text_and_several_calls_come_apart(codec: Codec) -> None:
-    """R82: parts stand in the order sampled, without the white space of the markup."""
+    """Parts stand in the order sampled, without the white space of the markup."""
     parsed = parse(codec, f"<think>\na\n\nb\n</think>\n\nText \n\n{GOOD}\n{GOOD}\n{END}")
     call = ToolCallPart("call_0", "bash", '{"command":  "ls"}')
     assert parsed.message.parts == (ReasoningPart("a\n\nb"), TextPart("Text"), call, replace(call, id="call_1"))
 
 
+@pytest.mark.requirement("R80")
 def test_markup_inside_an_argument_is_what_the_model_talks_about(codec: Codec) -> None:
-    """R80: tags in a JSON string neither end nor start a call."""
+    """Tags in a JSON string neither end nor start a call."""
     arguments = '{"command": "echo \\"</tool_call><tool_call><think>\\" "}'
     parsed = parse(codec, f'<tool_call>{{"name": "bash", "arguments": {arguments}}}</tool_call>{END}')
     assert parsed.message.tool_calls[0].arguments_json == arguments
 
 
+@pytest.mark.requirement("R80", "R81")
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -86,6 +93,7 @@ def test_markup_inside_an_argument_is_what_the_model_talks_about(codec: Codec) -
         ('{"name": 3, "arguments": {}}', "NOT_A_CALL"),
         ('{"name": " ", "arguments": {}}', "NOT_A_CALL"),
         ('{"name": "bash"}', "NOT_A_CALL"),
+        ('{"name": "\\ud800", "arguments": {}}', "NOT_A_CALL"),
         ('["bash", {}]', "NOT_A_CALL"),
         ("{}", "NOT_A_CALL"),
         ("42", "NOT_A_CALL"),
@@ -94,8 +102,8 @@ def test_markup_inside_an_argument_is_what_the_model_talks_about(codec: Codec) -
     ],
     ids=lambda value: value[:48],
 )
-def test_what_is_no_call_stays_text_with_a_flag(codec: Codec, body: str, reason: str) -> None:
-    """R80, R81: nothing is repaired or guessed; no identifier becomes a string."""
+def test_invalid_call_stays_text_with_a_flag(codec: Codec, body: str, reason: str) -> None:
+    """Nothing is repaired or guessed; no identifier becomes a string."""
     text = f"Well.\n<tool_call>{body}</tool_call>"
     parsed = parse(codec, text + END)
     assert parsed.message == Message.assistant(text)
@@ -103,28 +111,32 @@ def test_what_is_no_call_stays_text_with_a_flag(codec: Codec, body: str, reason:
     assert parsed.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.requirement("R80")
 def test_a_call_that_is_too_large_is_text(codec: Codec) -> None:
-    """R80: bounded in size."""
+    """Bounded in size."""
     body = '{"name": "b", "arguments": {"a": "' + "x" * MAX_CALL_CHARS + '"}}'
     assert parse_call(body) == Malformed("TOO_LARGE")
 
 
+@pytest.mark.requirement("R80")
 def test_a_call_at_the_depth_limit_is_a_call() -> None:
-    """R80: the limit is where it says."""
+    """The limit is where it says."""
     inner = '{"a":' * (MAX_DEPTH - 1) + "1" + "}" * (MAX_DEPTH - 1)
     assert parse_call('{"name": "b", "arguments": ' + inner + "}") == CallText("b", inner)
     assert parse_call('{"name": "b", "arguments": {"a":' + inner + "}}") == Malformed("TOO_DEEP")
 
 
+@pytest.mark.requirement("R80")
 def test_too_many_calls_end_as_text(codec: Codec) -> None:
-    """R80: bounded in number."""
+    """Bounded in number."""
     parsed = parse(codec, GOOD * 130)
     assert len(parsed.message.tool_calls) == 128
     assert [item.reason for item in parsed.malformed] == ["TOO_MANY", "TOO_MANY"]
 
 
-def test_a_call_that_was_cut_off_is_text_and_the_one_before_it_a_call(codec: Codec) -> None:
-    """R80: an unclosed call is flagged; what came whole stays."""
+@pytest.mark.requirement("R80")
+def test_truncated_call_is_text_and_the_one_before_it_a_call(codec: Codec) -> None:
+    """An unclosed call is flagged; what came whole stays."""
     parsed = parse(codec, f'{GOOD}\n<tool_call>\n{{"name": "ba \n', finish_reason=FinishReason.LENGTH)
     assert len(parsed.message.tool_calls) == 1
     assert [(item.text, item.reason) for item in parsed.malformed] == [('<tool_call>\n{"name": "ba', "UNCLOSED")]
@@ -132,54 +144,59 @@ def test_a_call_that_was_cut_off_is_text_and_the_one_before_it_a_call(codec: Cod
     assert parsed.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.requirement("R80")
 def test_reasoning_that_never_ends_is_reasoning(codec: Codec) -> None:
-    """R80: a stop inside thinking leaves no text, and no call."""
+    """A stop inside thinking leaves no text, and no call."""
     parsed = parse(codec, f"<think>\nhm {GOOD}{END}")
     assert parsed.message == Message.assistant(reasoning=f"hm {GOOD}")
     assert parsed.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.requirement("R82")
 def test_a_prompt_that_opened_the_reasoning_is_heeded(codec: Codec) -> None:
-    """R82: templates that end in <think> make the completion start inside it."""
+    """Templates that end in <think> make the completion start inside it."""
     prompt = codec.encode("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    ids = tiny.bytewise("so\n</think>\n\nyes<|im_end|>")
+    ids = tiny_tokenizer.bytewise("so\n</think>\n\nyes<|im_end|>")
     assert codec.parse(ids, prompt_ids=prompt).message == Message.assistant("yes", reasoning="so")
     closed = codec.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert codec.parse(tiny.bytewise("yes"), prompt_ids=closed).message == Message.assistant("yes")
+    assert codec.parse(tiny_tokenizer.bytewise("yes"), prompt_ids=closed).message == Message.assistant("yes")
     quoted = codec.encode("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n")
-    assert codec.parse(tiny.bytewise("yes"), prompt_ids=quoted).message == Message.assistant("yes")
+    assert codec.parse(tiny_tokenizer.bytewise("yes"), prompt_ids=quoted).message == Message.assistant("yes")
 
 
+@pytest.mark.requirement("R81")
 def test_text_that_only_spells_the_markup_is_text(codec: Codec) -> None:
-    """R81: where a vocabulary has the markup as tokens, only those tokens are markup."""
-    ids = [index for char in GOOD for index in tiny.bytewise(char)]
+    """Where a vocabulary has the markup as tokens, only those tokens are markup."""
+    ids = [index for char in GOOD for index in tiny_tokenizer.bytewise(char)]
     assert codec.parse(ids).message == Message.assistant(GOOD)
 
 
-def test_markup_is_found_by_text_where_the_vocabulary_has_no_token_for_it(files: TokenizerFiles) -> None:
-    """R80: split over tokens in any way, it is still found; what merely resembles it is text."""
+@pytest.mark.requirement("R80")
+def test_markup_is_found_by_text_without_a_vocabulary_token(files: TokenizerFiles) -> None:
+    """Split over tokens in any way, it is still found; what merely resembles it is text."""
     content = json.loads(files.tokenizer_json)
-    markup = set(tiny.MARKUP_TOKENS)
+    markup = set(tiny_tokenizer.MARKUP_TOKENS)
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in markup]
     for token in markup:
         content["model"]["vocab"][token.upper()] = content["model"]["vocab"].pop(token)
     codec = Codec.load(replace(files, tokenizer_json=json.dumps(content).encode()))
     text = f"<think>\na < b <thin>\n</think>\n\nx <tool {GOOD}"
-    spelled = [index for char in text for index in tiny.bytewise(char)]
+    spelled = [index for char in text for index in tiny_tokenizer.bytewise(char)]
     parser = codec.stream_parser(call_id=lambda: "c")
     for index in spelled:
         parser.feed([index])
     _, parsed = parser.finish()
     call = ToolCallPart("c", "bash", '{"command":  "ls"}')
     assert parsed.message == Message.assistant("x <tool", call, reasoning="a < b <thin>")
-    spelled = [index for char in "<think>\n" for index in tiny.bytewise(char)]
-    opened = [*tiny.bytewise("<|im_end|>\n<|im_start|>assistant\n"), *spelled]
-    assert codec.parse(tiny.bytewise("so"), prompt_ids=opened).message == Message.assistant(reasoning="so")
-    assert codec.parse(tiny.bytewise("so"), prompt_ids=opened[:-9]).message == Message.assistant("so")
+    spelled = [index for char in "<think>\n" for index in tiny_tokenizer.bytewise(char)]
+    opened = [*tiny_tokenizer.bytewise("<|im_end|>\n<|im_start|>assistant\n"), *spelled]
+    assert codec.parse(tiny_tokenizer.bytewise("so"), prompt_ids=opened).message == Message.assistant(reasoning="so")
+    assert codec.parse(tiny_tokenizer.bytewise("so"), prompt_ids=opened[:-9]).message == Message.assistant("so")
 
 
-def test_without_a_stop_token_or_reason_a_completion_was_cut_off(codec: Codec) -> None:
-    """R87: the finish reason is what the tokens say."""
+@pytest.mark.requirement("R87")
+def test_a_completion_without_stop_token_or_reason_was_cut_off(codec: Codec) -> None:
+    """The finish reason is what the tokens say."""
     assert parse(codec, "abc").finish_reason is FinishReason.LENGTH
     assert parse(codec, "abc" + END).finish_reason is FinishReason.STOP
     assert parse(codec, "", finish_reason=FinishReason.ABORT) == ParsedCompletion(
@@ -187,46 +204,53 @@ def test_without_a_stop_token_or_reason_a_completion_was_cut_off(codec: Codec) -
     )
 
 
+@pytest.mark.requirement("R30")
 def test_a_character_that_spans_tokens_appears_once_it_is_whole(codec: Codec) -> None:
-    """R30: a stream never carries half a character."""
+    """A stream never carries half a character."""
     parser = codec.stream_parser()
-    shown = [parser.feed([index]) for index in tiny.bytewise("€😀")]
+    shown = [parser.feed([index]) for index in tiny_tokenizer.bytewise("€😀")]
     assert [delta for deltas in shown for delta in deltas] == [TextDelta("€"), TextDelta("😀")]
     assert parser.finish()[1].message == Message.assistant("€😀")
 
 
+@pytest.mark.requirement("R80")
 def test_bytes_that_are_no_text_become_replacement_characters(codec: Codec) -> None:
-    """R80: any bytes may be sampled."""
-    ids = tiny.bytewise("a€")[:-1]
+    """Any bytes may be sampled."""
+    ids = tiny_tokenizer.bytewise("a€")[:-1]
     assert codec.parse(ids).message == Message.assistant("a\ufffd")
 
 
+@pytest.mark.requirement("R25")
 def test_every_call_gets_an_id_of_its_own(codec: Codec) -> None:
-    """R25: 128 random bits."""
-    calls = codec.parse(tiny.bytewise(GOOD * 50)).message.tool_calls
+    """128 random bits."""
+    calls = codec.parse(tiny_tokenizer.bytewise(GOOD * 50)).message.tool_calls
     assert len({call.id for call in calls}) == 50
 
 
+@pytest.mark.requirement("R80", "R83")
 def test_ids_outside_the_vocabulary_are_refused_by_decode_and_skipped_by_parse(codec: Codec) -> None:
-    """R80, R83: the parser never raises; decoding says which ids there are."""
+    """The parser never raises; decoding says which ids there are."""
     with pytest.raises(CodecError) as caught:
         codec.decode([10**6])
     assert caught.value.reason == "TOKEN_ID_INVALID"
-    assert codec.parse([-1, 10**6, *tiny.bytewise("a")]).message == Message.assistant("a")
+    assert codec.parse([-1, 10**6, *tiny_tokenizer.bytewise("a")]).message == Message.assistant("a")
 
 
-PIECES = st.sampled_from([*tiny.SPECIAL_TOKENS, GOOD, '{"name": "b"', '"', "\\", "{", "}", "\n", " ", "é€😀", "text"])
+PIECES = st.sampled_from(
+    [*tiny_tokenizer.SPECIAL_TOKENS, GOOD, '{"name": "b"', '"', "\\", "{", "}", "\n", " ", "é€😀", "text"]
+)
 COMPLETIONS = st.one_of(
-    st.lists(PIECES, max_size=24).map(lambda pieces: tiny.bytewise("".join(pieces))),
+    st.lists(PIECES, max_size=24).map(lambda pieces: tiny_tokenizer.bytewise("".join(pieces))),
     st.lists(st.integers(0, 300), max_size=64),
     st.lists(st.integers(-5, 2**31 - 1), max_size=8),
 )
 
 
+@pytest.mark.requirement("R80")
 @settings(max_examples=300, deadline=None)
 @given(ids=COMPLETIONS, data=st.data())
 def test_any_ids_parse_and_the_pieces_add_up_to_the_whole(codec: Codec, ids: list[int], data: st.DataObject) -> None:
-    """R80: no ids make the parser raise, and a stream says what the whole says, however it was cut."""
+    """No ids make the parser raise, and a stream says what the whole says, however it was cut."""
     piecewise.check(codec, ids, data)
 
 
@@ -237,6 +261,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.requirement("R82")
 @given(
     name=st.text(min_size=1, max_size=20),
     arguments=st.dictionaries(st.text(), JSON_VALUES, max_size=3),
@@ -245,7 +270,7 @@ JSON_VALUES = st.recursive(
 def test_every_json_object_is_read_back_as_it_was_written(
     name: str, arguments: dict[str, object], indent: int | None
 ) -> None:
-    """R82: the arguments are a slice of what was sampled, for any JSON at all."""
+    """The arguments are a slice of what was sampled, for any JSON at all."""
     text = json.dumps(arguments, ensure_ascii=False, indent=indent)
     parsed = parse_call(f'{{ "name" : {json.dumps(name)},\n"arguments": {text} }}')
     assert parsed == (CallText(name, text) if name.strip() else Malformed("NOT_A_CALL"))
@@ -272,13 +297,14 @@ def followed(text: str) -> tuple[bool, int, int]:
     return inside, depth, deepest
 
 
+@pytest.mark.requirement("R80")
 @given(
     text=st.text(alphabet='a"\\{}[]\n', max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=4),
     asked=st.booleans(),
 )
 def test_json_is_followed_in_pieces_as_it_is_whole(text: str, cuts: list[int], asked: bool) -> None:
-    """R80: an escape or a string may be cut anywhere, and it may be asked for at any time."""
+    """An escape or a string may be cut anywhere, and it may be asked for at any time."""
     strings = StringTracker()
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in itertools.pairwise(edges):
@@ -288,8 +314,9 @@ def test_json_is_followed_in_pieces_as_it_is_whole(text: str, cuts: list[int], a
     assert (strings.in_string, *depths(text)) == followed(text)
 
 
+@pytest.mark.requirement("R80")
 def test_text_that_means_to_take_long_is_followed_in_one_pass() -> None:
-    """R80: a model, or who speaks through it, may write a million escaped quotes in a string that it never closes."""
+    """A model, or who speaks through it, may write a million escaped quotes in a string that it never closes."""
     text = '{"a": "' + '\\"' * 500_000
     strings = StringTracker()
     strings.feed(text)
@@ -297,9 +324,10 @@ def test_text_that_means_to_take_long_is_followed_in_one_pass() -> None:
     assert depths(text) == (1, 1)
 
 
+@pytest.mark.requirement("R80")
 @given(text=st.text(max_size=80))
 def test_any_text_is_a_call_or_malformed(text: str) -> None:
-    """R80: the reader of calls never raises."""
+    """The reader of calls never raises."""
     assert isinstance(parse_call(text), (CallText, Malformed))
 
 
@@ -312,9 +340,10 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.requirement("R82")
 @given(st.lists(PIECES, max_size=8).map("".join))
 def test_the_usual_call_is_read_as_any_other(text: str) -> None:
-    """R82: the short way to a call's name and arguments finds what the long one finds, and nothing else."""
+    """The short way to a call's name and arguments finds what the long one finds, and nothing else."""
     for body in (text, f'{{"name": "b", "arguments": {text}}}', f' {{ "name":"b" ,"arguments":{{}}{text}}}\n'):
         read = parse_calls(body)
         assert parse_call(body) == (read if isinstance(read, Malformed) else read[0])

@@ -54,12 +54,13 @@ def _cases() -> list[tuple[str, str, str]]:
     return cases
 
 
+@pytest.mark.requirement("R104")
 @pytest.mark.skipif(
     not _directories(),
     reason="no published templates here: run `make .venv-vllm/.installed`, or set PENSTOCK_PUBLISHED_TEMPLATES",
 )
 def test_published_templates_are_detected_and_go_on_exactly() -> None:
-    """R104: each template of a family that we name has its parser, and is exact but where it moves its tools."""
+    """Each template of a family that we name has its parser, and is exact but where it moves its tools."""
     cases = _cases()
     assert cases
     wrong = []

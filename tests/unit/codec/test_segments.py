@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from penstock_codec import Codec, TokenizerFiles, tiny
+from penstock_codec import Codec, TokenizerFiles, tiny_tokenizer
+from penstock_codec.cache import Caches
 from penstock_codec.segments import LONG_BLOCK, SHORTEST, IntArray, Segments
-from penstock_codec.words import MOST_NEW, Words
+from penstock_codec.word_cache import MOST_NEW, Words
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<tool_call>")
 TEXTS = [
@@ -130,6 +131,7 @@ LONG = (".", "word " * 60 + "end\n", "x" * 300 + "\n", *SPECIALS, "<tool", "|>",
 pieces = st.sampled_from(PIECES + LONG)
 
 
+@pytest.mark.requirement("R32", "R82")
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 @given(
     text=st.lists(pieces, min_size=1, max_size=60).map("".join),
@@ -137,46 +139,49 @@ pieces = st.sampled_from(PIECES + LONG)
     length=st.sampled_from([SHORTEST, 2048, LONG_BLOCK]),
 )
 def test_any_text_gets_the_ids_that_it_gets_as_a_whole(name: str, text: str, filler: str, length: int) -> None:
-    """R82, R32: wherever it is cut."""
+    """Wherever it is cut."""
     tokenizer = TOKENIZERS[name]
-    segments = Segments(tokenizer, SPECIALS, Counted(tokenizer))
+    segments = Segments(tokenizer, SPECIALS, Counted(tokenizer), Caches())
     long = text + filler * (length // len(filler)) + text
     expected = tokenizer.encode(long, add_special_tokens=False).ids
     assert segments.encode(long).tolist() == expected
     assert segments.encode(long).tolist() == expected, "the second time, from what was kept"
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 @given(
     text=st.lists(st.characters(exclude_categories=["Cs"]) | pieces, max_size=40).map("".join), again=st.integers(1, 3)
 )
 def test_any_characters_get_the_ids_that_they_get_as_a_whole(name: str, text: str, again: int) -> None:
-    """R82: whatever Unicode holds, and a second time beside other text."""
+    """Whatever Unicode holds, and a second time beside other text."""
     tokenizer = TOKENIZERS[name]
-    segments = Segments(tokenizer, SPECIALS, Counted(tokenizer))
+    segments = Segments(tokenizer, SPECIALS, Counted(tokenizer), Caches())
     for count in range(1, again + 1):
         repeated = " ".join([text] * count) + "\n" + text
         assert segments.encode(repeated).tolist() == tokenizer.encode(repeated, add_special_tokens=False).ids
 
 
+@pytest.mark.requirement("R82")
 @given(st.lists(st.lists(pieces, max_size=8).map("".join), min_size=1, max_size=12), st.integers(0, 5))
-def test_words_that_are_forgotten_are_tokenised_again(texts: list[str], most: int) -> None:
-    """R82: the same ids however few words are kept."""
+def test_forgotten_words_are_tokenised_again(texts: list[str], most: int) -> None:
+    """The same ids however few words are kept."""
     tokenizer = TOKENIZERS["qwen"]
-    words = Words(Counted(tokenizer), most=most)
+    words = Words(Counted(tokenizer), Caches(words=most).words)
     for text in texts * 2:
         assert words.ids([text]).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
-def test_only_tokenizers_that_end_a_piece_with_each_word_are_cut_at_words(name: str) -> None:
+def test_only_tokenizers_that_split_at_words_are_cut_at_words(name: str) -> None:
     """One that merges over a space, or marks the start of a text, is cut at special tokens alone."""
     counted = Counted(TOKENIZERS[name])
     prompt = "<|im_start|>system\n" + "".join(f"Rule {number}: do it.\n" for number in range(200))
-    Segments(TOKENIZERS[name], SPECIALS, counted).encode(prompt)
+    Segments(TOKENIZERS[name], SPECIALS, counted, Caches()).encode(prompt)
     assert (len(counted.asked) > 100) is (name in BY_WORD)
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize(
     "token",
     [
@@ -188,19 +193,19 @@ def test_only_tokenizers_that_end_a_piece_with_each_word_are_cut_at_words(name: 
     ids=str,
 )
 def test_added_tokens_that_take_spaces_along_are_left_whole(token: AddedToken) -> None:
-    """R82: so is a token of several words, and one that is looked for between words only."""
+    """So is a token of several words, and one that is looked for between words only."""
     tokenizer = Tokenizer.from_str(TOKENIZERS["qwen"].to_str())
     tokenizer.add_tokens([token])
-    files = TokenizerFiles(tokenizer.to_str().encode(), tiny.chat_template())
+    files = TokenizerFiles(tokenizer.to_str().encode(), tiny_tokenizer.chat_template())
     codec = Codec.load(files)
     for text in (f"a.\n {token.content} \n b {token.content}s. x{token.content}", token.content):
         assert codec.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_what_prompts_share_is_tokenised_once_and_what_changed_alone() -> None:
+def test_shared_prompts_are_tokenised_once_and_changes_alone() -> None:
     """A group's system prompt costs its first rollout; a date in it costs its words."""
     counted = Counted(TOKENIZERS["qwen"])
-    segments = Segments(counted.tokenizer, SPECIALS, counted)
+    segments = Segments(counted.tokenizer, SPECIALS, counted, Caches())
 
     def prompt(day: int, task: str) -> str:
         rules = "".join(f"Rule {number}: do it.\n" for number in range(200))
@@ -218,8 +223,9 @@ def test_what_prompts_share_is_tokenised_once_and_what_changed_alone() -> None:
     assert counted.asked == [" 2.\n"]
 
 
+@pytest.mark.requirement("R32")
 def test_a_group_that_starts_at_once_has_its_prompt_tokenised_once() -> None:
-    """R32: the others wait for the first, off the event loop."""
+    """The others wait for the first, off the event loop."""
     tokenizer, inside, go = TOKENIZERS["qwen"], threading.Event(), threading.Event()
     counted = Counted(tokenizer)
 
@@ -228,7 +234,7 @@ def test_a_group_that_starts_at_once_has_its_prompt_tokenised_once() -> None:
         assert go.wait(60)
         return counted(texts)
 
-    segments = Segments(tokenizer, SPECIALS, encode)
+    segments = Segments(tokenizer, SPECIALS, encode, Caches())
     text = "".join(f"Rule {number}: do it well.\n" for number in range(2000))
     with ThreadPoolExecutor(8) as pool:
         work = [pool.submit(segments.encode, text) for _ in range(8)]
@@ -239,10 +245,10 @@ def test_a_group_that_starts_at_once_has_its_prompt_tokenised_once() -> None:
     assert sorted(counted.asked) == sorted(set(counted.asked))
 
 
-def test_what_is_kept_stays_under_its_limit() -> None:
+def test_cache_stays_under_its_limit() -> None:
     """The least used goes; what is larger than the limit is not kept."""
     counted = Counted(TOKENIZERS["whole text"])
-    segments = Segments(counted.tokenizer, SPECIALS, counted, kept_bytes=40_000)
+    segments = Segments(counted.tokenizer, SPECIALS, counted, Caches(block_bytes=40_000))
     often = "<|im_start|>" + "often " * 500
     for number in range(50):
         segments.encode(often)
@@ -257,7 +263,7 @@ def test_what_is_kept_stays_under_its_limit() -> None:
 def test_a_long_word_is_not_kept() -> None:
     """Paths, digests and texts without spaces come once; words stay."""
     counted = Counted(TOKENIZERS["qwen"])
-    segments = Segments(counted.tokenizer, SPECIALS, counted)
+    segments = Segments(counted.tokenizer, SPECIALS, counted, Caches())
     digest = "ab" * 40
     segments.encode(f"a digest {digest}")
     counted.asked.clear()
@@ -265,10 +271,11 @@ def test_a_long_word_is_not_kept() -> None:
     assert counted.asked == [f" {digest}"]
 
 
-def test_a_text_of_very_many_new_words_is_left_whole() -> None:
-    """R23: so that no text makes the gate hold an object for each of millions of words."""
+@pytest.mark.requirement("R23")
+def test_text_of_very_many_new_words_is_left_whole() -> None:
+    """So that no text makes the gate hold an object for each of millions of words."""
     counted = Counted(TOKENIZERS["qwen"])
-    segments = Segments(counted.tokenizer, SPECIALS, counted)
+    segments = Segments(counted.tokenizer, SPECIALS, counted, Caches())
     text = " ".join(str(number) for number in range(MOST_NEW + 1))
     assert segments.encode(text).tolist() == counted.tokenizer.encode(text, add_special_tokens=False).ids
     assert counted.asked == [text]

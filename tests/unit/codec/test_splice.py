@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.support import families
 
-from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, tiny
+from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, tiny_tokenizer
 from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
 
 TOOL = Tool("bash", "Run it.", '{"type": "object"}')
@@ -23,9 +23,10 @@ FOLLOWS = {
 }
 
 
+@pytest.mark.requirement("R82")
 @pytest.mark.parametrize("kind", FOLLOWS)
 def test_a_continuation_is_what_the_template_renders_after_the_turn(codec: Codec, kind: str) -> None:
-    """R82: on a template that never rewrites history, splicing and rendering anew agree text for text and id for id."""
+    """On a template that never rewrites history, splicing and rendering anew agree text for text and id for id."""
     reply, new = FOLLOWS[kind]
     history = [*START, reply]
     before = codec.render_text(history, [TOOL], add_generation_prompt=False).removesuffix("\n")
@@ -37,9 +38,10 @@ def test_a_continuation_is_what_the_template_renders_after_the_turn(codec: Codec
     assert result.closing == 0
 
 
+@pytest.mark.requirement("R84")
 @pytest.mark.parametrize("last_id", [None, 42])
 def test_a_turn_without_its_end_gets_it_as_context(codec: Codec, last_id: int | None) -> None:
-    """R84: truncated turns are closed, and the close is counted apart."""
+    """Truncated turns are closed, and the close is counted apart."""
     history = [*START, Message.assistant("Do")]
     closed = codec.continuation(history, [Message.user("x")], last_id=codec.end_of_turn_id)
     cut = codec.continuation(history, [Message.user("x")], last_id=last_id)
@@ -49,6 +51,7 @@ def test_a_turn_without_its_end_gets_it_as_context(codec: Codec, last_id: int | 
     assert cut.ids.tolist() == [codec.end_of_turn_id, *closed.ids.tolist()]
 
 
+@pytest.mark.requirement("R82", "R84")
 @pytest.mark.parametrize(
     ("sampled", "new", "appended"),
     [
@@ -60,10 +63,8 @@ def test_a_turn_without_its_end_gets_it_as_context(codec: Codec, last_id: int | 
         ("cut", Message.user("x"), "<|user|>\nx"),
     ],
 )
-def test_a_turn_that_ends_with_the_next_one_s_first_token_has_it_once(
-    sampled: str, new: Message, appended: str
-) -> None:
-    """R82, R84: GLM closes no turn; whatever it sampled stays, and the next turn is opened exactly once."""
+def test_turn_ending_with_the_next_ones_first_token_has_it_once(sampled: str, new: Message, appended: str) -> None:
+    """GLM closes no turn; whatever it sampled stays, and the next turn is opened exactly once."""
     codec = Codec.load(families.build("glm"))
     last_id = int(codec.encode(sampled)[-1])
     result = codec.continuation([*START, CALLED], [new], [TOOL], last_id=last_id)
@@ -74,8 +75,9 @@ def test_a_turn_that_ends_with_the_next_one_s_first_token_has_it_once(
     assert ends == {"<|user|>", "<|observation|>", "<|endoftext|>"}
 
 
-def test_a_template_that_shows_one_call_of_a_turn_goes_on_exactly_after_two() -> None:
-    """R82: gpt-oss's template writes a turn's first call only, whatever was sampled; the turn stays as it was."""
+@pytest.mark.requirement("R82")
+def test_template_showing_one_call_of_a_turn_continues_exactly_after_two() -> None:
+    """Gpt-oss's template writes a turn's first call only, whatever was sampled; the turn stays as it was."""
     codec = Codec.load(families.build("harmony"))
     two = Message.assistant("", *CALLED.tool_calls, ToolCallPart("c2", "look", "{}"))
     results = [Message.tool("c1", "out"), Message.tool("c2", "out")]
@@ -86,8 +88,9 @@ def test_a_template_that_shows_one_call_of_a_turn_goes_on_exactly_after_two() ->
     assert result.closing == 0
 
 
+@pytest.mark.requirement("R82", "R104")
 def test_a_template_that_shows_no_calls_goes_on_exactly_after_one() -> None:
-    """R82, R104: Granite 3's template leaves calls out of the history; what was sampled stays."""
+    """Granite 3's template leaves calls out of the history; what was sampled stays."""
     codec = Codec.load(families.build("granite"))
     result = codec.continuation([*START, CALLED], [Message.tool("c1", "out")], [TOOL], last_id=codec.end_of_turn_id)
     assert isinstance(result, Continuation)
@@ -95,8 +98,9 @@ def test_a_template_that_shows_no_calls_goes_on_exactly_after_one() -> None:
     assert codec.decode(result.ids) == tail
 
 
+@pytest.mark.requirement("R82", "R104")
 def test_reasoning_that_shrinks_to_its_closing_mark_is_no_rewrite(files: TokenizerFiles) -> None:
-    """R82, R104: GLM 5's template writes `</think>` alone before an answer that is not the last one any more."""
+    """GLM 5's template writes `</think>` alone before an answer that is not the last one any more."""
     template = BODY.replace(
         "{{ m.content }}",
         "{% if m.role == 'assistant' %}{{ '<think></think>' if loop.last else '</think>' }}{% endif %}{{ m.content }}",
@@ -106,8 +110,9 @@ def test_reasoning_that_shrinks_to_its_closing_mark_is_no_rewrite(files: Tokeniz
     assert isinstance(result, Continuation)
 
 
+@pytest.mark.requirement("R82", "R104")
 def test_a_template_that_takes_no_conversation_without_tools_goes_on_exactly(files: TokenizerFiles) -> None:
-    """R82, R104: Hermes 3's template goes through the tools whether there are any or not."""
+    """Hermes 3's template goes through the tools whether there are any or not."""
     codec = Codec.load(
         replace(files, chat_template="{% for t in tools %}{{ t | tojson }}{% endfor %}" + BODY), parser="none"
     )
@@ -116,8 +121,9 @@ def test_a_template_that_takes_no_conversation_without_tools_goes_on_exactly(fil
     assert codec.decode(result.ids) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
 
 
+@pytest.mark.requirement("R82")
 def test_text_beside_a_result_is_another_shape_than_a_result_alone() -> None:
-    """R82: what was found out for one shape is not taken for the other, whichever is seen first."""
+    """What was found out for one shape is not taken for the other, whichever is seen first."""
     result, both = Message.tool("c1", "out"), Message(Role.TOOL, (*Message.tool("c1", "out").parts, TextPart("more")))
     for order in ([result, both], [both, result]):
         codec, fresh = Codec.load(families.build("mistral_v3")), Codec.load(families.build("mistral_v3"))
@@ -127,9 +133,10 @@ def test_text_beside_a_result_is_another_shape_than_a_result_alone() -> None:
         assert type(found[0]) is not type(found[1])
 
 
+@pytest.mark.requirement("R82")
 def test_no_merge_crosses_the_cut() -> None:
-    """R82: the tail is tokenised on its own, so that what was sampled before it cannot change it."""
-    codec = Codec.load(tiny.build(["\n\n\n\nuser user\n"] * 9))
+    """The tail is tokenised on its own, so that what was sampled before it cannot change it."""
+    codec = Codec.load(tiny_tokenizer.build(["\n\n\n\nuser user\n"] * 9))
     history = [*START, Message.assistant("x\n")]
     result = codec.continuation(history, [Message.user("\n\n")], last_id=codec.end_of_turn_id)
     assert isinstance(result, Continuation)
@@ -148,17 +155,19 @@ INEXACT = {
 }
 
 
+@pytest.mark.requirement("R85")
 @pytest.mark.parametrize("reason", INEXACT)
 def test_a_template_that_allows_no_exact_splice_says_why(files: TokenizerFiles, reason: str) -> None:
-    """R85: a typed answer, so that the graph opens a labelled branch instead of drifting in silence."""
+    """A typed answer, so that the graph opens a labelled branch instead of drifting in silence."""
     codec = Codec.load(replace(files, chat_template=INEXACT[reason]), parser="none")
     result = codec.continuation([*START, Message.assistant("a")], [Message.user("b")], last_id=codec.end_of_turn_id)
     assert isinstance(result, Inexact)
     assert result.reason == reason
 
 
+@pytest.mark.requirement("R85")
 def test_a_template_that_hides_a_turn_says_so(files: TokenizerFiles) -> None:
-    """R85: a turn that the template does not show cannot be spliced after."""
+    """A turn that the template does not show cannot be spliced after."""
     template = BODY.replace("{{ m.content }}", "{% if messages | length < 3 %}{{ m.content }}{% endif %}")
     codec = Codec.load(replace(files, chat_template=template), parser="none")
     result = codec.continuation([*START, Message.assistant("a")], [Message.user("b")], last_id=2)
@@ -166,8 +175,9 @@ def test_a_template_that_hides_a_turn_says_so(files: TokenizerFiles) -> None:
     assert result.reason == "TEMPLATE_HIDES_TURN"
 
 
+@pytest.mark.requirement("R82")
 def test_a_template_that_looks_back_gets_the_real_history(files: TokenizerFiles) -> None:
-    """R82: where a short history would render otherwise, the whole one is rendered (as text only)."""
+    """Where a short history would render otherwise, the whole one is rendered (as text only)."""
     numbered = BODY.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}")
     codec = Codec.load(replace(files, chat_template=numbered), parser="none")
     history = [*START, Message.assistant("a"), Message.user("b"), Message.assistant("c")]
@@ -176,8 +186,9 @@ def test_a_template_that_looks_back_gets_the_real_history(files: TokenizerFiles)
     assert codec.decode(result.ids) == "\n<|im_start|>user 6\nd<|im_end|>\n"
 
 
+@pytest.mark.requirement("R82")
 def test_the_mark_of_the_probe_never_reaches_the_ids(codec: Codec) -> None:
-    """R82: probing leaves nothing behind."""
+    """Probing leaves nothing behind."""
     result = codec.continuation([*START, CALLED], [Message.tool("c1", "out")], [TOOL], last_id=None)
     assert isinstance(result, Continuation)
     assert "probe" not in codec.decode(result.ids)

@@ -66,13 +66,15 @@ def render(text: str, messages: Sequence[Message] = (), **special: str) -> str:
     return ChatTemplate(text, special, now=lambda: datetime(2026, 3, 4, tzinfo=UTC)).render(messages)
 
 
+@pytest.mark.requirement("R82")
 def test_our_template_renders_tools_calls_results_and_reasoning(codec: Codec) -> None:
-    """R82: JSON keeps key order, spacing as json.dumps writes it, and text without HTML escapes."""
+    """JSON keeps key order, spacing as json.dumps writes it, and text without HTML escapes."""
     assert codec.render_text(conversation(), [TOOL]) == GOLDEN
 
 
+@pytest.mark.requirement("R82")
 def test_the_ids_of_a_rendered_conversation_are_those_of_its_text(codec: Codec) -> None:
-    """R82: int32 ids, special tokens as one id each."""
+    """Int32 ids, special tokens as one id each."""
     ids = codec.render(conversation(), [TOOL])
     assert ids.dtype == "int32"
     assert codec.decode(ids) == GOLDEN
@@ -80,14 +82,16 @@ def test_the_ids_of_a_rendered_conversation_are_those_of_its_text(codec: Codec) 
     assert ids[0] == codec.encode("<|im_start|>")[0]
 
 
+@pytest.mark.requirement("R63")
 def test_thinking_can_be_switched_off_by_the_template_argument(codec: Codec) -> None:
-    """R63: an accepted option takes effect."""
+    """An accepted option takes effect."""
     text = codec.render_text([Message.user("x")], template_kwargs={"enable_thinking": False})
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+@pytest.mark.requirement("R82")
 def test_the_usual_helpers_are_there() -> None:
-    """R82: raise_exception, strftime_now, tojson with indent, loop controls, generation blocks, special tokens."""
+    """Raise_exception, strftime_now, tojson with indent, loop controls, generation blocks, special tokens."""
     assert render("{{ strftime_now('%d %b %Y') }}") == "04 Mar 2026"
     assert render("{{ {'b': '<é>', 'a': [1]} | tojson(indent=1) }}") == '{\n "b": "<é>",\n "a": [\n  1\n ]\n}'
     assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
@@ -95,13 +99,15 @@ def test_the_usual_helpers_are_there() -> None:
     assert render("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
 
 
+@pytest.mark.requirement("R14")
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
-    """R14: a template is a program of somebody else."""
+    """A template is a program of somebody else."""
     with pytest.raises(CodecError) as caught:
         render("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     assert caught.value.reason == "TEMPLATE_REFUSED"
 
 
+@pytest.mark.requirement("R33")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -111,27 +117,30 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     ],
 )
 def test_a_template_that_fails_says_so_by_name(text: str, reason: str) -> None:
-    """R33: a typed error, not a stray exception."""
+    """A typed error, not a stray exception."""
     with pytest.raises(CodecError) as caught:
         render(text)
     assert caught.value.reason == reason
 
 
+@pytest.mark.requirement("R63")
 def test_tools_are_refused_where_the_template_would_drop_them() -> None:
-    """R63: nothing that was asked for is dropped in silence."""
+    """Nothing that was asked for is dropped in silence."""
     with pytest.raises(CodecError) as caught:
         ChatTemplate("{{ messages }}", {}).render([], [TOOL])
     assert caught.value.reason == "TEMPLATE_WITHOUT_TOOLS"
 
 
+@pytest.mark.requirement("R15", "R33")
 @pytest.mark.parametrize("schema", ["", "[1]", "nope", "[" * 100_000])
 def test_a_tool_whose_schema_is_no_object_is_refused(codec: Codec, schema: str) -> None:
-    """R15, R33: the tool is named."""
+    """The tool is named."""
     with pytest.raises(CodecError, match="'bash'") as caught:
         codec.render([Message.user("x")], [Tool("bash", "", schema)])
     assert caught.value.reason == "TOOL_INVALID"
 
 
+@pytest.mark.requirement("R63")
 @pytest.mark.parametrize(
     "message",
     [
@@ -140,42 +149,47 @@ def test_a_tool_whose_schema_is_no_object_is_refused(codec: Codec, schema: str) 
     ],
 )
 def test_an_image_is_refused_by_name(codec: Codec, message: Message) -> None:
-    """R63: a text model's codec does not pretend to show images."""
+    """A text model's codec does not pretend to show images."""
     with pytest.raises(CodecError) as caught:
         codec.render([message])
     assert caught.value.reason == "IMAGE_UNSUPPORTED"
 
 
+@pytest.mark.requirement("R33")
 def test_half_a_surrogate_pair_is_refused(codec: Codec) -> None:
-    """R33: text that is no Unicode gets a typed error."""
+    """Text that is no Unicode gets a typed error."""
     with pytest.raises(CodecError) as caught:
         codec.render([Message.user("\ud83d")])
     assert caught.value.reason == "TEXT_NOT_UNICODE"
 
 
+@pytest.mark.requirement("R33")
 def test_template_arguments_cannot_replace_the_conversation(codec: Codec) -> None:
-    """R33: reserved names are refused."""
+    """Reserved names are refused."""
     with pytest.raises(CodecError, match="messages"):
         codec.render([Message.user("x")], template_kwargs={"messages": []})
 
 
+@pytest.mark.requirement("R67")
 def test_a_developer_message_becomes_a_system_message_where_the_template_knows_none(codec: Codec) -> None:
-    """R67: an instruction reaches the model under the name that its template knows."""
+    """An instruction reaches the model under the name that its template knows."""
     text = codec.render_text([Message(Role.DEVELOPER, (TextPart("rules"),)), Message.user("x")])
     assert text.startswith("<|im_start|>system\nrules<|im_end|>")
 
 
+@pytest.mark.requirement("R82")
 def test_results_and_text_in_one_message_are_rendered_as_results_then_text(codec: Codec) -> None:
-    """R82: dialects that put tool results into a user message lose nothing."""
+    """Dialects that put tool results into a user message lose nothing."""
     message = Message(Role.USER, (ToolResultPart("a", "one"), ToolResultPart("b", "two"), TextPart("go on")))
     apart = [Message.tool("a", "one"), Message.tool("b", "two"), Message.user("go on")]
     assert codec.render_text([message]) == codec.render_text(apart)
 
 
+@pytest.mark.requirement("R87")
 def test_files_come_back_from_a_directory_as_they_were_written(
     files: TokenizerFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """R87: the hashes name the tokenizer and the template."""
+    """The hashes name the tokenizer and the template."""
     directory = tmp_path_factory.mktemp("model")
     files.write(directory)
     again = TokenizerFiles.from_directory(directory)
@@ -183,10 +197,11 @@ def test_files_come_back_from_a_directory_as_they_were_written(
     assert len(again.tokenizer_sha256) == len(again.template_sha256) == 64
 
 
+@pytest.mark.requirement("R48")
 def test_a_directory_without_a_template_says_what_is_missing(
     files: TokenizerFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """R48: the error names what to add."""
+    """The error names what to add."""
     directory = tmp_path_factory.mktemp("model")
     files.write(directory)
     (directory / "chat_template.jinja").unlink()
@@ -194,16 +209,18 @@ def test_a_directory_without_a_template_says_what_is_missing(
         TokenizerFiles.from_directory(directory)
 
 
+@pytest.mark.requirement("R33")
 @pytest.mark.parametrize("broken", [b"", b"{}", b"\xff", b'{"model": 3}'])
 def test_a_broken_tokenizer_is_refused(files: TokenizerFiles, broken: bytes) -> None:
-    """R33: whatever the binding raises, the error is ours."""
+    """Whatever the binding raises, the error is ours."""
     with pytest.raises(CodecError) as caught:
         Codec.load(replace(files, tokenizer_json=broken))
     assert caught.value.reason == "TOKENIZER_INVALID"
 
 
+@pytest.mark.requirement("R63")
 def test_an_unknown_kind_of_template_asks_for_a_parser(files: TokenizerFiles) -> None:
-    """R63: no silent default; the error lists what can be set."""
+    """No silent default; the error lists what can be set."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<function=x>"
     with pytest.raises(CodecError, match=r"set tool_call_parser, .* glm, granite, harmony, hermes, kimi") as caught:
         Codec.load(replace(files, chat_template=template))
@@ -214,8 +231,9 @@ def test_an_unknown_kind_of_template_asks_for_a_parser(files: TokenizerFiles) ->
     assert caught.value.reason == "PARSER_UNKNOWN"
 
 
+@pytest.mark.requirement("R83")
 def test_a_stop_id_outside_the_vocabulary_is_refused(files: TokenizerFiles) -> None:
-    """R83: ids are in the vocabulary."""
+    """Ids are in the vocabulary."""
     with pytest.raises(CodecError) as caught:
         Codec.load(replace(files, stop_token_ids=(10**6,)))
     assert caught.value.reason == "TOKEN_ID_INVALID"
@@ -230,8 +248,9 @@ STRICT = """\
 {%- endfor -%}"""
 
 
-def test_instructions_in_the_midst_are_the_users_words_where_a_template_takes_them_first_only() -> None:
-    """R33: agents send them; they are neither refused nor lost, and where they are taken they stay what they are."""
+@pytest.mark.requirement("R33")
+def test_later_instructions_become_user_text_where_the_template_needs_it() -> None:
+    """Agents send them; they are neither refused nor lost, and where they are taken they stay what they are."""
     messages = [
         Message.system("rules"),
         Message.user("go"),
@@ -247,8 +266,9 @@ def test_instructions_in_the_midst_are_the_users_words_where_a_template_takes_th
     assert free.render(messages) == "<system>rules<user>go<system>and so<assistant>yes<system>stop"
 
 
-def test_two_messages_of_a_user_are_one_where_a_template_wants_roles_to_alternate() -> None:
-    """R33: agents send them; only a template that refuses them gets them joined."""
+@pytest.mark.requirement("R33")
+def test_two_user_messages_merge_where_the_template_alternates_roles() -> None:
+    """Agents send them; only a template that refuses them gets them joined."""
     messages = [Message.user("go"), Message.user("on"), Message.assistant("yes"), Message.user("stop")]
     assert ChatTemplate(STRICT, {}).render(messages) == "<user>go\n\non<assistant>yes<user>stop"
     free = ChatTemplate("{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}", {})

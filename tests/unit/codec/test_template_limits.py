@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock_codec import Codec, CodecError, TokenizerFiles, sandbox
+from penstock_codec import Codec, CodecError, TokenizerFiles, template_sandbox
 from penstock_codec.chat import Message, ToolCallPart
 from penstock_codec.template import ChatTemplate
 
@@ -49,28 +49,31 @@ ENDLESS = {
 }
 
 
+@pytest.mark.requirement("R145")
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_template_that_does_too_much_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R145: a hostile model directory hangs nobody and fills no memory."""
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 200_000)
+    """A hostile model directory hangs nobody and fills no memory."""
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 200_000)
     template = ChatTemplate(ENDLESS[kind], {})
     with pytest.raises(CodecError) as caught:
         template.render([Message.user("q")])
     assert caught.value.reason == "TEMPLATE_REFUSED"
 
 
+@pytest.mark.requirement("R145")
 @pytest.mark.parametrize(
     "text", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 5000 + "{% endif %}" * 5000, "x" * (2 << 20)]
 )
 def test_a_template_that_nests_too_deeply_or_is_too_long_is_refused(text: str) -> None:
-    """R145: the compiler's own limits come as our error."""
+    """The compiler's own limits come as our error."""
     with pytest.raises(CodecError) as caught:
         ChatTemplate(text, {})
     assert caught.value.reason == "TEMPLATE_INVALID"
 
 
+@pytest.mark.requirement("R145")
 def test_the_bounds_change_nothing_of_what_a_template_writes() -> None:
-    """R145: loops keep their counts, joined texts their order, whatever they go through."""
+    """Loops keep their counts, joined texts their order, whatever they go through."""
     text = (
         "{% for m in messages | reverse %}{{ loop.index ~ '/' ~ loop.length ~ loop.last }}{% endfor %}"
         "{% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %}{{ 3 % 2 }}{{ '%02d' % 7 }}{{ '-' * 3 }}{{ 2 ** 3 }}"
@@ -82,14 +85,16 @@ def test_the_bounds_change_nothing_of_what_a_template_writes() -> None:
     assert rendered == "1/2False2/2Truea1107---8aab a [1, 2]1Noneabq6pabqqabqabqabqr  1a--bx,1"
 
 
+@pytest.mark.requirement("R145")
 def test_a_long_conversation_is_within_the_bounds(codec: Codec) -> None:
-    """R145: 20,000 messages are."""
+    """20,000 messages are."""
     messages = [Message.user("q"), Message.assistant("a")] * 10_000
     assert codec.render_text(messages).count("<|im_start|>") == 20_001
 
 
+@pytest.mark.requirement("R82")
 def test_no_arguments_at_all_are_none(files: TokenizerFiles) -> None:
-    """R82: clients write nothing where the model wrote `{}`; the template is shown an object all the same."""
+    """Clients write nothing where the model wrote `{}`; the template is shown an object all the same."""
     template = (
         "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.support.commandline import commands, json_shapes
+from tests.support.terminal.commandline import commands, json_shapes
 from tests.unit.docs.pages import tables
 
-from penstock.cli import console
+from penstock.cli.terminal import console
 
 WITHOUT = {"serve", "completion", "tasks schema"}
 """They print no result: another program's output, a script, JSON as it is."""

@@ -44,7 +44,7 @@ def code_of(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_what_a_page_tells_to_type_exists(page: Path) -> None:
+def test_documented_commands_exist(page: Path) -> None:
     """A command that was renamed is renamed in the pages, too."""
     targets = set(re.findall(r"^([a-z][a-z-]*):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     program = typer.main.get_command(app)
@@ -73,11 +73,12 @@ def test_the_client_s_readme_names_every_command() -> None:
     assert {name for name, _, _ in _PROGRAM.findall(text)} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
+@pytest.mark.requirement("R38")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_service_s_readme_promises_a_help_and_the_help_tells_every_setting(
+def test_service_readme_mentions_help_and_the_help_lists_every_setting(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """R38: every timeout's default is documented; none is hidden."""
+    """Every timeout's default is documented; none is hidden."""
     assert f"penstock-{name} --help" in (ROOT / f"services/{name}/README.md").read_text(encoding="utf-8")
     settings = SETTINGS[name]
     with pytest.raises(SystemExit):

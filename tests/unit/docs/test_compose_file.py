@@ -13,8 +13,8 @@ import yaml
 from tests.unit.docs.pages import ROOT
 from tests.unit.docs.test_commands import SETTINGS
 
-from penstock.cli.credentials import make
-from penstock.client.endpoints import DEFAULT_DASHBOARD_PORT, DEFAULT_INGRESS_PORT, DEFAULT_PORTS
+from penstock.cli.commands.credentials import make
+from penstock.client.transport.endpoints import DEFAULT_DASHBOARD_PORT, DEFAULT_INGRESS_PORT, DEFAULT_PORTS
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -28,16 +28,17 @@ def dockerfile(service: str) -> str:
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_what_a_container_is_told_are_settings_of_its_service(service: str) -> None:
+def test_containers_environment_is_its_services_settings(service: str) -> None:
     """A setting that was renamed would be refused when the container starts."""
     names = {SETTINGS[service].env_name(field) for field in SETTINGS[service].model_fields} | SHARED
     assert set(SERVICES[service]["environment"]) <= names
     assert set(re.findall(r"\b(PENSTOCK_[A-Z_]+)=", dockerfile(service))) <= names
 
 
+@pytest.mark.requirement("R1", "R8")
 @pytest.mark.parametrize("service", SETTINGS)
 def test_no_secret_is_in_an_environment_or_a_layer(service: str) -> None:
-    """R1, R8: tokens and keys come as files, of the directory that is no part of any image's context."""
+    """Tokens and keys come as files, of the directory that is no part of any image's context."""
     told = SERVICES[service]["environment"]
     assert not [name for name in told if name.endswith(("_TOKEN", "_API_KEY"))]
     assert set(SERVICES[service]["secrets"]) == {"ca.pem", f"{service}.toml", f"{service}.pem", f"{service}.key"}
@@ -76,9 +77,10 @@ def test_a_container_is_confined(service: str) -> None:
     assert default == [COMPOSE["x-build"]["BASE"].removeprefix("${PENSTOCK_BASE_IMAGE:-").removesuffix("}")]
 
 
+@pytest.mark.requirement("R9")
 @pytest.mark.parametrize("service", SETTINGS)
 def test_ports_are_the_documented_ones_and_the_ingress_is_published_nowhere(service: str) -> None:
-    """R9: on the host they are loopback's unless the operator says otherwise."""
+    """On the host they are loopback's unless the operator says otherwise."""
     port = dict(DEFAULT_PORTS.items())[service]  # type: ignore[index]
     assert SERVICES[service]["ports"] == [f"${{PENSTOCK_BIND:-127.0.0.1}}:{port}:{port}"]
     exposed = re.findall(r"^EXPOSE (.+)$", dockerfile(service), re.MULTILINE)[0].split()
@@ -101,8 +103,9 @@ def test_the_engines_that_an_image_is_built_with_reach_pip(tmp_path: Path, extra
     assert SERVICES["inference"]["build"]["args"]["EXTRAS"] == "${PENSTOCK_ENGINE_EXTRAS:-}"
 
 
+@pytest.mark.requirement("R1", "R9")
 def test_the_dashboard_is_confined_as_the_services_are_and_has_no_token() -> None:
-    """R1, R9: it passes on what each page brings; its container has a certificate and nothing else that is secret."""
+    """It passes on what each page brings; its container has a certificate and nothing else that is secret."""
     asked = SERVICES["dashboard"]
     text = (ROOT / asked["build"]["dockerfile"]).read_text(encoding="utf-8")
     assert asked["read_only"] and asked["cap_drop"] == ["ALL"] and asked["security_opt"] == ["no-new-privileges:true"]

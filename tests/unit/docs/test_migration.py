@@ -96,14 +96,15 @@ def is_attribute(parts: list[str]) -> bool:
     return False
 
 
+@pytest.mark.requirement("R65")
 @pytest.mark.parametrize("name", names())
-def test_what_the_migration_page_names_exists(name: str) -> None:
-    """R65: whoever follows the page arrives."""
+def test_names_of_the_migration_page_exist(name: str) -> None:
+    """Whoever follows the page arrives."""
     assert exists(name), f"docs/migration.md names {name}, which does not exist"
 
 
+@pytest.mark.requirement("R65")
 def test_every_row_names_a_counterpart_or_says_that_there_is_none() -> None:
-    """R65"""
     found = list(rows())
     assert len(found) > 100
     for there, here in found:

@@ -17,7 +17,7 @@ import yaml
 from tests.unit.docs import code
 from tests.unit.docs.pages import ROOT, tables
 
-from penstock_chassis import metrics
+from penstock_chassis.telemetry import metrics
 
 PAGE = "docs/guides/operate.md"
 DASHBOARD: dict[str, Any] = orjson.loads((ROOT / "observe/grafana/penstock.json").read_bytes())
@@ -30,7 +30,7 @@ ADDED = {"service", "job", "instance", "le"}
 @cache
 def families() -> dict[str, metrics.Family]:
     """Everything that the services declare."""
-    shared = (f"penstock_chassis.{name}" for name in ("interceptor", "journal", "loop_lag", "operations"))
+    shared = (f"penstock_chassis.{name}" for name in ("interceptor", "journal", "telemetry.loop_lag", "operations"))
     for module in (*shared, *(f"penstock_{service}.metrics" for service in SERVICES)):
         importlib.import_module(module)
     # Tests of the library declare some of their own.
@@ -47,6 +47,7 @@ def test_the_table_of_metrics_is_what_the_services_declare() -> None:
         assert rows[name]["what it is"] == family.text
 
 
+@pytest.mark.requirement("R8")
 def test_names_follow_the_conventions() -> None:
     """Prometheus's: a prefix, base units, `_total` for counters alone; labels are few and none is an id (R8)."""
     for name, family in families().items():
@@ -64,7 +65,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("title", "query"), list(queries()))
-def test_every_query_of_the_dashboard_asks_for_metrics_and_labels_that_there_are(title: str, query: str) -> None:
+def test_dashboard_queries_use_existing_metrics_and_labels(title: str, query: str) -> None:
     """A panel that asks for what nobody tells would stay empty without a word."""
     parsed = promql_parser.parse(query.replace("$__rate_interval", "1m"))
     assert parsed is not None, title
@@ -147,7 +148,7 @@ def reasons() -> frozenset[str]:
     return frozenset(told)
 
 
-def test_the_table_of_troubles_has_every_reason_that_the_code_tells() -> None:
+def test_trouble_table_lists_every_reason_in_the_code() -> None:
     """With what to do about it."""
     rows = {row["reason"]: row for row in tables(PAGE)["Something is wrong"]}
     assert reasons() == rows.keys()

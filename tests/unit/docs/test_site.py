@@ -27,7 +27,7 @@ def site() -> Path:
     return BUILT
 
 
-def test_the_protocol_s_reference_has_every_rpc_with_its_roles_and_every_message() -> None:
+def test_protocol_reference_has_every_rpc_with_its_roles_and_every_message() -> None:
     """A second client can be written from it; nothing that a proto declares is left out."""
     pages = protocol.pages(assemble.reasons())
     for package, service, method in descriptors.rpcs():
@@ -40,8 +40,9 @@ def test_the_protocol_s_reference_has_every_rpc_with_its_roles_and_every_message
             assert f"### {name} " in pages[protocol.page_of(file.package)]
 
 
+@pytest.mark.requirement("R27")
 def test_a_reason_in_the_reference_leads_to_its_row_of_the_errors() -> None:
-    """R27: from the promise of an RPC to what to do about it."""
+    """From the promise of an RPC to what to do about it."""
     reasons = assemble.reasons()
     assert len(reasons) == len(set(reasons)) > 200
     assert "[SANDBOX_LOST](../errors.md#SANDBOX_LOST)" in protocol.pages(reasons)["sandbox.md"]

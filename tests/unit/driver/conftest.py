@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.unit.driver.world import Directories, HttpGate, bash, say
 
 from penstock.driver.v1 import rollout_pb2
+from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock_chassis.journal import Journal
-from penstock_driver.app import MIGRATIONS
-from penstock_driver.fleet import Fleet
-from penstock_driver.history import History
-from penstock_driver.launches import AgentChoice
-from penstock_driver.ports import Command, SandboxTerms
-from penstock_driver.records import Record, Records, new_id, new_records
-from penstock_driver.registry import AgentRegistry
-from penstock_driver.rollouts import Limits, RolloutOrder, Task, Verifier
-from penstock_driver.rpc.shown import encode_event, encode_outcome
+from penstock_driver.agents.launch import AgentChoice
+from penstock_driver.agents.registry import AgentRegistry
+from penstock_driver.domain.ports import Command, SandboxTerms
+from penstock_driver.domain.records import GroupPlan, GroupRecord, Record, RequestKey, new_id, new_records
+from penstock_driver.domain.rollout import Limits, RolloutSpec, Task, Verifier
+from penstock_driver.rollouts.manager import RolloutManager
+from penstock_driver.store.event_log import EventLog
+from penstock_driver.store.records import Records
+from penstock_driver.testing import OpenDriver, open_driver
 
 
 def write_then_stop(messages: list[dict[str, object]]) -> dict[str, object]:
@@ -28,21 +28,29 @@ def write_then_stop(messages: list[dict[str, object]]) -> dict[str, object]:
     return say("done") if messages[-1]["role"] == "tool" else bash("cat note.txt > out.txt")
 
 
+def empty_terms() -> rollout_gate_service_pb2.OpenRolloutRequest:
+    """What a client that chooses nothing asks of the gate."""
+    return rollout_gate_service_pb2.OpenRolloutRequest()
+
+
 @dataclass
 class Driver:
-    """The domain of one driver, with its world."""
+    """One driver, with its world."""
 
-    fleet: Fleet
+    opened: OpenDriver
+    manager: RolloutManager
     records: Records
-    history: History
+    history: EventLog
     registry: AgentRegistry
     sandboxes: Directories
     gate: HttpGate
     journal: Journal
-    make: Callable[[], Fleet]
-    """A fleet as the next driver has it."""
 
-    def order(self, **changes: object) -> RolloutOrder:
+    def make(self) -> RolloutManager:
+        """A manager as the next driver has it."""
+        return self.opened.next_manager()
+
+    def spec(self, **changes: object) -> RolloutSpec:
         """A small task for the shell agent: copy note.txt to out.txt; reward by file."""
         task = Task(
             task_id="t1",
@@ -53,30 +61,48 @@ class Driver:
                 reward_by_file=True,
             ),
         )
-        base = RolloutOrder(self.registry.get("shell"), AgentChoice(), task, Limits(), SandboxTerms(), b"")
+        base = RolloutSpec(
+            agent=self.registry.get("shell"),
+            choice=AgentChoice(),
+            task=task,
+            limits=Limits(),
+            sandbox=SandboxTerms(),
+            gate_terms=empty_terms(),
+            request=rollout_pb2.RolloutSpec(),
+            environment_key="k",
+        )
         return replace(base, **changes)  # type: ignore[arg-type]
 
-    async def start(self, order: RolloutOrder, key: str = "k") -> Record:
+    async def start(self, spec: RolloutSpec, key: str = "k") -> Record:
         """Start one rollout."""
-        records = new_records(order, b"", [new_id("r")])
-        await self.records.create(new_id("q"), "d", records)
-        self.fleet.start(order, key, records)
+        records = new_records(spec, spec.request, [new_id("r")])
+        await self.records.create(RequestKey(new_id("q"), "d"), records)
+        self.manager.start(replace(spec, environment_key=key), records)
         return records[0]
 
-    async def run(self, order: RolloutOrder, key: str = "k") -> rollout_pb2.Outcome:
+    async def start_group(self, spec: RolloutSpec, plan: GroupPlan) -> GroupRecord:
+        """Start the rollouts of a group."""
+        ids = tuple(new_id("r") for _ in range(plan.size + plan.spares))
+        group = GroupRecord(new_id("g"), None, spec.request, plan, 0.0, ids)
+        records = new_records(spec, spec.request, ids, group.group_id)
+        await self.records.create(RequestKey(new_id("q"), "d"), records, group)
+        self.manager.start(spec, records, group)
+        return group
+
+    async def run(self, spec: RolloutSpec, key: str = "k") -> rollout_pb2.Outcome:
         """Run one rollout to its end."""
-        record = await self.start(order, key)
+        record = await self.start(spec, key)
         return await self.outcome(record)
 
     async def outcome(self, record: Record) -> rollout_pb2.Outcome:
         """The outcome of a rollout, when it has ended."""
-        ended = await self.fleet.wait(record.rollout_id, 60)
+        ended = await self.manager.wait(record.rollout_id, 60)
         assert ended.outcome is not None
-        return rollout_pb2.Outcome.FromString(ended.outcome)
+        return ended.outcome
 
     async def events(self, rollout_id: str) -> list[rollout_pb2.RolloutEvent]:
         """All events of a rollout."""
-        return [rollout_pb2.RolloutEvent.FromString(payload) for _, payload in await self.history.events(rollout_id, 0)]
+        return await self.history.events(rollout_id, 0)
 
     async def is_over(self, rollout_id: str) -> bool:
         """Whether a rollout's end is on disk."""
@@ -84,7 +110,7 @@ class Driver:
 
     async def owes_nothing(self) -> bool:
         """Whether all that rollouts held is released."""
-        return not await self.records.owed()
+        return not await self.records.pending_cleanups()
 
 
 @pytest.fixture
@@ -95,23 +121,12 @@ async def gate() -> AsyncIterator[HttpGate]:
 
 @pytest.fixture
 async def driver(tmp_path: Path, gate: HttpGate) -> AsyncIterator[Driver]:
-    async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
-        sandboxes = Directories(tmp_path / "boxes")
-        records, history = Records(journal), History(journal, encode_event)
-        make = partial(
-            Fleet,
-            records,
-            history,
-            sandboxes,
-            gate,
-            instance_id=await records.instance_id("d1"),
-            encode_outcome=encode_outcome,
-            max_running=8,
-            max_queued=100,
-            agent_port=gate.port,
+    sandboxes = Directories(tmp_path / "boxes")
+    async with open_driver(tmp_path, sandboxes, gate, agent_port=gate.port, max_running=8, max_queued=100) as opened:
+        parts = opened.parts
+        driver = Driver(
+            opened, parts.manager, parts.records, parts.event_log, parts.agents, sandboxes, gate, opened.journal
         )
-        driver = Driver(make(), records, history, await AgentRegistry.open(journal), sandboxes, gate, journal, make)
         yield driver
-        await driver.fleet.aclose()
-        await history.aclose()
-        assert not sandboxes.boxes, "a sandbox was left behind"
+        await driver.manager.aclose()
+    assert not sandboxes.boxes, "a sandbox was left behind"

@@ -1,8 +1,8 @@
 """A small world for the driver's domain: sandboxes that are directories with real processes, and a gate that is HTTP.
 
-These stand at the driver's own ports (`penstock_driver.ports`), so that the real state machine starts the real shell
-agent without the other services. Nothing here isolates anything; what isolation promises is tested with the sandbox
-service. Every sandbox and process is counted, so that a test can assert that nothing was left behind.
+These stand at the driver's own ports (`penstock_driver.domain.ports`), so that the real state machine starts the
+real shell agent without the other services. Nothing here isolates anything; what isolation promises is tested with
+the sandbox service. Every sandbox and process is counted, so that a test can assert that nothing was left behind.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ import shutil
 import signal
 import sys
 import tarfile
-import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from tests.support.waiting import eventually
+
+from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.sandbox.v1 import sandbox_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
-from penstock_driver.launches import FileToWrite
-from penstock_driver.ports import (
+from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.agents.specs import Dialect, Toolbox
+from penstock_driver.domain.ports import (
     BackendFacts,
     CallEnded,
     Command,
@@ -33,18 +38,16 @@ from penstock_driver.ports import (
     ExitReason,
     GateClosing,
     GateOpening,
-    GateOrder,
+    OpenRequest,
     Output,
     PathKind,
     PreparedSnapshot,
     PreparedToolbox,
     SandboxFacts,
     SandboxTerms,
-    SnapshotOrder,
+    SnapshotSpec,
     SnapshotStep,
 )
-from penstock_driver.specs import Dialect, Toolbox
-from penstock_sandbox.spawner import trees
 
 
 @dataclass
@@ -58,6 +61,8 @@ class Box:
     )
     ran: dict[str, int] = field(default_factory=dict)
     """Process ids of what `run` ran."""
+    killed: set[str] = field(default_factory=set)
+    """Processes that were killed while they ran, as the sandbox service tells it."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     scratch: list[Path] = field(default_factory=list)
     """Directories for rewards, which are the machine's /tmp here: a box is no sandbox."""
@@ -122,12 +127,12 @@ class Directories:
             path.chmod(0o755)
         return PreparedToolbox(f"t-{name}", str(root))
 
-    async def prepare_snapshot(self, order: SnapshotOrder) -> AsyncIterator[SnapshotStep]:
+    async def prepare_snapshot(self, spec: SnapshotSpec) -> AsyncIterator[SnapshotStep]:
         await self._called("prepare_snapshot")
         sandbox_id, box = self._new({})
         try:
-            await self.write_files(sandbox_id, order.files)
-            for index, command in enumerate(order.setup):
+            await self.write_files(sandbox_id, spec.files)
+            for index, command in enumerate(spec.setup):
                 result = await self.run(sandbox_id, f"setup-{index}", command, 1 << 20)
                 yield CommandReport(index, result)
                 if not result.exit.ok:
@@ -136,7 +141,7 @@ class Directories:
             del self.boxes[sandbox_id]
         snapshot_id = f"n-{len(self.snapshots)}"
         self.snapshots[snapshot_id] = box.root
-        yield PreparedSnapshot(snapshot_id)
+        yield PreparedSnapshot(snapshot_id, sandbox_pb2.FORK_KIND_FILESYSTEM)
 
     async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
         await self._called("create")
@@ -168,16 +173,40 @@ class Directories:
 
     async def put_layer(self, sandbox_id: str, path: str, tar: BinaryIO) -> None:
         await self._called("put_layer")
-        request = {"job": "write_tree", "path": path, "layer": True, "max_bytes": 1 << 40, "max_entries": 1 << 20}
-        reader, writer = os.pipe()
-        with os.fdopen(reader, "rb") as results, tempfile.TemporaryFile() as spool:
-            shutil.copyfileobj(tar, spool)
-            spool.flush()
-            trees.run_job(request, [writer, spool.fileno()])
-            os.close(writer)
-            result = json.loads(results.read())
-        if "errno" in result:
-            raise FailedPrecondition(result["what"], reason="PUT_FAILED")
+        try:
+            self._make_directory(Path(path))
+            with tarfile.open(fileobj=tar, mode="r:") as layer:
+                for member in layer:
+                    self._unpack(Path(path), layer, member)
+        except OSError as error:
+            raise FailedPrecondition(str(error), reason="PUT_FAILED") from error
+
+    def _make_directory(self, path: Path) -> None:
+        """Make a directory and its parents; in the boxes, whatever else is in the way goes, links too."""
+        for part in (*reversed(path.parents), path):
+            if self.base in part.parents and (part.is_symlink() or not part.is_dir()):
+                _remove(part)
+            part.mkdir(exist_ok=True)
+
+    def _unpack(self, root: Path, layer: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Put one member over what is there."""
+        path = root / member.name
+        self._make_directory(path.parent)
+        if path.name.startswith(".wh."):
+            _remove(path.with_name(path.name.removeprefix(".wh.")))
+            return
+        if not (member.isdir() and path.is_dir() and not path.is_symlink()):
+            _remove(path)
+        if member.issym():
+            path.symlink_to(member.linkname)
+            return
+        if member.isdir():
+            path.mkdir(exist_ok=True)
+        else:
+            content = layer.extractfile(member)
+            assert content is not None, "a hard link, which no test here has"
+            path.write_bytes(content.read())
+        path.chmod(member.mode)
 
     async def read_tree(self, sandbox_id: str, path: str, sink: BinaryIO, max_bytes: int) -> None:
         await self._called("read_tree")
@@ -265,7 +294,7 @@ class Directories:
 
         box.processes[process_id] = (process, asyncio.ensure_future(see()), items)
 
-    async def watch(self, sandbox_id: str, process_id: str) -> AsyncIterator[Output | Exit]:
+    async def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
         await self._called("watch")
         box = self.boxes[sandbox_id]
         _, task, items = box.processes[process_id]
@@ -276,7 +305,9 @@ class Directories:
                 item = items[at]
                 at += 1
                 if item is None:
-                    yield Exit(ExitReason.SANDBOX_LOST) if sandbox_id in self.lost else await task
+                    end = Exit(ExitReason.SANDBOX_LOST) if sandbox_id in self.lost else await task
+                    killed = end.reason is ExitReason.SIGNALED and process_id in box.killed
+                    yield replace(end, reason=ExitReason.KILLED) if killed else end
                     return
                 yield item
             await box.news.wait()
@@ -291,8 +322,11 @@ class Directories:
         if process_id in box.ran:
             with suppress(ProcessLookupError):
                 os.killpg(box.ran[process_id], signal.SIGKILL)
+            await eventually(lambda: not _lives(box.ran[process_id]), "the end of what was killed")
             return
         process, task, _ = box.processes[process_id]
+        if not task.done():
+            box.killed.add(process_id)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.wait([task])
@@ -340,6 +374,13 @@ class Directories:
         return found
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _kind(path: Path) -> PathKind:
     if path.is_symlink():
         return PathKind.SYMLINK
@@ -377,7 +418,7 @@ class HttpGate:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.opened: dict[str, GateOrder] = {}
+        self.opened: dict[str, OpenRequest] = {}
         self.closed: dict[str, str] = {}
         self.requested: list[str] = []
         self.deleted: list[str] = []
@@ -427,16 +468,21 @@ class HttpGate:
             raise self.fail[name].pop(0)
 
     async def check(
-        self, terms: bytes, *, rollout_id: str, group_id: str | None, labels: Mapping[str, str]
+        self,
+        terms: rollout_gate_service_pb2.OpenRolloutRequest,
+        *,
+        rollout_id: str,
+        group_id: str | None,
+        labels: Mapping[str, str],
     ) -> Sequence[str]:
         self._failing("check")
         return self.host_tools
 
-    async def open(self, order: GateOrder) -> GateOpening:
+    async def open(self, spec: OpenRequest) -> GateOpening:
         self._failing("open")
-        self.opened[order.rollout_id] = order
-        self.requested.append(order.request_id)
-        paths = {Dialect.CHAT_COMPLETIONS: f"/rollout/{order.rollout_id}/v1"}
+        self.opened[spec.rollout_id] = spec
+        self.requested.append(spec.request_id)
+        paths = {Dialect.CHAT_COMPLETIONS: f"/rollout/{spec.rollout_id}/v1"}
         return GateOpening(
             f"127.0.0.1:{self.port}", paths, "sk-test '$(leak)", "tiny", self.host_tools, "/rollout/x/mcp"
         )
@@ -452,3 +498,18 @@ class HttpGate:
 
     async def delete(self, rollout_id: str) -> None:
         self.deleted.append(rollout_id)
+
+    async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        for fragment in list[trajectory_pb2.Trajectory]():
+            yield fragment
+        raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group still runs: a kill is over some time after the call."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

@@ -30,9 +30,7 @@ def test_a_step_that_takes_long_is_one_line_of_a_log() -> None:
     assert file.getvalue().count("\n") == 1 and file.getvalue().endswith("12345.6 s\n")
 
 
-def test_the_axis_of_steps_has_whole_numbers_and_no_label_at_the_edge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_axis_has_whole_numbers_and_no_label_at_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no step 2.5."""
     from matplotlib import pyplot
 

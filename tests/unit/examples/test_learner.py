@@ -33,9 +33,10 @@ def learner(codec: Codec) -> Learner:
     return Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=7)
 
 
+@pytest.mark.requirement("R74")
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=16))
 def test_ungraded_rollouts_get_no_advantage_and_do_not_move_the_others(rewards: list[float | None]) -> None:
-    """R74: not graded is not zero."""
+    """Not graded is not zero."""
     answers = advantages(rewards)
     assert [answer is None for answer in answers] == [reward is None for reward in rewards]
     graded = [reward for reward in rewards if reward is not None]
@@ -43,8 +44,9 @@ def test_ungraded_rollouts_get_no_advantage_and_do_not_move_the_others(rewards: 
     assert all(answer >= -1.0 for answer in answers if answer is not None)
 
 
+@pytest.mark.requirement("R74", "R149")
 def test_a_group_of_equal_rewards_teaches_nothing(learner: Learner) -> None:
-    """R74, R149: without a difference there is no signal, and no step; exactly, for whatever reward."""
+    """Without a difference there is no signal, and no step; exactly, for whatever reward."""
     for size in range(1, 65):
         assert all(set(advantages([hundredths / 100] * size)) == {0.0} for hundredths in range(101))
     assert advantages([1.0, 1.0, None]) == [0.0, 0.0, None]
@@ -53,8 +55,9 @@ def test_a_group_of_equal_rewards_teaches_nothing(learner: Learner) -> None:
     assert all(np.array_equal(before[name], value) for name, value in learner.weights().items())
 
 
+@pytest.mark.requirement("R84")
 def test_an_update_makes_what_was_rewarded_likelier_and_the_rest_less_likely(learner: Learner) -> None:
-    """R84: only sampled tokens count, and they count by their advantage."""
+    """Only sampled tokens count, and they count by their advantage."""
     good, bad = _row(learner, 1.0, 1), _row(learner, -1.0, 2)
     before = [_likelihood(learner, row) for row in (good, bad)]
     for _ in range(3):
@@ -89,10 +92,11 @@ def test_a_cached_warm_start_leaves_the_learner_where_a_fresh_one_does(
     assert all(np.array_equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
+@pytest.mark.requirement("R82")
 async def test_the_engine_reports_the_logprobs_that_the_trainer_computes(
     codec: Codec, learner: Learner, tmp_path: Path
 ) -> None:
-    """R82: within 1e-4, for the exported model in the embedded engine; the update reports the gap."""
+    """Within 1e-4, for the exported model in the embedded engine; the update reports the gap."""
     model.export(learner.params, learner.config, codec.files, tmp_path)
     prompt = codec.render(tasks.prompt(tasks.TASKS[0]), [tasks.BASH])
     engine = await NumpyEngine.open(EngineOptions(model_dir=tmp_path, model_name="demo"))

@@ -30,20 +30,22 @@ def codec() -> Codec:
 def shell_agent() -> ModuleType:
     # As a program finds its second file: beside itself.
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(penstock_driver.__file__).parent / "agents")
+        patch.syspath_prepend(Path(penstock_driver.__file__).parent / "agents" / "catalog")
         return importlib.import_module("shell_agent")
 
 
+@pytest.mark.requirement("R82")
 def test_the_examples_open_as_the_shell_agent_opens_its_conversation(shell_agent: ModuleType) -> None:
-    """R82: a policy that learned another prompt than the one that it gets would be wasted."""
+    """A policy that learned another prompt than the one that it gets would be wasted."""
     function = shell_agent.TOOL["function"]
     assert shell_agent.DEFAULTS["system_prompt"] == tasks.SYSTEM_PROMPT
     assert (function["name"], function["description"]) == (BASH.name, BASH.description)
     assert function["parameters"] == json.loads(BASH.parameters_json_schema)
 
 
+@pytest.mark.requirement("R82")
 def test_an_example_has_the_tokens_that_exact_continuation_gives_a_rollout(codec: Codec) -> None:
-    """R82: turn by turn, prompt + sampled + what the gate appends is the supervised sequence."""
+    """Turn by turn, prompt + sampled + what the gate appends is the supervised sequence."""
     messages = tasks.episode(TASK, TASK.word, TASK.file)
     ids, mask = tasks.encode(codec, messages)
     so_far = codec.render(tasks.prompt(TASK), [BASH])
@@ -61,8 +63,8 @@ def test_an_example_has_the_tokens_that_exact_continuation_gives_a_rollout(codec
     assert np.array_equal(ids, so_far)
 
 
-def test_what_the_assistant_says_parses_to_the_commands_of_the_solution(codec: Codec) -> None:
-    """R82"""
+@pytest.mark.requirement("R82")
+def test_assistants_texts_parse_to_the_solutions_commands(codec: Codec) -> None:
     ids, mask = tasks.encode(codec, tasks.episode(TASK, TASK.word, TASK.file))
     edges = np.flatnonzero(np.diff(np.concatenate([[0.0], mask, [0.0]])))
     said = [codec.parse(ids[start:end]).message for start, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -71,7 +73,7 @@ def test_what_the_assistant_says_parses_to_the_commands_of_the_solution(codec: C
     assert said[-1].text == "Done."
 
 
-def test_the_corpus_has_every_habit_in_its_share_and_the_same_seed_draws_the_same(codec: Codec) -> None:
+def test_corpus_has_every_habit_and_is_the_same_for_a_seed(codec: Codec) -> None:
     """A prior that is too weak, or too strong, leaves nothing to learn."""
     corpus = tasks.Corpus(codec)
     drawn = [codec.decode(ids) for ids, _ in corpus.draw(np.random.default_rng(3), 2000)]
@@ -97,6 +99,7 @@ def test_the_task_file_is_one_of_the_tasks() -> None:
     assert [(seed.path, seed.content) for seed in tasks.EXAMPLE.files] == [("note.txt", task.note.encode())]
 
 
+@pytest.mark.requirement("R79")
 @pytest.mark.parametrize(
     ("files", "reward"),
     [
@@ -112,14 +115,15 @@ def test_the_task_file_is_one_of_the_tasks() -> None:
     ],
 )
 def test_the_verifier_grades_what_the_files_say(tmp_path: Path, files: dict[str, str], reward: float) -> None:
-    """R79: the reward is made from the state of the sandbox."""
+    """The reward is made from the state of the sandbox."""
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert _verify(tmp_path) == reward
 
 
+@pytest.mark.requirement("R75")
 def test_a_link_to_the_note_is_not_a_solution(tmp_path: Path) -> None:
-    """R75: the verifier follows no links that the agent left."""
+    """The verifier follows no links that the agent left."""
     (tmp_path / "note.txt").write_text("grove")
     (tmp_path / "b.txt").symlink_to("note.txt")
     assert _verify(tmp_path) < 1.0

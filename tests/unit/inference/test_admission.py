@@ -35,8 +35,9 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_as_many_run_as_may_and_the_rest_come_in_their_order() -> None:
-    """R26: first come, first served; one that is too many is refused with a delay."""
+@pytest.mark.requirement("R26")
+async def test_running_requests_are_bounded_and_the_rest_come_in_order() -> None:
+    """First come, first served; one that is too many is refused with a delay."""
     admission = Admission(2, 2, lambda _: 0)
     tasks = [enter(admission, name=str(n)) for n in range(4)]
     await settled()
@@ -49,8 +50,9 @@ async def test_as_many_run_as_may_and_the_rest_come_in_their_order() -> None:
     assert [task.done() for task in tasks] == [True, True, True, False]
 
 
-async def test_nobody_is_let_in_while_anything_holds() -> None:
-    """R26: two reasons to wait are both waited for."""
+@pytest.mark.requirement("R26")
+async def test_requests_are_held_while_any_hold_lasts() -> None:
+    """Two reasons to wait are both waited for."""
     admission = Admission(2, 2, lambda _: 0)
     admission.hold()
     admission.hold()
@@ -62,8 +64,9 @@ async def test_nobody_is_let_in_while_anything_holds() -> None:
     assert await task
 
 
-async def test_a_version_to_come_is_waited_for_and_one_that_is_not_in_force_refused() -> None:
-    """R87: and who waits for a version keeps nobody else."""
+@pytest.mark.requirement("R87")
+async def test_future_version_is_awaited_and_a_past_one_refused() -> None:
+    """And who waits for a version keeps nobody else."""
     version = 3
     admission = Admission(1, 5, lambda _: version)
     early = enter(admission, least=4)
@@ -79,8 +82,9 @@ async def test_a_version_to_come_is_waited_for_and_one_that_is_not_in_force_refu
     assert await early
 
 
+@pytest.mark.requirement("R24")
 async def test_waiting_requests_are_aborted_or_failed_by_type() -> None:
-    """R24: nobody is left waiting."""
+    """Nobody is left waiting."""
     admission = Admission(1, 5, lambda _: 0)
     admission.hold()
     aborted, failed = enter(admission, name="a"), enter(admission, name="b")
@@ -93,8 +97,8 @@ async def test_waiting_requests_are_aborted_or_failed_by_type() -> None:
     assert admission.waiting == 0
 
 
-async def test_idleness_is_told_when_the_last_has_left_or_somebody_lets_the_waiting_go() -> None:
-    """R32."""
+@pytest.mark.requirement("R32")
+async def test_idleness_is_signalled_when_the_last_leaves_or_waiting_ends() -> None:
     admission = Admission(2, 0, lambda _: 0)
     await admission.idle()
     assert await admission.enter(request())
@@ -105,9 +109,10 @@ async def test_idleness_is_told_when_the_last_has_left_or_somebody_lets_the_wait
     await asyncio.gather(*waits)
 
 
+@pytest.mark.requirement("R22")
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel", "hold", "release", "abort"]), max_size=40))
 def test_no_interleaving_loses_or_invents_a_place(steps: list[str]) -> None:
-    """R22: never more than the limit, and in the end all places are free."""
+    """Never more than the limit, and in the end all places are free."""
 
     async def play() -> None:
         admission = Admission(2, 50, lambda _: 0)
@@ -158,8 +163,9 @@ def _gather(tasks: list[asyncio.Task[bool]], inside: int) -> int:
     return inside
 
 
-async def test_who_leaves_just_as_he_is_refused_has_left() -> None:
-    """R23: a cancelled wait ends as one, whatever was about to be said."""
+@pytest.mark.requirement("R23")
+async def test_caller_leaving_while_refused_has_left() -> None:
+    """A cancelled wait ends as one, whatever was about to be said."""
     admission = Admission(1, 5, lambda _: 3)
     admission.hold()
     task = enter(admission, exact=4)

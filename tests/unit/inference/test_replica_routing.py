@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,8 +44,9 @@ def router(count: int = 3) -> Router:
     return made
 
 
+@pytest.mark.requirement("R43")
 def test_a_session_stays_with_its_replica_while_that_lives() -> None:
-    """R43: a conversation's cache is on one replica; when it dies, the session moves and stays where it went."""
+    """A conversation's cache is on one replica; when it dies, the session moves and stays where it went."""
     chosen = router()
     first = route(chosen, prompt(1), "s").replica
     for turn in range(2, 6):
@@ -57,8 +59,9 @@ def test_a_session_stays_with_its_replica_while_that_lives() -> None:
     assert route(chosen, prompt(1, 2, 3), "s").replica == second
 
 
+@pytest.mark.requirement("R43")
 def test_a_prompt_without_a_session_goes_where_most_of_it_was_computed() -> None:
-    """R43: the longest known prefix wins over an idle replica, and counts as so much less load."""
+    """The longest known prefix wins over an idle replica, and counts as so much less load."""
     chosen = router()
     short = route(chosen, prompt(1))
     other = route(chosen, prompt(9))
@@ -68,16 +71,18 @@ def test_a_prompt_without_a_session_goes_where_most_of_it_was_computed() -> None
     assert found.cost == 4 * BLOCK_TOKENS + 10
 
 
+@pytest.mark.requirement("R43")
 def test_a_hot_prefix_does_not_pile_everything_on_one_replica() -> None:
-    """R43: when a replica is loaded beyond the bound, the next request of the same prefix goes to another."""
+    """When a replica is loaded beyond the bound, the next request of the same prefix goes to another."""
     chosen = router()
     counts = Counter(route(chosen, prompt(1), f"s{n}", 2000).replica for n in range(60))
     assert set(counts) == set(NAMES[:3])
     assert max(counts.values()) < 2 * min(counts.values())
 
 
+@pytest.mark.requirement("R43")
 def test_another_policy_or_adapter_shares_no_prefix() -> None:
-    """R43: what other weights computed is of no use."""
+    """What other weights computed is of no use."""
     chosen = router()
     route(chosen, prompt(1))
     chosen.forget_prefixes()
@@ -85,8 +90,9 @@ def test_another_policy_or_adapter_shares_no_prefix() -> None:
     assert not set(prefix_blocks(prompt(1), "a")) & set(prefix_blocks(prompt(1)))
 
 
-def test_a_replica_that_came_back_owes_nothing_for_requests_of_its_former_life() -> None:
-    """R43: and has computed nothing yet."""
+@pytest.mark.requirement("R43")
+def test_restarted_replica_owes_nothing_for_earlier_requests() -> None:
+    """And has computed nothing yet."""
     chosen = router(1)
     old = route(chosen, prompt(1))
     chosen.leave("r0")
@@ -119,11 +125,12 @@ STEPS = st.builds(
 )
 
 
+@pytest.mark.requirement("R22", "R43")
 @given(st.lists(STEPS, max_size=80))
-def test_whatever_happens_requests_go_to_live_replicas_within_the_bound_and_the_same_way_each_time(
+def test_requests_go_to_live_replicas_within_the_bound_and_deterministically(
     steps: list[Step],
 ) -> None:
-    """R43, R22: no request on a dead replica, none on one loaded beyond the bound, a session that may stay stays."""
+    """No request on a dead replica, none on one loaded beyond the bound, a session that may stay stays."""
 
     def play() -> list[str]:
         chosen = Router(max_sessions=4, max_blocks=32)

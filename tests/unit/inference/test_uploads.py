@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_chassis.errors import PenstockError
-from penstock_inference.uploads import CHUNK_BYTES, Commit, Uploads, under
+from penstock_inference.weights.uploads import CHUNK_BYTES, Commit, Uploads, under
 
 
 async def frames(items: Iterable[bytes | Commit]) -> AsyncIterator[bytes | Commit]:
@@ -19,11 +19,12 @@ async def frames(items: Iterable[bytes | Commit]) -> AsyncIterator[bytes | Commi
         yield item
 
 
+@pytest.mark.requirement("R44")
 @given(st.lists(st.binary(max_size=64), max_size=8))
 async def test_a_file_is_what_was_sent_in_memory_and_on_disk(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]
 ) -> None:
-    """R44: bytes, not more and not fewer."""
+    """Bytes, not more and not fewer."""
     path = tmp_path_factory.mktemp("upload") / "file"
     whole = b"".join(chunks)
     commit = Commit(hashlib.sha256(whole).digest())
@@ -33,6 +34,7 @@ async def test_a_file_is_what_was_sent_in_memory_and_on_disk(
     assert path.read_bytes() == whole
 
 
+@pytest.mark.requirement("R23", "R44")
 @pytest.mark.parametrize(
     ("items", "reason"),
     [
@@ -42,16 +44,17 @@ async def test_a_file_is_what_was_sent_in_memory_and_on_disk(
         ([b"a" * (CHUNK_BYTES + 1)], "UPDATE_FRAME_INVALID"),
     ],
 )
-async def test_what_is_no_whole_file_leaves_none(tmp_path: Path, items: list[bytes | Commit], reason: str) -> None:
-    """R23, R44: refused by its reason, and nothing stays on the disk."""
+async def test_incomplete_upload_leaves_no_file(tmp_path: Path, items: list[bytes | Commit], reason: str) -> None:
+    """Refused by its reason, and nothing stays on the disk."""
     with pytest.raises(PenstockError) as caught:
         await Uploads(1000).write(frames(items), tmp_path / "file")
     assert caught.value.reason == reason
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.requirement("R14", "R75")
 def test_a_path_leads_to_what_the_operator_allows_and_nowhere_else(tmp_path: Path) -> None:
-    """R14, R75: no way out by dots, absolutely, or through a link; what is there and what is not look alike."""
+    """No way out by dots, absolutely, or through a link; what is there and what is not look alike."""
     root = tmp_path / "weights"
     (root / "step").mkdir(parents=True)
     (tmp_path / "secret").write_text("")

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock_inference.workspace import workspace
+import pytest
+
+from penstock_inference.weights.uploads import workspace
 
 HOLD = """
 import sys
 from pathlib import Path
-from penstock_inference.workspace import workspace
+from penstock_inference.weights.uploads import workspace
 with workspace(Path(sys.argv[1])) as directory:
     (directory / "big").write_text("x")
     print(directory, flush=True)
@@ -21,15 +23,16 @@ with workspace(Path(sys.argv[1])) as directory:
 """
 
 
+@pytest.mark.requirement("R23")
 def test_a_workspace_is_gone_with_its_owner(tmp_path: Path) -> None:
-    """R23."""
     with workspace(tmp_path / "state") as directory:
         (directory / "big").write_text("x")
     assert not [*(tmp_path / "state").iterdir()]
 
 
-def test_a_killed_owner_s_is_removed_by_the_next_and_a_living_one_s_is_not(tmp_path: Path) -> None:
-    """R50: after a kill -9 too."""
+@pytest.mark.requirement("R50")
+def test_killed_owners_workspace_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    """After a kill -9 too."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from penstock_chassis.journal import Journal
-from penstock_sandbox.backends.base import (
+from penstock_sandbox.domain.backend import (
     Backend,
     FileReader,
     FileWriter,
@@ -18,8 +18,8 @@ from penstock_sandbox.backends.base import (
     SandboxHandle,
     SealedLayer,
 )
-from penstock_sandbox.backends.diffs import DEFAULT_BYTES
-from penstock_sandbox.model import (
+from penstock_sandbox.domain.diffs import DEFAULT_BYTES
+from penstock_sandbox.domain.model import (
     Capabilities,
     FileInfo,
     ForkKind,

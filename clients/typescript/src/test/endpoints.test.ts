@@ -104,8 +104,8 @@ describe("where the services are", () => {
   it("says where a token that is not taken was found, and what to do", () => {
     const path = file({ pid, addresses: { driver: "127.0.0.1:3" }, token: "secret" });
     env["PENSTOCK_CONNECTION"] = path;
-    assert.match(tokenAdvice(resolve({ token: "secret" })), /from the program that calls: are these services of/);
-    assert.match(tokenAdvice(resolve()), new RegExp(`is from ${path}: are these services of another start than it`));
+    assert.match(tokenAdvice(resolve({ token: "secret" })), /from the calling program: the services may have/);
+    assert.match(tokenAdvice(resolve()), new RegExp(`is from ${path}: the services may have been restarted since`));
     const named = join(folder, "token");
     writeFileSync(named, "secret\n");
     env["PENSTOCK_TOKEN_FILE"] = named;

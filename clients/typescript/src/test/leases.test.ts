@@ -72,12 +72,12 @@ describe("the calls that a session holds", () => {
       create(ResultRejectedSchema, {
         callId: "a",
         reason: ResultRejected_Reason.INVALID,
-        violations: ["completion.span: no tokens"],
+        violations: ["completion.span: must have tokens"],
       }),
     );
     await assert.rejects(refused, (error) => {
       assert(error instanceof InvalidCompletion && error.retryable);
-      assert.deepEqual(error.violations, [{ field: "completion.span", description: "no tokens" }]);
+      assert.deepEqual(error.violations, [{ field: "completion.span", description: "must have tokens" }]);
       return true;
     });
     const again = call.deliver(ANSWER);

@@ -49,7 +49,7 @@ describe("times and words", () => {
     assert.equal(milliseconds(undefined), undefined);
     assert.deepEqual([word(PhaseSchema, 4), word(PhaseSchema, 99)], ["setting_up", "99"]);
     assert.equal(word(ModeSchema, number(ModeSchema, "black_box")), "black_box");
-    assert.throws(() => number(ModeSchema, "blackbox"), /'blackbox' is none of black_box, transparent_proxy/);
+    assert.throws(() => number(ModeSchema, "blackbox"), /'blackbox' is not one of black_box, transparent_proxy/);
   });
 });
 

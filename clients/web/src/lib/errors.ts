@@ -72,7 +72,7 @@ export function explain(error: unknown, what: string, isRepeated = false): Troub
     return {
       ...{ said: "", reason, code: Code.Unavailable, violations, retryAfter, lasting: false },
       title: `The dashboard at ${globalThis.location?.host ?? "its address"} does not answer: cannot ${what}`,
-      todo: isRepeated ? "Start it again, or wait: the page tries again by itself." : "Start it again, then try again.",
+      todo: isRepeated ? "Start it again, or wait: the page retries by itself." : "Start it again, then try again.",
     };
   const base = { said: failure.rawMessage, reason, code: failure.code, violations, retryAfter };
   const lasting = LASTING.has(failure.code);
@@ -80,17 +80,17 @@ export function explain(error: unknown, what: string, isRepeated = false): Troub
     case Code.Unauthenticated:
       return reason === "CREDENTIAL_MISSING"
         ? { ...base, lasting, title: "No token", todo: "Open the address that penstock up or penstock dashboard printed, or paste a token." }
-        : { ...base, lasting, title: "The token is not valid here", todo: "Services that were started anew have new tokens: open the address that penstock up printed last, or paste its token." };
+        : { ...base, lasting, title: "The token is invalid for this service", todo: "Restarted services have new tokens: open the address that penstock up printed last, or paste its token." };
     case Code.PermissionDenied:
-      return { ...base, lasting, title: `This token may not ${what}`, todo: "Use a token of a role that may: docs/interfaces.md lists them." };
+      return { ...base, lasting, title: `This token may not ${what}`, todo: "Use a token with another role: docs/interfaces.md lists them." };
     case Code.Unimplemented:
-      return { ...base, lasting, title: `The service is too old to ${what}`, todo: "Update the services to the dashboard's version; the rest of the page goes on." };
+      return { ...base, lasting, title: `The service is too old to ${what}`, todo: "Update the services to the dashboard's version; the rest of the page still works." };
     case Code.Unavailable:
-      return { ...base, lasting, title: `Nobody answers: cannot ${what}`, todo: isRepeated ? "Start the service, or wait: the page tries again by itself." : "Start the service if it does not run, then try again." };
+      return { ...base, lasting, title: `No answer: cannot ${what}`, todo: isRepeated ? "Start the service, or wait: the page retries by itself." : "Start the service if it does not run, then try again." };
     case Code.DeadlineExceeded:
-      return { ...base, lasting, title: `Too slow: cannot ${what}`, todo: isRepeated ? "The service is busy; the page tries again by itself." : "The service is busy, and what was asked for may still be done: look before you try again." };
+      return { ...base, lasting, title: `Too slow: cannot ${what}`, todo: isRepeated ? "The service is busy; the page retries by itself." : "The service is busy, and the request may still take effect: check before you try again." };
     case Code.ResourceExhausted:
-      return { ...base, lasting, title: `Too much at once: cannot ${what}`, todo: isRepeated ? "The page tries again by itself." : "Try again in a moment." };
+      return { ...base, lasting, title: `Too much at once: cannot ${what}`, todo: isRepeated ? "The page retries by itself." : "Try again in a moment." };
     default:
       return { ...base, lasting, title: `Cannot ${what}`, todo: "" };
   }

@@ -12,10 +12,10 @@ import { bytes, compact, duration, reward } from "./format";
 
 describe("words for errors", () => {
   test.each([
-    [Code.Unauthenticated, "The token is not valid here", true],
+    [Code.Unauthenticated, "The token is invalid for this service", true],
     [Code.PermissionDenied, "This token may not watch the gate", true],
     [Code.Unimplemented, "The service is too old to watch the gate", true],
-    [Code.Unavailable, "Nobody answers: cannot watch the gate", false],
+    [Code.Unavailable, "No answer: cannot watch the gate", false],
     [Code.DeadlineExceeded, "Too slow: cannot watch the gate", false],
     [Code.Internal, "Cannot watch the gate", false],
   ])("%s", (code, title, lasting) => {
@@ -24,7 +24,7 @@ describe("words for errors", () => {
 
   test.each([Code.Unavailable, Code.DeadlineExceeded, Code.ResourceExhausted])("only what is repeated is said to be: %s", (code) => {
     const error = new ConnectError("said", code);
-    expect(explain(error, "watch the gate", true).todo).toMatch(/the page tries again by itself/i);
+    expect(explain(error, "watch the gate", true).todo).toMatch(/the page retries by itself/i);
     expect(explain(error, "cancel the rollout").todo).toMatch(/try again/i);
     expect(explain(error, "cancel the rollout").todo).not.toMatch(/by itself/i);
   });

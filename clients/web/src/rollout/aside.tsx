@@ -72,7 +72,7 @@ function LeftOut({ rollout }: { rollout: Rollout }) {
   const changes = rollout.outcome?.grading?.changes;
   if (!changes || changes.leftOutPaths.length === 0) return null;
   return (
-    <Fold summary={`What was left out (${changes.leftOut})`}>
+    <Fold summary={`Left-out paths (${changes.leftOut})`}>
       {() => <HostileText text={changes.leftOutPaths.join("\n")} label="paths that were left out" />}
     </Fold>
   );

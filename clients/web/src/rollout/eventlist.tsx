@@ -125,7 +125,7 @@ function told({ event }: RolloutEvent): Told {
       return {
         line: (
           <>
-            attempt {event.value.attempt} failed ({oneLine(event.value.failure?.reason ?? "")}): it begins anew
+            attempt {event.value.attempt} failed ({oneLine(event.value.failure?.reason ?? "")}); it is retried
           </>
         ),
         look: "event-bad",

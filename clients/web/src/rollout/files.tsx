@@ -26,7 +26,7 @@ export function FilesView({ events, rollout }: { events: readonly RolloutEvent[]
       )}
       {taken && (
         <p>
-          The fresh fork was given {counted(taken.entries, "path")} ({byteCount(Number(taken.sizeBytes))}) that the agent left
+          The fresh fork got {counted(taken.entries, "path")} ({byteCount(Number(taken.sizeBytes))}) that the agent changed
           {taken.removed > 0 && <>, and {counted(taken.removed, "path")} fewer</>}.
         </p>
       )}

@@ -43,7 +43,7 @@ export function explainReward(
   } else if (failure) {
     sentences.push(
       grading
-        ? "Not graded, which is not zero: the verifier began and gave no reward that can be taken."
+        ? "Not graded, which is not zero: the verifier started but returned no valid reward."
         : "Not graded, which is not zero: the rollout failed in a way after which nothing is graded.",
     );
     const meaning = trainingSentence(failure.cause);

@@ -250,7 +250,7 @@ export function Inspector() {
       <Fact name="id" value={String(span.ids[index])} />
       <Fact name="logprob" value={logprob === undefined ? "none" : figure(logprob)} />
       {logprob !== undefined && <Fact name="p" value={`${figure(Math.exp(logprob) * 100)} %`} />}
-      <Fact name="policy version" value={version === undefined ? "not told" : String(version)} />
+      <Fact name="policy version" value={version === undefined ? "unknown" : String(version)} />
       <Fact name="training" value={span.untrained === undefined ? "not known yet" : untrainedWords(span.untrained) || "trained"} />
       <Fact name={title} value={`token ${index} of ${span.ids.length}`} />
       <button type="button" class="button quiet" aria-label="Close" onClick={() => (current.value = undefined)}>

@@ -44,8 +44,8 @@ const PARTIES: Words = {
   [Party.VERIFIER]: "the verifier",
   [Party.SANDBOX]: "the sandbox or its provider",
   [Party.GATE]: "the interception service",
-  [Party.ENGINE]: "whoever answers the model calls",
-  [Party.OPERATOR]: "somebody who may: who cancelled it, stopped a service or set the group's policy",
+  [Party.ENGINE]: "the answerer of the model calls",
+  [Party.OPERATOR]: "a person's decision: a cancellation, a stopped service or the group's policy",
   [Party.BUDGET]: "a limit of model calls",
   [Party.DRIVER]: "the driver",
 };
@@ -96,7 +96,7 @@ const CLASS_SENTENCES: Words = {
   [CallClass.SUB_AGENT]: "A conversation that the agent opened beside its main one.",
   [CallClass.COMPACTION]: "A history that the agent itself shortened or summarised.",
   [CallClass.TITLE]: "A title, a topic or a summary for a user interface.",
-  [CallClass.PROBE]: "A look whether the model can be reached.",
+  [CallClass.PROBE]: "A check that the model can be reached.",
   [CallClass.EDIT]: "A history that the agent edited in place.",
   [CallClass.RETRY]: "The same messages asked again; the agent went on with another answer.",
 };
@@ -109,7 +109,7 @@ const STATES: Words = {
   [CallState.DELIVERED]: "answered",
   [CallState.FAILED]: "failed",
   [CallState.CANCELLED]: "cancelled",
-  [CallState.EXPIRED]: "expired: nobody answered in time",
+  [CallState.EXPIRED]: "expired: no answer in time",
   [CallState.DISPATCHED]: "the model is answering",
 };
 export const callStateWord = (state: CallState): string => told(STATES, state);
@@ -171,7 +171,7 @@ export const roleWord = (role: Role): string => told(ROLES, role);
 const UNTRAINED: Readonly<Record<string, string>> = {
   SHARED: "trained in another sample of this rollout",
   TRUNCATED: "not trained: a limit cut it",
-  BUDGET: "not trained: what was left of a budget cut it",
+  BUDGET: "not trained: a budget cut it",
   INJECTED: "not trained: the trainer showed the agent another text than the tokens spell",
   NO_LOGPROBS: "not trained: it has no logprobs",
   PARTIAL: "not trained: only a part of it is in the history that went on",

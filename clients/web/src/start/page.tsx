@@ -142,7 +142,7 @@ export default function Start() {
             <Area {...field} name="yaml" rows={16} placeholder={EXAMPLE} mono />
           ) : (
             <>
-              <Area {...field} name="instruction" rows={5} placeholder="What the agent is told, byte for byte." />
+              <Area {...field} name="instruction" rows={5} placeholder="The agent's instruction, byte for byte." />
               <Area {...field} name="setup" rows={2} placeholder="Shell lines, run once before the agent" mono />
               <Area {...field} name="verify" rows={3} placeholder="Shell lines, run after the agent; the reward is the share that passes" mono />
               <Line {...field} name="taskId" />

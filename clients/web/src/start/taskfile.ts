@@ -113,7 +113,7 @@ function command(value: unknown, key: string): MessageInitShape<typeof CommandSc
 
 function file(value: unknown, key: string): MessageInitShape<typeof SeedFileSchema> {
   const given = mapping(value, key, KEYS.file);
-  if (given["from"] !== undefined) throw new TaskFileError(`${key}.from`, "a page reads no files: give content, or use `penstock rollout`");
+  if (given["from"] !== undefined) throw new TaskFileError(`${key}.from`, "a page cannot read files: set content, or use `penstock rollout`");
   const content =
     given["content"] === undefined
       ? Uint8Array.from(atob(text(given["content_base64"], `${key}.content_base64`)), (letter) => letter.charCodeAt(0))
@@ -165,7 +165,7 @@ const TIMES = { call_timeout: "callTimeout", wall_time: "wallTime" } as const;
 
 function budgets(value: unknown): MessageInitShape<typeof BudgetsSchema> {
   const given = mapping(value, "budgets", KEYS.budgets);
-  if (given["call_rate"] !== undefined) throw new TaskFileError("budgets.call_rate", "is not taken by the form: use `penstock rollout`");
+  if (given["call_rate"] !== undefined) throw new TaskFileError("budgets.call_rate", "is not supported by the form: use `penstock rollout`");
   const made = create(BudgetsSchema);
   for (const [name, item] of Object.entries(given)) {
     const key = `budgets.${name}`;
@@ -183,7 +183,7 @@ const isLong = (scalar: number) => [3, 4, 6, 16, 18].includes(scalar);
 
 function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
   const given = mapping(value, "sandbox", KEYS.sandbox);
-  if (given["setup_network"] !== undefined) throw new TaskFileError("sandbox.setup_network", "is not taken by the form: use `penstock rollout`");
+  if (given["setup_network"] !== undefined) throw new TaskFileError("sandbox.setup_network", "is not supported by the form: use `penstock rollout`");
   const resources =
     given["resources"] === undefined ? null : mapping(given["resources"], "sandbox.resources", KEYS.resources);
   return {
@@ -231,7 +231,7 @@ function read(source: string): TaskFile {
   }
   const given = mapping(content, "", KEYS.task);
   for (const key of ["instruction_file", "build"])
-    if (given[key] !== undefined) throw new TaskFileError(key, "a page reads no files: use `penstock rollout`");
+    if (given[key] !== undefined) throw new TaskFileError(key, "a page cannot read files: use `penstock rollout`");
   const choice = given["sandbox"] === undefined ? null : sandbox(given["sandbox"]);
   return {
     task: {

@@ -11,7 +11,7 @@ export function TroubleNotice({ trouble, after, heardAt = null, onRetry }: { tro
   return (
     <div class={trouble.lasting ? "notice bad" : "notice"} role="alert">
       <div class="grow">
-        <strong>{trouble.title}.</strong> {trouble.todo} {heardAt !== null && <>What you see is of {clockTime(heardAt)}. </>}
+        <strong>{trouble.title}.</strong> {trouble.todo} {heardAt !== null && <>The page shows the state of {clockTime(heardAt)}. </>}
         {says(trouble) && <span class="said">{trouble.said}</span>}
       </div>
       {after && <span class="muted num">{after}</span>}
@@ -59,7 +59,7 @@ function Broken({ health, retry }: { health: ReadonlySignal<Health>; retry: () =
   if (connecting && isLate)
     return (
       <div class="notice" role="status">
-        <div class="grow">No answer yet: the page goes on asking.</div>
+        <div class="grow">No answer yet: the page keeps trying.</div>
       </div>
     );
   if (now.kind !== "broken") return null;

@@ -1,10 +1,11 @@
-"""Completion ids to an assistant message, all at once or as they come.
+"""Parses completion ids to an assistant message, all at once or as they come.
 
-`machine` is what all families share, a grammar says what differs; `registry` has the grammars.
+`machine` has the parts that all families share, a grammar the differences; `registry` has the grammars.
 """
 
 from penstock_codec.parsers.grammar import Grammar, Mark, new_call_id
-from penstock_codec.parsers.machine import (
+from penstock_codec.parsers.registry import GRAMMARS, choose_grammar, parser_for
+from penstock_codec.parsers.state_machine import (
     CompletionParser,
     Delta,
     MalformedCall,
@@ -15,7 +16,6 @@ from penstock_codec.parsers.machine import (
     ToolCallDelta,
     Vocabulary,
 )
-from penstock_codec.parsers.registry import GRAMMARS, choose_grammar, parser_for
 
 __all__ = [
     "GRAMMARS",

@@ -1,11 +1,11 @@
-"""gpt-oss: a completion is a row of messages in channels, each behind a header that says what it is.
+"""gpt-oss: a completion is a sequence of messages in channels, each with a header.
 
-`<|channel|>analysis<|message|>` is reasoning, `final` the answer, `commentary` words before a call, and a header with
+`<|channel|>analysis<|message|>` is reasoning, `final` the answer, `commentary` text before a call, and a header with
 `to=functions.NAME` a call, whose JSON ends with `<|call|>`. `<|end|>` ends a message that another one follows,
-`<|return|>` the turn. The first header is the one that the prompt began: its `<|start|>assistant` is not sampled.
+`<|return|>` the turn. The prompt began the first header: its `<|start|>assistant` is not sampled.
 
-The markup is control tokens, found by their ids. What has no such header, or is for a tool that is none of ours
-(`python`, `browser`), stays the text that it is, header and all.
+The markup consists of control tokens, found by their ids. A message without such a header, or for a tool that is not
+the request's (`python`, `browser`), stays text, header included.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import Any, Final
 
 from penstock_codec.chat import FinishReason
 from penstock_codec.parsers.grammar import Grammar, Mark
-from penstock_codec.parsers.machine import CompletionParser, Delta, ParsedCompletion, State
 from penstock_codec.parsers.scanner import Markup
+from penstock_codec.parsers.state_machine import CompletionParser, Delta, ParsedCompletion, State
 from penstock_codec.tool_json import MAX_NAME_CHARS, CallText, Malformed, read_arguments
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
 _FUNCTIONS: Final = "functions."
 _HEADER_CHARS: Final = 512
-_TO: Final = r"(?:\s+to=([^\s<]+))?"
+# No repetition here ever backtracks: a completion may have thousands of headers made of spaces.
+_TO: Final = r"(?:\s++to=([^\s<]++))?"
 _HEADER: Final = re.compile(
-    rf"(?:<\|start\|>assistant)?{_TO}\s*(?:<\|channel\|>\s*(\w+){_TO}\s*(?:<\|constrain\|>)?\s*\w*\s*)?"
+    rf"(?:<\|start\|>assistant)?{_TO}\s*+"
+    rf"(?:<\|channel\|>\s*+(\w++){_TO}\s*+(?:<\|constrain\|>\s*+)?\w*+\s*+)?"
 )
 
 
@@ -54,16 +56,16 @@ HARMONY: Final = Grammar(
 
 
 class HarmonyParser(CompletionParser):
-    """Reads one completion in channels."""
+    """Parses one completion in channels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._header: list[str] | None = []  # what came of the header in hand; None: there is none
+        self._header: list[str] | None = []  # text of the current header; None: there is none
         self._header_chars = 0
-        self._name = ""  # of the call in hand
+        self._name = ""  # of the current call
 
     def finish(self, reason: FinishReason | None = None) -> tuple[list[Delta], ParsedCompletion]:
-        """As the machine's; a header that nothing ended is text."""
+        """As the machine's; an unfinished header is text."""
         self._flush()
         self._give_up()
         return super().finish(reason)
@@ -100,7 +102,7 @@ class HarmonyParser(CompletionParser):
         self._header, self._header_chars = [mark], len(mark)
 
     def _give_up(self) -> None:
-        """What looked like a header is none."""
+        """Turns what looked like a header into text."""
         if self._header is not None:
             text, self._header = "".join(self._header), None
             self._show(text)
@@ -122,14 +124,14 @@ class HarmonyParser(CompletionParser):
             self._show(text + _MESSAGE)
 
     def _end_message(self, mark: str) -> None:
-        """`mark` ended it; nothing did where another header follows."""
+        """Ends the message at `mark`, or without one where another header follows."""
         if self._state is State.CALL:
             if mark == _CALL:
                 self._close_call(mark)
             else:
                 self._reject("UNCLOSED", mark)
         elif self._state is State.CONTENT:
-            self._emit_piece(self._space)  # an answer is all between its marks, white space at its end included
+            self._emit_piece("".join(self._space))  # an answer is everything between its marks, trailing space included
         self._end_piece()
         self._state = State.CONTENT
 

@@ -1,7 +1,7 @@
 """Mistral: [TOOL_CALLS] with a JSON list of calls, or, in newer models, with name[ARGS]{...} for each call.
 
-Their templates want ids of exactly nine letters and digits. An id that the model sampled itself stays, since the
-results are going to name it.
+Their templates want ids of exactly nine letters and digits. An id that the model sampled itself is kept, since the
+results will refer to it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock_codec.parsers.grammar import THINK, Grammar, Mark
 from penstock_codec.tool_json import CallText, Malformed, parse_calls, read_arguments
 
 _ALPHABET: Final = string.ascii_letters + string.digits
-# The name, an id in some releases, then the arguments; the newest leave [ARGS] out.
-# No repetition here ever goes back over what it took: a body may be a million spaces.
+# The name, an id in some releases, then the arguments; the newest leave [ARGS] out. No repetition here ever backtracks:
+# a body may be a million spaces.
 _CALL: Final = re.compile(
     r"\s*+([^\[\]{}\s]{1,256}+)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]{9})\s*+)?(?:\[ARGS\])?\s*+(?=\{)"
 )

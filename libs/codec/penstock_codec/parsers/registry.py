@@ -1,4 +1,4 @@
-"""The grammars that there are, and which of them a chat template speaks."""
+"""All grammars, and the choice of one for a chat template."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Final
 
 from penstock_codec.errors import CodecError
 from penstock_codec.parsers.grammar import THINK, Grammar
-from penstock_codec.parsers.granite import GRANITE
 from penstock_codec.parsers.harmony import HARMONY, HarmonyParser
-from penstock_codec.parsers.hermes import HERMES
-from penstock_codec.parsers.llama3 import LLAMA3
-from penstock_codec.parsers.machine import CompletionParser
+from penstock_codec.parsers.json_calls import GRANITE, HERMES, LLAMA3
 from penstock_codec.parsers.mistral import MISTRAL
 from penstock_codec.parsers.sections import DEEPSEEK, KIMI
+from penstock_codec.parsers.state_machine import CompletionParser
 from penstock_codec.parsers.tagged import GLM, QWEN3_CODER
 
 GRAMMARS: Final[Mapping[str, Grammar]] = {
@@ -35,22 +33,22 @@ GRAMMARS: Final[Mapping[str, Grammar]] = {
 
 
 def parser_for(grammar: Grammar) -> type[CompletionParser]:
-    """What reads completions of a grammar."""
+    """Returns the parser class for a grammar."""
     return HarmonyParser if grammar is HARMONY else CompletionParser
 
 
 def choose_grammar(name: str | None, template: str, *, takes_tools: bool = True) -> Grammar:
-    """The grammar by name, or by what the template shows; never a silent default.
+    """Chooses the grammar by name or from the template; there is no silent default.
 
-    A template that `takes_tools` shows how they are called. One that does not may still show calls (DeepSeek's), and
-    else has none.
+    A template that `takes_tools` shows how they are called. One that does not may still show calls (DeepSeek's);
+    otherwise it has none.
 
     Raises CodecError PARSER_UNKNOWN or PARSER_UNDETECTED, which name what to set.
     """
     known = ", ".join(sorted(GRAMMARS))
     if name is not None:
         if name not in GRAMMARS:
-            raise CodecError("PARSER_UNKNOWN", f"no parser is called {name!r}; there are: {known}")
+            raise CodecError("PARSER_UNKNOWN", f"there is no parser {name!r}; known parsers: {known}")
         return GRAMMARS[name]
     shown = [grammar for grammar in GRAMMARS.values() if grammar.shown_by(template)]
     if len(shown) == 1:

@@ -1,4 +1,4 @@
-"""Markup found by text, for vocabularies that have no token for it."""
+"""Finds markup by text, for vocabularies without a token for it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """A piece of markup that came up, as opposed to text that spells it."""
+    """A piece of markup in the stream, as opposed to text."""
 
     text: str
 
 
 class MarkupTexts:
-    """The markup to look for, ready to be looked for: the same for all completions of a model."""
+    """The markup to search for, compiled once for all completions of a model."""
 
     __slots__ = ("all", "firsts", "found", "longest")
 
@@ -27,7 +27,7 @@ class MarkupTexts:
 
 
 class MarkupScanner:
-    """Takes text in pieces; tells markup from text, and holds back what may yet become markup."""
+    """Splits streamed text into markup and text; holds back text that may yet become markup."""
 
     __slots__ = ("_held", "_texts")
 
@@ -36,7 +36,7 @@ class MarkupScanner:
         self._held = ""
 
     def push(self, text: str) -> Iterator[Markup | str]:
-        """What is certain with the next piece."""
+        """Yields what is certain after the next piece."""
         if not self._texts.all:
             if text:
                 yield text
@@ -54,13 +54,13 @@ class MarkupScanner:
         self._held = text[held:]
 
     def flush(self) -> Iterator[str]:
-        """What was held back."""
+        """Yields the text that was held back."""
         held, self._held = self._held, ""
         if held:
             yield held
 
     def _may_begin(self, text: str, start: int) -> int:
-        """Where the end of the text that may be the beginning of markup starts."""
+        """Returns where a trailing beginning of markup may start."""
         texts = self._texts
         for at in range(max(start, len(text) - texts.longest + 1), len(text)):
             if text[at] in texts.firsts and any(item.startswith(text[at:]) for item in texts.all):

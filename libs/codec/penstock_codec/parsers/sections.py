@@ -32,10 +32,10 @@ def _read_deepseek(body: str, tools: Sequence[Tool]) -> Sequence[CallText] | Mal
 def _read_kimi(body: str, tools: Sequence[Tool]) -> Sequence[CallText] | Malformed:
     head, found, text = body.partition(_ARGUMENTS)
     names = _KIMI_ID.fullmatch(head)
-    if not found or names is None or len(names[2]) > MAX_NAME_CHARS:
+    if not found or names is None or len(names[1]) > MAX_NAME_CHARS:
         return Malformed("NOT_A_CALL" if body.strip() else "EMPTY")
     arguments = read_arguments(text)
-    # The id that the model wrote stays: the template shows it again with the result.
+    # The id that the model wrote is kept: the template shows it again with the result.
     return arguments if isinstance(arguments, Malformed) else (CallText(names[2], arguments, names[1]),)
 
 

@@ -1,7 +1,7 @@
-"""Calls whose arguments stand in tags, one by one: Qwen3-Coder and GLM.
+"""Calls whose arguments are tagged one by one: Qwen3-Coder and GLM.
 
-Values are plain text in both; what type each has is in the tool's schema. A value that is not of its type is passed on
-as the text that it is, for the agent to refuse; so is the value of a parameter without a schema.
+Values are plain text in both; the tool's schema has their types. A value that does not fit its type is passed on as
+text, for the agent to refuse; so is the value of a parameter without a schema.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final
 
+from penstock_codec import cache
 from penstock_codec.chat import Tool
 from penstock_codec.parsers.grammar import THINK, Grammar, Mark
-from penstock_codec.parsers.hermes import TAGS
+from penstock_codec.parsers.json_calls import TAGS
 from penstock_codec.tool_json import MAX_CALL_CHARS, MAX_NAME_CHARS, CallText, Malformed, parse_value
 
 _FUNCTION: Final = re.compile(r"\s*<function=([^<>\n]+)>")
 _PARAMETER: Final = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
-# A value may talk about tags: only one that is followed by more markup of the call closes it.
+# A value may mention tags: only a closing tag followed by more markup of the call closes it.
 _PARAMETER_END: Final = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>))")
 _FUNCTION_END: Final = re.compile(r"\s*</function>\s*")
 _NAME: Final = re.compile(r"\s*([^<>{}\s]+)\s*")
 _KEY: Final = re.compile(r"\s*<arg_key>([^<>\n]+)</arg_key>\s*<arg_value>")
 _VALUE_END: Final = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
-_AS_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # what a template writes for such a value
+_AS_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}  # literals that templates write in Python
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     "integer": int,
     "number": (int, float),
@@ -77,7 +77,7 @@ def _read_all(
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """A value as JSON: of the first type that it fits; text where the schema allows text or the value fits nothing."""
+    """Returns a value as JSON: of the first type that it fits; a string where the schema allows one or nothing fits."""
     if types and "string" not in types:
         written = text.strip()
         value = parse_value(_AS_PYTHON.get(written, written))
@@ -96,9 +96,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-@lru_cache(maxsize=256)
+@cache.ARGUMENT_TYPES
 def _types(schema_text: str) -> Mapping[str, frozenset[str]]:
-    """The JSON types that each parameter of a schema may have, as far as it says so itself."""
+    """Returns the JSON types that the schema itself states for each parameter."""
     try:
         schema = json.loads(schema_text)
     except (ValueError, RecursionError):

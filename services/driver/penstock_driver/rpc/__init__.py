@@ -1,1 +1,1 @@
-"""What speaks gRPC in the driver: the adapters to the other services, and the translation of protos."""
+"""The driver's gRPC servicers, and the translation of protos."""

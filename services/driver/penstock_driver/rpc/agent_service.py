@@ -8,14 +8,14 @@ from typing import Any, Final
 
 from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
 from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
-from penstock_driver.certification import remarks
-from penstock_driver.launches import check_command
-from penstock_driver.ports import Command, CommandReport, PreparedToolbox, Sandboxes, SandboxTerms, SnapshotOrder
-from penstock_driver.preparations import CHECK_TIMEOUT_S
-from penstock_driver.registry import AgentRegistry
-from penstock_driver.rpc.agents import agent_to_proto, spec_from_proto
-from penstock_driver.rpc.paging import page_size, page_token
-from penstock_driver.specs import AgentSpec
+from penstock_driver.agents.check import remarks
+from penstock_driver.agents.launch import check_command
+from penstock_driver.agents.registry import AgentRegistry
+from penstock_driver.agents.specs import AgentSpec
+from penstock_driver.domain.ports import Command, CommandReport, PreparedToolbox, Sandboxes, SandboxTerms, SnapshotSpec
+from penstock_driver.environments.prepare import CHECK_TIMEOUT_S
+from penstock_driver.wire.agents import agent_to_proto, spec_from_proto
+from penstock_driver.wire.converters import page_size, page_token
 
 _PROGRESS: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_PROGRESS
 _OK: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_OK
@@ -44,14 +44,14 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     async def GetAgent(  # noqa: N802
         self, request: agent_service_pb2.GetAgentRequest, context: Any
     ) -> agent_service_pb2.GetAgentResponse:
-        """The newest version, or the one that is named."""
+        """The newest version, or the requested one."""
         agent = self._registry.get(request.name, request.spec_sha256)
         return agent_service_pb2.GetAgentResponse(agent=agent_to_proto(agent))
 
     async def RegisterAgent(  # noqa: N802
         self, request: agent_service_pb2.RegisterAgentRequest, context: Any
     ) -> agent_service_pb2.RegisterAgentResponse:
-        """Checks the spec and keeps it."""
+        """Checks and stores the spec."""
         if not request.HasField("spec"):
             raise InvalidArgument("spec is required", reason="SPEC_INVALID", violations=[Violation("spec", "required")])
         agent = await self._registry.register(spec_from_proto(request.spec))
@@ -67,7 +67,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     async def CheckAgent(  # noqa: N802
         self, request: agent_service_pb2.CheckAgentRequest, context: Any
     ) -> AsyncIterator[agent_service_pb2.CheckAgentResponse]:
-        """Reads the spec, installs the agent and runs its check command in a sandbox of its own."""
+        """Checks the spec, installs the agent and runs its check command in a new sandbox."""
         if request.name and request.HasField("spec"):
             raise InvalidArgument(
                 "give name or spec, not both", reason="SPEC_INVALID", violations=[Violation("spec", "with a name")]
@@ -80,7 +80,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
             return
         for remark in remarks(spec):
             yield _finding("spec", _WARNING, f"{remark.where}: {remark.message}")
-        yield _finding("spec", _OK, f"it holds: version {spec.sha256}")
+        yield _finding("spec", _OK, f"the spec is valid: version {spec.sha256}")
         if not request.spec_only:
             async for finding in self._try_out(spec, request.backend):
                 yield finding
@@ -107,9 +107,9 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
                 yield _finding(step, _OK, "the agent has no check command")
                 return
             command = Command(argv=argv, timeout_s=CHECK_TIMEOUT_S)
-            order = SnapshotOrder(terms, (toolbox.toolbox_id,), (), (command,))
+            wanted = SnapshotSpec(terms, (toolbox.toolbox_id,), (), (command,))
             output = "it answered before"
-            async for event in self._sandboxes.prepare_snapshot(order):
+            async for event in self._sandboxes.prepare_snapshot(wanted):
                 if isinstance(event, CommandReport):
                     result = event.result
                     output = (result.stdout or result.stderr)[:500].decode("utf-8", "replace").strip()
@@ -118,7 +118,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
             yield _finding(step, _FAILED, error.message)
 
     async def _install(self, spec: AgentSpec, backend: str, lines: asyncio.Queue[str | None]) -> PreparedToolbox:
-        """Install, with each line of it in `lines`, then None."""
+        """Install the agent and put each line of output in `lines`, then None."""
         try:
             return await self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, backend, lines.put_nowait)
         finally:

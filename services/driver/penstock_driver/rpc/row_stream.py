@@ -1,6 +1,6 @@
-"""RolloutService.WatchRollouts: rows of many rollouts, as they are and as they change.
+"""RolloutService.WatchRollouts: summary rows of many rollouts, and their changes.
 
-Invariant: a watcher holds the ids of rollouts that run, however many have ended since it came.
+Invariant: a watcher holds only the ids of running rollouts, however many have ended since it connected.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
 from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
-from penstock_driver.history import History
-from penstock_driver.records import Filter
-from penstock_driver.rows import RolloutRow, Rows
-from penstock_driver.rpc.shown import PHASES
+from penstock_driver.domain.records import Filter
+from penstock_driver.store.event_log import EventLog
+from penstock_driver.store.summaries import RolloutRow, Summaries
+from penstock_driver.wire.to_proto import PHASES
 
 PAGE: Final = 256
 """Rows of one message."""
@@ -26,19 +26,19 @@ _INTERVAL_S: Final = (0.1, 60.0)
 
 
 async def watch_rows(
-    rows: Rows,
-    history: History,
+    rows: Summaries,
+    event_log: EventLog,
     matching: Filter,
     request: rollout_service_pb2.WatchRolloutsRequest,
     *,
     heartbeat_s: float,
 ) -> AsyncIterator[rollout_service_pb2.WatchRolloutsResponse]:
-    """What is there, then what changes, at most one message each `interval`; without end."""
+    """Yield the existing rows, then changes, at most one message per `interval`, without end."""
     ended_limit, interval_s = _terms(request)
     loop = asyncio.get_running_loop()
-    # Told, and not ended: by its end a rollout may come to match no more, and by nothing else.
+    # Sent and still running: only its end can make a rollout stop matching.
     running: set[str] = set()
-    with history.changes() as changes:
+    with event_log.changes() as changes:
         async for page in _snapshot(rows, matching, ended_limit):
             running.update(_running(page))
             yield rollout_service_pb2.WatchRolloutsResponse(rollouts=map(row_to_proto, page))
@@ -51,7 +51,7 @@ async def watch_rows(
             while ids := changes.take(PAGE):
                 there = {row.rollout_id: row for row in await rows.of(ids)}
                 found = [row for row in there.values() if row.matches(matching)]
-                # Of those that are deleted, and have ended as a rule, nobody remembers whether they were told.
+                # The stream keeps no ids of ended rollouts, so a deleted one is reported whether or not it was sent.
                 gone = {rollout_id for rollout_id in ids if rollout_id not in there or rollout_id in running}
                 gone.difference_update(row.rollout_id for row in found)
                 running.difference_update(ids)
@@ -67,8 +67,8 @@ def _running(page: Sequence[RolloutRow]) -> Iterator[str]:
     return (row.rollout_id for row in page if row.end_time is None)
 
 
-async def _snapshot(rows: Rows, matching: Filter, ended_limit: int) -> AsyncIterator[Sequence[RolloutRow]]:
-    """Pages of all that run and the newest that have ended."""
+async def _snapshot(rows: Summaries, matching: Filter, ended_limit: int) -> AsyncIterator[Sequence[RolloutRow]]:
+    """Pages of all running rollouts and the newest ended ones."""
     for ended, most in ((False, None), (True, ended_limit)):
         if matching.ended not in (None, ended):
             continue
@@ -84,7 +84,7 @@ async def _snapshot(rows: Rows, matching: Filter, ended_limit: int) -> AsyncIter
 
 
 def _terms(request: rollout_service_pb2.WatchRolloutsRequest) -> tuple[int, float]:
-    """How many ended ones, and seconds between two messages; InvalidArgument names the field."""
+    """The number of ended rollouts, and seconds between messages; InvalidArgument names the field."""
     ended_limit = request.ended_limit if request.HasField("ended_limit") else DEFAULT_ENDED
     interval_s = times.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
     violations = []
@@ -99,7 +99,6 @@ def _terms(request: rollout_service_pb2.WatchRolloutsRequest) -> tuple[int, floa
 
 
 def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
-    """A rollout in one row."""
     wire = rollout_pb2.RolloutSummary(
         rollout_id=row.rollout_id,
         group_id=row.group_id,
@@ -122,9 +121,8 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
     if row.end_time is not None:
         wire.end_time.CopyFrom(times.timestamp(row.end_time))
     if row.outcome is not None:
-        outcome = rollout_pb2.Outcome.FromString(row.outcome)
-        if outcome.HasField("failure"):
-            wire.failure.CopyFrom(outcome.failure)
-        if outcome.HasField("reward"):
-            wire.reward.CopyFrom(outcome.reward)
+        if row.outcome.HasField("failure"):
+            wire.failure.CopyFrom(row.outcome.failure)
+        if row.outcome.HasField("reward"):
+            wire.reward.CopyFrom(row.outcome.reward)
     return wire

@@ -1,1 +1,1 @@
-"""Terminal episodes: the policy itself types the commands, and an answer of its ends them."""
+"""Terminal episodes: a policy types shell commands into a sandbox itself, without an agent; its answer is graded."""

@@ -1,21 +1,26 @@
-"""What the driver remembers of terminal episodes and their steps: rows of the journal.
+"""The driver's records of terminal episodes and their steps: rows of the journal.
 
-Invariants: a step is on disk before its command is started, and its result before it is told; the result of a final
-answer and the end of its episode are written at once. What an open episode needs to go on (`order`) is erased with its
-end; what is shown of it stays, the results of its steps for KEPT_S. All of it is in the wire's form.
+Invariants: a step is on disk before its command starts, and its result before it is returned. The result of a final
+answer and the end of its episode are written atomically. What an open episode needs to continue (`request`) is erased
+at its end; what clients see of it stays, the results of its steps for KEPT_S. All of it is serialized messages.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sqlite3 import IntegrityError, Row
 from typing import Final
 
+from google.protobuf.message import Message
+
+from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_chassis.journal import Journal, Statement
+from penstock_driver.domain.records import RequestKey
+from penstock_driver.store.records import parsed_outcome
 
 MIGRATION: Final = """
 CREATE TABLE terminals (
@@ -39,7 +44,7 @@ KEPT_S: Final = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class PlaceRecord:
-    """Where an open episode is."""
+    """The sandbox of an open episode."""
 
     sandbox_id: str
     workdir: str
@@ -50,38 +55,39 @@ class PlaceRecord:
 
 @dataclass(frozen=True, slots=True)
 class TerminalRecord:
-    """An episode as remembered; times in seconds since the epoch, bytes in the wire's form.
+    """A recorded episode; times in seconds since the epoch.
 
-    `place` is None while it is opened; `order` is None for an episode that could not be taken up again. `outcome` is
-    set once it has ended; `released` once its sandbox is gone as well.
+    `public` is the part of its spec that clients see. `place` is None while the episode is being opened. `request` is
+    None for an episode that cannot continue after a restart. `setup` and `verification` have the results of commands in
+    their field `verifier_commands`. `outcome` is set once it has ended, `released` once its sandbox is gone as well.
     """
 
     terminal_id: str
     request_id: str
     labels: Mapping[str, str]
-    shown: bytes = field(repr=False)
+    public: terminal_service_pb2.Terminal = field(repr=False)
     create_time: float
-    order: bytes | None = field(default=None, repr=False)
+    request: terminal_service_pb2.OpenTerminalRequest | None = field(default=None, repr=False)
     place: PlaceRecord | None = None
     deadline: float | None = None
     answered: bool = False
-    outcome: bytes | None = None
+    outcome: rollout_pb2.Outcome | None = None
     end_time: float | None = None
-    setup: bytes = field(default=b"", repr=False)
-    verification: bytes = field(default=b"", repr=False)
+    setup: terminal_service_pb2.Terminal = field(default_factory=terminal_service_pb2.Terminal, repr=False)
+    verification: terminal_service_pb2.Terminal = field(default_factory=terminal_service_pb2.Terminal, repr=False)
     released: bool = False
     step_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step as remembered. `result` is None until it is done; `shell` is `[saved_by, last_code]` after it."""
+    """A recorded step. `result` is None until it is done; `shell` is `[saved_by, last_code]` after it."""
 
     number: int
     step_id: str
     digest: str
-    action: bytes | None = field(default=None, repr=False)
-    result: bytes | None = field(default=None, repr=False)
+    action: terminal_service_pb2.StepRequest | None = field(default=None, repr=False)
+    result: terminal_service_pb2.StepResponse | None = field(default=None, repr=False)
     shell: tuple[int, int] | None = None
 
 
@@ -91,14 +97,18 @@ class TerminalRecords:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    async def create(self, record: TerminalRecord, digest: str) -> None:
-        """Remember an episode that is being opened, and the request for it; AlreadyExists (ROLLOUT_EXISTS) when its
-        request is known."""
-        values = (record.terminal_id, record.request_id, json.dumps(dict(record.labels)), record.shown)
+    async def create(self, record: TerminalRecord, key: RequestKey) -> None:
+        """Record an episode that is being opened, and its request; AlreadyExists (ROLLOUT_EXISTS) if known."""
+        values = (
+            record.terminal_id,
+            record.request_id,
+            json.dumps(dict(record.labels)),
+            record.public.SerializeToString(),
+        )
         try:
             await self._journal.write(
                 [
-                    ("INSERT INTO requests VALUES (?, ?, ?)", (record.request_id, digest, record.terminal_id)),
+                    ("INSERT INTO requests VALUES (?, ?, ?)", (key.request_id, key.digest, record.terminal_id)),
                     (
                         "INSERT INTO terminals (terminal_id, request_id, labels, shown, create_time)"
                         " VALUES (?, ?, ?, ?, ?)",
@@ -110,13 +120,13 @@ class TerminalRecords:
             raise AlreadyExists("the request_id was used before", reason="ROLLOUT_EXISTS") from error
 
     async def forget_request(self, record: TerminalRecord) -> None:
-        """An episode could not be opened: its request opens another one. It stays known until `forget`."""
+        """Forget the request of a failed opening, so it may open another episode; the record stays until `forget`."""
         await self._journal.execute(
             "DELETE FROM requests WHERE request_id = ? AND resource_id = ?", (record.request_id, record.terminal_id)
         )
 
     async def forget(self, record: TerminalRecord) -> None:
-        """An episode that could not be opened was never there; its sandbox is gone."""
+        """Delete the record of a failed opening, once its sandbox is gone."""
         await self._journal.write(
             [
                 (
@@ -128,21 +138,25 @@ class TerminalRecords:
         )
 
     async def opened(
-        self, terminal_id: str, place: PlaceRecord, deadline: float, order: bytes | None, setup: bytes
+        self,
+        terminal_id: str,
+        place: PlaceRecord,
+        deadline: float,
+        request: terminal_service_pb2.OpenTerminalRequest | None,
+        setup: terminal_service_pb2.Terminal,
     ) -> None:
-        """The episode is open; `order` is what it needs to be taken up again."""
+        """Record that the episode is open; `request` is what it needs to continue after a restart."""
         where = json.dumps([place.sandbox_id, place.workdir, place.shell_directory, place.home])
         await self._journal.execute(
             "UPDATE terminals SET place = ?, deadline = ?, ready_order = ?, setup = ? WHERE terminal_id = ?",
-            (where, deadline, order, setup, terminal_id),
+            (where, deadline, _bytes(request), setup.SerializeToString(), terminal_id),
         )
 
     async def begin(self, terminal_id: str, step: StepRecord, *, is_answer: bool) -> None:
-        """A step begins."""
         statements: list[Statement] = [
             (
                 "INSERT INTO terminal_steps (terminal_id, number, step_id, digest, action) VALUES (?, ?, ?, ?, ?)",
-                (terminal_id, step.number, step.step_id, step.digest, step.action),
+                (terminal_id, step.number, step.step_id, step.digest, _bytes(step.action)),
             )
         ]
         statements.append(
@@ -153,37 +167,45 @@ class TerminalRecords:
         )
         await self._journal.write(statements)
 
-    async def done(self, terminal_id: str, step_id: str, result: bytes, shell: tuple[int, int]) -> None:
-        """A command's result, and the shell's state after it."""
+    async def done(
+        self, terminal_id: str, step_id: str, result: terminal_service_pb2.StepResponse, shell: tuple[int, int]
+    ) -> None:
+        """Record a command's result, and the shell's state after it."""
         await self._journal.execute(
             "UPDATE terminal_steps SET result = ?, shell = ?, action = NULL WHERE terminal_id = ? AND step_id = ?",
-            (result, json.dumps(shell), terminal_id, step_id),
+            (result.SerializeToString(), json.dumps(shell), terminal_id, step_id),
         )
 
-    async def ended(self, terminal_id: str, outcome: bytes, verification: bytes, results: Mapping[str, bytes]) -> None:
-        """The episode's end, with the results, by step id, of the steps that end with it."""
+    async def ended(
+        self,
+        terminal_id: str,
+        outcome: rollout_pb2.Outcome,
+        verification: terminal_service_pb2.Terminal,
+        results: Mapping[str, terminal_service_pb2.StepResponse],
+    ) -> None:
+        """Record the episode's end, with the results, by step id, of the steps that end with it."""
         statements: list[Statement] = [
             (
                 "UPDATE terminals SET outcome = ?, end_time = ?, verification = ?, ready_order = NULL"
                 " WHERE terminal_id = ? AND outcome IS NULL",
-                (outcome, time.time(), verification, terminal_id),
+                (outcome.SerializeToString(), times.even_time(), verification.SerializeToString(), terminal_id),
             )
         ]
         statements += [
             (
                 "UPDATE terminal_steps SET result = ?, action = NULL WHERE terminal_id = ? AND step_id = ?",
-                (result, terminal_id, step_id),
+                (result.SerializeToString(), terminal_id, step_id),
             )
             for step_id, result in results.items()
         ]
         past = "SELECT terminal_id FROM terminals WHERE remembers = 1 AND end_time < ?"
-        until = (time.time() - KEPT_S,)
+        until = (times.even_time() - KEPT_S,)
         statements.append((f"DELETE FROM terminal_steps WHERE terminal_id IN ({past})", until))  # noqa: S608 - fixed
         statements.append(("UPDATE terminals SET remembers = 0 WHERE remembers = 1 AND end_time < ?", until))
         await self._journal.write(statements)
 
     async def released(self, terminal_id: str) -> None:
-        """The episode's sandbox is gone."""
+        """Record that the episode's sandbox is gone."""
         await self._journal.execute("UPDATE terminals SET released = 1 WHERE terminal_id = ?", (terminal_id,))
 
     async def is_unreleased(self, terminal_id: str) -> bool:
@@ -192,14 +214,14 @@ class TerminalRecords:
         return bool(await self._journal.query(sql, (terminal_id,)))
 
     async def get(self, terminal_id: str) -> TerminalRecord:
-        """One episode; NotFound (TERMINAL_UNKNOWN), also for one that is still being opened."""
+        """One episode; NotFound (TERMINAL_UNKNOWN), also while it is being opened."""
         rows = await self._journal.query(f"{_TERMINALS} WHERE terminal_id = ?", (terminal_id,))
         if not rows or (rows[0]["place"] is None and rows[0]["outcome"] is None):
             raise NotFound("there is no such terminal", reason="TERMINAL_UNKNOWN")
         return _terminal(rows[0])
 
     async def unreleased(self) -> list[TerminalRecord]:
-        """Episodes that are not known to have ended and to have no sandbox."""
+        """Episodes that have not ended, or that may still have a sandbox."""
         return [_terminal(row) for row in await self._journal.query(f"{_TERMINALS} WHERE released = 0 ORDER BY number")]
 
     async def steps(self, terminal_id: str) -> Sequence[StepRecord]:
@@ -208,10 +230,13 @@ class TerminalRecords:
         return [_step(row) for row in await self._journal.query(sql, (terminal_id,))]
 
     async def step(self, terminal_id: str, step_id: str) -> StepRecord | None:
-        """One step."""
         sql = "SELECT * FROM terminal_steps WHERE terminal_id = ? AND step_id = ?"
         rows = await self._journal.query(sql, (terminal_id, step_id))
         return _step(rows[0]) if rows else None
+
+
+def _bytes(message: Message | None) -> bytes | None:
+    return None if message is None else message.SerializeToString()
 
 
 _TERMINALS: Final = "SELECT * FROM terminals"
@@ -222,16 +247,18 @@ def _terminal(row: Row) -> TerminalRecord:
         terminal_id=row["terminal_id"],
         request_id=row["request_id"],
         labels=json.loads(row["labels"]),
-        shown=row["shown"],
+        public=terminal_service_pb2.Terminal.FromString(row["shown"]),
         create_time=row["create_time"],
-        order=row["ready_order"],
+        request=None
+        if row["ready_order"] is None
+        else terminal_service_pb2.OpenTerminalRequest.FromString(row["ready_order"]),
         place=None if row["place"] is None else PlaceRecord(*json.loads(row["place"])),
         deadline=row["deadline"],
         answered=bool(row["answered"]),
-        outcome=row["outcome"],
+        outcome=parsed_outcome(row["outcome"]),
         end_time=row["end_time"],
-        setup=row["setup"] or b"",
-        verification=row["verification"] or b"",
+        setup=terminal_service_pb2.Terminal.FromString(row["setup"] or b""),
+        verification=terminal_service_pb2.Terminal.FromString(row["verification"] or b""),
         released=bool(row["released"]),
         step_count=row["steps"],
     )
@@ -243,7 +270,7 @@ def _step(row: Row) -> StepRecord:
         number=row["number"],
         step_id=row["step_id"],
         digest=row["digest"],
-        action=row["action"],
-        result=row["result"],
+        action=None if row["action"] is None else terminal_service_pb2.StepRequest.FromString(row["action"]),
+        result=None if row["result"] is None else terminal_service_pb2.StepResponse.FromString(row["result"]),
         shell=None if shell is None else (shell[0], shell[1]),
     )

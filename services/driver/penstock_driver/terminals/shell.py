@@ -1,14 +1,14 @@
-"""The shell of a terminal episode: how a command runs with what the commands before it left behind.
+"""The shell of a terminal episode: carries state from one command to the next.
 
-No shell lives on. Each command is a process of its own, with an exit, a timeout and outputs of its own, and begins by
-reading the state that the last one saved: a file in the sandbox, the policy's own like all else there. So nothing that
-a command does to its shell can pass for another command's output or outlive its timeout, and a command that runs is
-found again by its process id when the driver dies.
+No shell process stays alive. Each command is a process of its own, with its own exit, timeout and outputs. It starts by
+reading the state that the last one saved in a file in the sandbox, which the policy owns like everything else there. So
+no manipulation of the shell can pass for another command's output or outlive its command's timeout, and after a crash
+of the driver a running command is found by its process id.
 
-What goes from command to command, under bash: the working directory, all variables, functions and aliases, the umask
-and `$?`; under another shell the working directory, the environment, the umask and `$?`. Shell options (`set -e`),
-traps and the table of jobs are each command's own. `exit` ends a command and its state is kept; a shell that is killed,
-by a timeout too, or that is replaced by `exec`, leaves the state as it was before. Standard input is empty.
+State kept between commands, under bash: the working directory, all variables, functions and aliases, the umask and
+`$?`; under another shell the working directory, the environment, the umask and `$?`. Shell options (`set -e`), traps
+and the job table are each command's own. `exit` ends a command and keeps its state. A shell that is killed, also by a
+timeout, or is replaced by `exec`, leaves the previous state unchanged. Standard input is empty.
 """
 
 from __future__ import annotations
@@ -18,23 +18,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from penstock_driver.ports import Command, CommandResult, Exit, ExitReason, Output
-
-DEFAULT_OUTPUT: Final = 64 << 10
-MAX_OUTPUT: Final = 1 << 20
-"""Bytes of each stream that an observation has at most."""
+from penstock_driver.domain.ports import Command, CommandResult, Exit, ExitReason, Output
 
 TIMED_OUT_CODE: Final = 124
-"""What `$?` is after a command that was ended by its timeout, as timeout(1) has it."""
+"""The value of `$?` after a command that timed out, as in timeout(1)."""
 
 _SHELL: Final = 'command -v bash >/dev/null 2>&1 && exec bash --noprofile --norc -c "$@"; exec sh -c "$@"'
-"""Chooses the shell: bash where the sandbox has it. Its arguments are those of `-c`."""
+"""Chooses the shell: bash if the sandbox has it. Its arguments are those of `-c`."""
 
-# Arguments: 1 the state before, 2 the state after, 3 the last exit code, 4 "own" for a command with a directory of its
-# own, 5 and 6 what saves and sets the variables that the command brings, 7 "script" (which comes on standard input) or
-# "argv", 8 and on an argument vector. They are positional since every variable here is one of the policy's, too. The
-# functions are defined after the state is restored, which brings back those of the command before. The state is saved
-# at once, for commands that never come to the end of it, and again at the end.
+# Arguments: 1 the previous state, 2 the next state, 3 the last exit code, 4 "own" for a command with its own directory,
+# 5 and 6 shell text that saves and sets the command's own variables, 7 "script" (on standard input) or "argv", 8 and up
+# an argument vector. They are positional because every variable here also exists for the policy. The functions are
+# defined after the state is restored, which brings back the functions of the previous command. The state is saved at
+# once, for commands that never reach their end, and again at the end.
 _PROGRAM: Final = r"""
 if [ "$7" = script ]; then set -- "$1" "$2" "$3" "$4" "$5" "$6" "$7" "$(cat)"; exec </dev/null; fi
 eval "$5"
@@ -94,9 +90,9 @@ exit "$1"
 
 @dataclass(frozen=True, slots=True)
 class ShellState:
-    """Where the state of an episode's shell is: in `directory`, as command number `saved_by` left it (0 = nothing yet).
+    """The state of an episode's shell: in `directory`, as command number `saved_by` left it (0 = none yet).
 
-    `last_code` is what `$?` is.
+    `last_code` is the value of `$?`.
     """
 
     directory: str
@@ -105,11 +101,11 @@ class ShellState:
 
     @property
     def path(self) -> str:
-        """The file with the state."""
+        """The state file."""
         return f"{self.directory}/{self.saved_by}"
 
     def after(self, number: int, end: Exit) -> ShellState:
-        """The state after command `number`: what it saved if it ended by itself, else what there was."""
+        """The state after command `number`: the one it saved if it exited by itself, otherwise the previous one."""
         if end.reason is ExitReason.EXITED and end.code is not None:
             return replace(self, saved_by=number, last_code=end.code)
         return replace(
@@ -118,14 +114,14 @@ class ShellState:
 
 
 def fresh_state() -> ShellState:
-    """A state that nothing was left in, in a directory that is to be made."""
+    """An empty state, in a directory that is still to be created."""
     return ShellState(f"/tmp/penstock-shell-{secrets.token_hex(8)}")  # noqa: S108 - a path in the sandbox
 
 
 def in_shell(command: Command, state: ShellState, number: int, env: Mapping[str, str]) -> tuple[Command, bytes | None]:
-    """What runs a policy's command as number `number`, and its standard input.
+    """The process that runs a policy's command as number `number`, and its standard input.
 
-    `env` is what the shell begins with; the command's own is set on top of what was left behind, and so is its `cwd`.
+    `env` is the shell's initial environment; the command's own variables and `cwd` override the state.
     """
     names = sorted(command.env)
     arguments = (
@@ -147,13 +143,13 @@ def in_shell(command: Command, state: ShellState, number: int, env: Mapping[str,
 
 
 def _each(names: Iterable[str], template: str) -> str:
-    """Shell text over names, which are identifiers."""
+    """The template rendered for each name; names are identifiers."""
     return "; ".join(template.format(name) for name in names)
 
 
 @dataclass(slots=True)
 class Capture:
-    """Takes a watched process's output and keeps the ends of each stream: `limit` bytes, as the sandbox sends them."""
+    """Collects a watched process's output: both ends of each stream, at most `limit` bytes per stream."""
 
     limit: int
     _stdout: bytearray = field(default_factory=bytearray)
@@ -161,19 +157,18 @@ class Capture:
 
     @property
     def head(self) -> int:
-        """Bytes of a stream's beginning that are wanted."""
+        """Bytes to request from the beginning of a stream."""
         return self.limit - self.tail
 
     @property
     def tail(self) -> int:
-        """Bytes of its end that are wanted, when it is longer."""
+        """Bytes to request from its end, when it is longer."""
         return self.limit // 2
 
     def take(self, output: Output) -> None:
-        """A piece of output, in order; what a broken service sends beyond the limit is dropped."""
+        """Add a piece of output, in order; bytes beyond the limit, sent by a broken service, are dropped."""
         kept = self._stderr if output.is_stderr else self._stdout
         kept += output.data[: self.limit - len(kept)]
 
     def result(self, end: Exit) -> CommandResult:
-        """The command's outcome."""
         return CommandResult(end, bytes(self._stdout), bytes(self._stderr))

@@ -1,8 +1,8 @@
-"""What a step of a terminal episode does in its sandbox: a command in the episode's shell, and the answer's grading.
+"""Runs a step of a terminal episode in its sandbox: a command in the episode's shell, or the grading of the answer.
 
-Invariants: a command has its limit here too, should the sandbox service forget it; before the verifier starts,
-everything that the commands started is dead (R60), and the system is as it was prepared (R90); it alone is told where
-the answer is.
+Invariants: the driver also enforces a command's limit, in case the sandbox service fails to. Before the verifier
+starts, all processes that the commands started are dead (R60) and the system is as prepared (R90). Only the verifier
+learns the path of the answer.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition
-from penstock_driver import rewards
-from penstock_driver.endings import ended_by_its_agent, is_of_a_sandbox_at_work
-from penstock_driver.grading import ROOT, check_system
-from penstock_driver.launches import FileToWrite
-from penstock_driver.patience import patiently
-from penstock_driver.ports import Command, CommandResult, Exit, ExitReason, Sandboxes, SandboxFacts
-from penstock_driver.rollouts import (
+from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.domain.failures import ended_by_its_agent, is_of_a_sandbox_at_work
+from penstock_driver.domain.ports import Command, CommandResult, Exit, ExitReason, Sandboxes, SandboxFacts
+from penstock_driver.domain.rollout import (
     Cause,
     CommandFinished,
+    Component,
     Failure,
-    Party,
     Phase,
     Reward,
     RolloutFailed,
     Verifier,
     failed,
 )
-from penstock_driver.terminals.episodes import TerminalOrder
+from penstock_driver.domain.terminal_episode import TerminalSpec
+from penstock_driver.environments.throttle import patiently
+from penstock_driver.grading.grader import ROOT, check_system
+from penstock_driver.grading.verifier import verify
+from penstock_driver.rollouts.process_watch import watched
 from penstock_driver.terminals.records import PlaceRecord
 from penstock_driver.terminals.shell import Capture, ShellState, in_shell
 
 ANSWER_VARIABLE: Final = "PENSTOCK_FINAL_ANSWER_FILE"
-WATCH_MARGIN_S: Final = 30.0
-"""How much longer than a command's own limit the driver waits for its exit before it calls the sandbox lost."""
 _KILLS_AT_ONCE: Final = 16
 
 
@@ -48,63 +48,58 @@ class TerminalSteps:
         self._sandboxes = sandboxes
 
     async def command(
-        self, order: TerminalOrder, place: PlaceRecord, shell: ShellState, number: int, command: Command
+        self, spec: TerminalSpec, place: PlaceRecord, shell: ShellState, number: int, command: Command
     ) -> CommandResult:
-        """Run a command, or find it running; `number` is its step's. RolloutFailed when the sandbox is lost."""
-        timeout_s = order.command_s if command.timeout_s is None else command.timeout_s
+        """Run a command, or join it if it runs; `number` is its step's. RolloutFailed when the sandbox is lost."""
+        timeout_s = spec.command_s if command.timeout_s is None else command.timeout_s
         bounded = replace(command, timeout_s=timeout_s)
-        runs, stdin = in_shell(bounded, shell, number, order.task.env)
-        capture, sandbox_id, process_id = Capture(order.output_limit), place.sandbox_id, _process_id(number)
+        runs, stdin = in_shell(bounded, shell, number, spec.task.env)
+        capture, sandbox_id, process_id = Capture(spec.output_limit), place.sandbox_id, _process_id(number)
         ends = (capture.head, capture.tail)
         await patiently(lambda: self._sandboxes.start(sandbox_id, process_id, runs, stdin, output_ends=ends))
         end = Exit(ExitReason.SANDBOX_LOST)
-        try:
-            async with asyncio.timeout(timeout_s + WATCH_MARGIN_S):
-                async for item in self._sandboxes.watch(sandbox_id, process_id):
-                    if isinstance(item, Exit):
-                        end = item
-                    else:
-                        capture.take(item)
-        except TimeoutError:
-            message = "a command's limit is over and the sandbox service has not ended it"
-            raise failed(
-                Cause.INFRASTRUCTURE, "SANDBOX_UNRESPONSIVE", message, Phase.RUNNING, retriable=True, part=Party.SANDBOX
-            ) from None
+        watching = watched(self._sandboxes, sandbox_id, process_id, timeout_s, what="a command")
+        async with aclosing(watching) as items:
+            async for item in items:
+                if isinstance(item, Exit):
+                    end = item
+                else:
+                    capture.take(item)
         if end.reason is ExitReason.SANDBOX_LOST:
             message = end.message or "the sandbox was lost"
             raise RolloutFailed(
-                Failure(Cause.INFRASTRUCTURE, "SANDBOX_LOST", message, True, Phase.RUNNING, part=Party.SANDBOX)
+                Failure(Cause.INFRASTRUCTURE, "SANDBOX_LOST", message, True, Phase.RUNNING, component=Component.SANDBOX)
             )
         return capture.result(end)
 
     async def judged(self, place: PlaceRecord, failure: Failure) -> Failure:
-        """The failure, after a look at who ended the sandbox where that is why."""
+        """Return the failure, after checking who ended the sandbox if that is the cause."""
         if is_of_a_sandbox_at_work(failure) and await self._sandboxes.ended_inside(place.sandbox_id):
             return ended_by_its_agent(failure)
         return failure
 
     async def answer(
-        self, order: TerminalOrder, place: PlaceRecord, text: str, steps: int, report: Callable[[CommandFinished], None]
+        self, spec: TerminalSpec, place: PlaceRecord, text: str, steps: int, report: Callable[[CommandFinished], None]
     ) -> Reward | None:
-        """Grade an answer after killing what `steps` steps left running; None where nothing grades."""
+        """Kill everything that `steps` steps left running, then grade the answer; None without a verifier."""
         await self._kill_all(place, steps)
-        verifier = order.task.verifier
+        verifier = spec.task.verifier
         if verifier is None:
             return None
-        await self._check_system(order, place)
-        limit = order.limits.verify_s
+        await self._check_system(spec, place)
+        limit = spec.limits.verify_s
         try:
             async with asyncio.timeout(limit):
-                return await rewards.verify(
+                return await verify(
                     self._sandboxes, place.sandbox_id, place.workdir, with_answer(verifier, text), report
                 )
         except TimeoutError:
             message = f"the verifier took longer than {limit:g} s"
             raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, Phase.VERIFYING) from None
 
-    async def _check_system(self, order: TerminalOrder, place: PlaceRecord) -> None:
-        """As of a rollout that is graded in place, where the backend tells what changed."""
-        if order.sandbox.user in ROOT or not place.home:
+    async def _check_system(self, spec: TerminalSpec, place: PlaceRecord) -> None:
+        """Check the system as for a rollout graded in place, if the backend reports changes."""
+        if spec.sandbox.user in ROOT or not place.home:
             return
         try:
             await check_system(self._sandboxes, SandboxFacts(place.sandbox_id, place.home, place.workdir), None)
@@ -117,7 +112,7 @@ class TerminalSteps:
 
         async def kill(number: int) -> None:
             async with slots:
-                last = number == steps  # nothing at all runs beside what grades
+                last = number == steps  # no other process runs beside the verifier
                 await patiently(lambda: self._sandboxes.kill(place.sandbox_id, _process_id(number), everything=last))
 
         try:
@@ -129,7 +124,7 @@ class TerminalSteps:
 
 
 def with_answer(verifier: Verifier, text: str) -> Verifier:
-    """The verifier, with the final answer in a file of its own that its commands are told of."""
+    """The verifier, with the final answer in a file whose path its commands get."""
     path = f"/tmp/penstock-{secrets.token_hex(16)}/answer"  # noqa: S108 - inside the sandbox, and unguessable
     return replace(
         verifier,

@@ -1,1 +1,1 @@
-"""Engines: what turns prompt token ids into sampled token ids, behind one protocol (`base.Engine`)."""
+"""Engines: sample token ids from prompt token ids, behind one protocol (`base.Engine`)."""

@@ -1,6 +1,6 @@
-"""Who may run: requests queue here, not where they are computed, so that a pause holds them before a version is theirs.
+"""Admission control: requests queue here, outside the engine, so that a pause holds them before a version is assigned.
 
-Belongs to one event loop. First come, first served, but for requests that wait for a version to come.
+Belongs to one event loop. First come, first served, except for requests that wait for a policy version.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Place:
 
 
 class Admission:
-    """Lets requests run while it is open.
+    """Admits requests while it is open.
 
     Args:
         limit: how many may run at once.
-        max_waiting: how many may wait beside them.
+        max_waiting: how many more may wait.
         version_of: the policy version in force for a request's adapter ("" for the base weights); it may raise.
     """
 
@@ -41,26 +41,26 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     def hold(self) -> None:
-        """Let nobody in, until as many calls of `release` as of this."""
+        """Admit nothing until `release` was called once per call of this."""
         self._holds += 1
 
     def release(self) -> None:
-        """The opposite of `hold`."""
+        """Undo one `hold`."""
         self._holds -= 1
         self.look()
 
     async def enter(self, request: GenerateRequest) -> bool:
-        """Wait to run; False when aborted meanwhile. Who was let in says so with `leave`.
+        """Wait for admission; False when aborted meanwhile. An admitted caller must call `leave`.
 
-        Raises ResourceExhausted (QUEUE_FULL), FailedPrecondition (POLICY_VERSION_UNAVAILABLE), what `version_of` does.
+        Raises ResourceExhausted (QUEUE_FULL), FailedPrecondition (POLICY_VERSION_UNAVAILABLE), errors of `version_of`.
         """
         if self.running + len(self._waiting) >= self._limit + self._max_waiting:
             raise ResourceExhausted(
-                f"{self.running} requests run and {len(self._waiting)} wait, which is as many as may",
+                f"{self.running} requests run and {len(self._waiting)} wait, which is the maximum",
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )
@@ -73,19 +73,22 @@ class Admission:
             if place.answer.done() and not place.answer.cancelled() and not place.answer.exception():
                 if place.answer.result():
                     self.leave()
-            elif place in self._waiting:  # who was refused just before is not there any more
+            elif place in self._waiting:  # a request refused just before is already removed
                 self._waiting.remove(place)
             raise
 
     def leave(self) -> None:
-        """A request that was let in is over."""
+        """Report the end of an admitted request."""
         self.running -= 1
         if not self.running:
             self.wake_idle()
         self.look()
 
     def look(self) -> None:
-        """Let in whom there is room for, and refuse whom no version will come for. Call it when versions change."""
+        """Admit requests while there is room, and refuse those whose exact version is not in force.
+
+        Call it when versions change.
+        """
         if self._holds:
             return
         kept: list[Place] = []
@@ -93,7 +96,7 @@ class Admission:
             if self.running >= self._limit:
                 kept += self._waiting[n:]
                 break
-            if place.answer.done():  # cancelled, and about to say so
+            if place.answer.done():  # cancelled; `enter` will remove it
                 kept.append(place)
                 continue
             try:
@@ -109,7 +112,7 @@ class Admission:
         self._waiting = kept
 
     def abort(self, chosen: Callable[[GenerateRequest], bool]) -> int:
-        """End those that wait and for which `chosen` holds; how many."""
+        """Abort the waiting requests for which `chosen` is true; return their number."""
         ended = [place for place in self._waiting if chosen(place.request) and not place.answer.done()]
         self._waiting = [place for place in self._waiting if place not in ended]
         for place in ended:
@@ -117,14 +120,14 @@ class Admission:
         return len(ended)
 
     def fail(self, error: Callable[[], PenstockError]) -> None:
-        """End all that wait, each with an error of its own."""
+        """Fail all waiting requests, each with its own error."""
         ended = [place for place in self._waiting if not place.answer.done()]
         self._waiting = [place for place in self._waiting if place.answer.done()]
         for place in ended:
             place.answer.set_exception(error())
 
     async def idle(self) -> None:
-        """Until nothing runs, or `wake_idle`."""
+        """Wait until nothing runs, or until `wake_idle`."""
         if self.running:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(future)
@@ -141,7 +144,7 @@ class Admission:
         version = self._version_of(request.adapter)
         if request.exact_policy_version not in (None, version):
             raise FailedPrecondition(
-                f"policy version {request.exact_policy_version} was asked for and {version} is in force",
+                f"policy version {request.exact_policy_version} was requested, but {version} is in force",
                 reason="POLICY_VERSION_UNAVAILABLE",
                 metadata={"policy_version": str(version)},
             )

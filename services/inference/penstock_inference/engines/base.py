@@ -1,13 +1,14 @@
-"""What every engine promises, in plain data: the contract between the service and whatever computes tokens.
+"""The contract between the service and every engine, in plain data.
 
-Invariants an engine keeps
-- Token ids go in and out as they are: an engine never re-tokenises, and a logprob is the value of the distribution that
-  the token was drawn from (`LogprobsMode.PROCESSED`) unless `EngineInfo.logprobs_mode` says otherwise.
+Invariants of every engine:
+
+- Token ids pass unchanged: an engine never re-tokenises. A logprob is the value of the distribution that the token was
+  drawn from (`LogprobsMode.PROCESSED`) unless `EngineInfo.logprobs_mode` states otherwise.
 - Every sampled token is covered by exactly one `VersionSpan`; spans are contiguous, ordered, and start at 0. An engine
-  whose weights are somebody else's and that was not told their version has no spans at all.
+  with foreign weights of unknown version has no spans at all.
 - Every accepted request ends with exactly one `Done`, or its iterator raises a `PenstockError`.
-- A weight update either takes effect whole, under its version, or leaves weights and version as they were.
-- What an engine cannot do is a flag in `Capabilities` and an `Unsupported` error, never a silent downgrade.
+- A weight update either takes effect completely, under its version, or leaves weights and version unchanged.
+- A missing feature is a flag in `Capabilities` and an `Unsupported` error, never a silent downgrade.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 class LogprobsMode(Enum):
-    """What the reported logprobs are."""
+    """The distribution of the reported logprobs."""
 
     PROCESSED = "processed"
     """Log-probability under the distribution sampled from: after temperature, penalties, top-k, top-p and min-p."""
     RAW = "raw"
     """Log-probability under the model's distribution, before temperature, penalties and filters."""
     SCRIPTED = "scripted"
-    """Numbers from a test script. Nobody may train on them."""
+    """Numbers from a test script; never train on them."""
     NONE = "none"
 
 
@@ -52,25 +53,25 @@ class PauseMode(Enum):
     """What happens to generations in flight; in every mode new requests queue until `resume`."""
 
     ABORT = "abort"
-    """End everything accepted so far with `FinishReason.ABORT` and the tokens sampled so far."""
+    """End every accepted request with `FinishReason.ABORT` and the tokens sampled so far."""
     WAIT = "wait"
-    """Let what is running finish; what is queued stays queued."""
+    """Let running generations finish; queued ones stay queued."""
     KEEP = "keep"
-    """Freeze between two tokens and go on from there at `resume`, with the KV cache as it was."""
+    """Freeze between two tokens and continue at `resume`, with the KV cache kept."""
 
 
 class UpdateFormat(Enum):
-    """What a weight update carries."""
+    """The contents of a weight update."""
 
     FULL = "full"
     """Every tensor of the model."""
     DELTA = "delta"
-    """Whole replacement tensors for some names; the others stay as they are."""
+    """Complete replacement tensors for some names; the others stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; a false flag means that the call is refused as `Unsupported`."""
+    """What an engine can do; calls with a false flag are refused as `Unsupported`."""
 
     token_ids: bool = True
     logprobs: bool = True
@@ -80,7 +81,7 @@ class Capabilities:
     score: bool = False
     seed: bool = False
     batch_invariant: bool = False
-    """Tokens and logprobs of a request are bit-identical whoever else is in the batch."""
+    """Tokens and logprobs of a request are bit-identical for any other requests in the batch."""
     abort: bool = True
     adapters: bool = False
     sleep: bool = False
@@ -91,14 +92,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is and in which state."""
+    """An engine's properties and state."""
 
     engine: str
     engine_version: str
     model: str
     vocab_size: int
     max_context_tokens: int
-    """Prompt and completion together; 0 where an engine that has no token ids does not know."""
+    """Prompt and completion together; 0 if an engine without token ids does not know it."""
     max_concurrency: int
     stop_token_ids: tuple[int, ...]
     """Sampling one of these ends a generation unless `Sampling.ignore_eos`."""
@@ -123,19 +124,19 @@ class Sampling:
     max_tokens: int
     """Most tokens to sample, >= 1."""
     temperature: float = 1.0
-    """In [0, 5]; 0 is greedy, and then logprobs are those of the unfiltered distribution at temperature 1."""
+    """In [0, 5]; 0 is greedy, with the logprobs of the unfiltered distribution at temperature 1."""
     top_p: float = 1.0
     """In (0, 1]."""
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
-    """In [0, 1]: drop tokens less likely than this share of the likeliest."""
+    """In [0, 1]: drop tokens less likely than this share of the most likely one."""
     min_tokens: int = 0
     """No stop token is sampled before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion with the token that completes one of them."""
+    """Texts that end the completion, at the token that completes one of them."""
     ignore_eos: bool = False
     """Do not stop at the model's own stop tokens."""
     seed: int | None = None
@@ -147,12 +148,13 @@ class Sampling:
     top_logprobs: int = 0
     """Alternatives to report per sampled token, most likely first; 0 to 20."""
     response_format: ResponseFormat | None = None
-    """The form that the completion must have, on engines with `Capabilities.structured_output`. Logprobs are of the
-    distribution that it leaves."""
+    """The required form of the completion, for engines with `Capabilities.structured_output`. Logprobs are those of the
+    constrained distribution.
+    """
 
 
 SAMPLING_FIELDS = tuple(each.name for each in fields(Sampling) if each.name not in ("ignore_eos", "response_format"))
-"""As a caller may name them; `response_format` goes with a capability of its own."""
+"""Field names that callers may use; `response_format` has its own capability instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,9 @@ class GenerateRequest:
     stream: bool = True
     """False: no `Started` and no `Delta`, everything in `Done`."""
     min_policy_version: int | None = None
-    """Wait in the queue until a version at least this is in force."""
+    """Wait in the queue until at least this version is in force."""
     exact_policy_version: int | None = None
-    """Refuse when another version is in force at the start."""
+    """Refuse the request if another version is in force at the start."""
     adapter: str = ""
     """A loaded adapter's name; versions are then the adapter's. Empty: the base weights."""
 
@@ -192,16 +194,16 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request left the queue. `cached_tokens` of its prompt were not computed again."""
+    """The request left the queue. `cached_tokens` of its prompt came from the cache."""
 
     policy_version: int | None
-    """None: nobody said which."""
+    """None: unknown."""
     cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens sampled since the last event, all by one policy version (None: nobody said which)."""
+    """Tokens sampled since the last event, all by one policy version (None: unknown)."""
 
     token_ids: TokenIds
     logprobs: Logprobs
@@ -227,7 +229,7 @@ class Done:
     logprobs: Logprobs
     version_spans: tuple[VersionSpan, ...]
     stop_token_id: int | None
-    """The stop token that ended it; None when none did."""
+    """The stop token that ended it, or None."""
     prompt_tokens: int
     cached_tokens: int
     timings: Timings
@@ -251,12 +253,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePhases:
-    """Where the seconds of a commit went."""
+    """How many seconds each step of a commit took."""
 
     load_s: float
-    """Checking and laying out the tensors, while generation goes on."""
+    """Checking and laying out the tensors, while generation continues."""
     pause_s: float
-    """From the wish to stop sampling until the new weights were in force."""
+    """From the request to stop sampling until the new weights were in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +267,12 @@ class ReplicaStats:
 
     name: str
     live: bool
-    """False while it is being started again."""
+    """False while it is restarted."""
     restarts: int
     running: int
     waiting: int
     load_tokens: int
-    """What routing counts: prompt tokens to compute and tokens to sample of all requests that it has."""
+    """The load that routing counts: prompt tokens to compute and tokens to sample of all its requests."""
     sampled_tokens: int
     cached_tokens: int
     cache_use: float
@@ -278,7 +280,7 @@ class ReplicaStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine opened, and gauges of now."""
+    """Counters since the engine opened, and current gauges."""
 
     running: int = 0
     waiting: int = 0
@@ -289,7 +291,7 @@ class EngineStats:
     paused: bool = False
     steps: int = 0
     prompt_tokens: int = 0
-    """Computed, not counting those found in the cache."""
+    """Computed prompt tokens, not counting cached ones."""
     cached_tokens: int = 0
     sampled_tokens: int = 0
     finished: int = 0
@@ -300,82 +302,70 @@ class EngineStats:
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Sampled tokens of the most recent policy versions."""
     replicas: tuple[ReplicaStats, ...] = ()
-    """Empty when there is one engine."""
+    """Empty for a single engine."""
     failure: str = ""
-    """Why an engine without replicas answers nothing, and what becomes of that; empty while it lives."""
+    """Why an engine without replicas does not answer, and what happens next; empty while it lives."""
 
 
 class Engine(Protocol):
     """What the service drives. Every method may be called from one event loop only.
 
-    What only some engines do (adapters, sleep, weights as files, transfers) is in `optional`.
+    Features of only some engines (adapters, sleep, weights as files, transfers) are in `optional`.
     """
 
     def info(self) -> EngineInfo:
-        """What this engine is, now."""
-        ...
+        """The engine's properties and current state."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Sample a completion. Closing the iterator aborts; one that is left early is closed (`contextlib.aclosing`).
+        """Sample a completion. Closing the iterator aborts; close one that is left early (`contextlib.aclosing`).
 
         Raises InvalidArgument before anything starts when a value is out of range, FailedPrecondition
-        (POLICY_VERSION_UNAVAILABLE) when exactly another version was asked for, AlreadyExists (REQUEST_IN_FLIGHT),
+        (POLICY_VERSION_UNAVAILABLE) when another exact version was required, AlreadyExists (REQUEST_IN_FLIGHT),
         ResourceExhausted (QUEUE_FULL).
         """
-        ...
 
     async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
         """Logprobs of `token_ids[1:]` under the current policy, or an adapter's, at `temperature` (> 0)."""
-        ...
 
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        """End the generations named (those with the session, or all); how many were ended."""
-        ...
+        """Abort the named generations (those of the session, or all); return their number."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; returns once it has stopped."""
-        ...
 
     async def resume(self) -> None:
-        """Go on. Harmless when not paused."""
-        ...
+        """Continue sampling. Harmless when not paused."""
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
-        """Open the one update that may be open.
+        """Open the update; only one may be open.
 
         Raises Aborted (UPDATE_IN_PROGRESS) when one is, FailedPrecondition (POLICY_VERSION_NOT_NEWER).
         """
-        ...
 
     async def push_tensors(self, tensors: Tensors) -> None:
         """Add tensors, in the model's published names, to the open update."""
-        ...
 
     async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
-        """Check the update whole, then swap weights and version between two steps.
+        """Check the complete update, then swap weights and version between two steps.
 
-        On any error nothing changed; either way the update is no longer open.
+        On any error nothing changes; either way the update is closed.
         """
-        ...
 
     async def abort_update(self) -> None:
         """Drop the open update, if any."""
-        ...
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""
-        ...
 
     async def aclose(self) -> None:
         """End everything in flight and release what the engine holds. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an operator may choose about an engine. An engine refuses the `extra` keys that it does not know."""
+    """An operator's choices for an engine. An engine refuses unknown `extra` keys."""
 
     model_dir: Path
     model_name: str
@@ -385,20 +375,20 @@ class EngineOptions:
     max_context_tokens: int | None = None
     """Unset: the engine's default."""
     upstream_api_key: str | None = field(default=None, repr=False)
-    """For an engine that asks somebody else's endpoint."""
+    """For an engine that calls a foreign endpoint."""
     kv_cache_bytes: int | None = None
     """Unset: the engine's default."""
     work_dir: Path | None = None
-    """Where the engine may keep files while it runs; unset, a temporary directory."""
+    """Directory for files while the engine runs; unset, a temporary one."""
     waits_for_itself: bool = True
-    """An engine whose processes die goes on with what was in flight when they run again; False: it fails it by type
-    (ENGINE_DIED) for others to go on with."""
+    """True: requests in flight wait for the engine's dead processes to restart. False: they fail with ENGINE_DIED, so
+    that another engine can continue them.
+    """
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
 class EngineFactory(Protocol):
-    """What an entry point in the group `penstock.inference.engines` names."""
+    """The type of entry points in the group `penstock.inference.engines`."""
 
     async def __call__(self, options: EngineOptions) -> Engine:
-        """Open an engine; raises a PenstockError that says what is wrong with the options or the model."""
-        ...
+        """Open an engine; raises a PenstockError that explains a fault in the options or the model."""

@@ -1,8 +1,8 @@
-"""Which file has which tensor of the weights in force, and what a push must be to replace them.
+"""Tracks the file of each tensor of the weights in force, and checks pushes that replace them.
 
-The weights stay in files: those of the model directory at first, then those that were pushed. A partial push replaces
-some of them; what is loaded is always the whole model, because vLLM fuses and repacks tensors and can only be trusted
-with all of a layer. Names, shapes and finiteness are checked before a running engine hears of anything.
+The weights stay in files: first those of the model directory, then pushed ones. A partial push replaces some tensors,
+but loading always covers the whole model: vLLM fuses and repacks tensors, and is reliable only with all of a layer.
+Names, shapes and finiteness are checked before a running engine is involved.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+import structlog
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize, safe_open
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_inference.engines.base import UpdateFormat
 
+_DTYPES: Mapping[str, type[np.generic]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
 Shape = tuple[int, ...]
+
+_log = structlog.get_logger("penstock.inference")
 
 # A float is not finite when all bits of its exponent are set.
 _EXPONENTS: Mapping[str, tuple[str, int]] = {
@@ -47,7 +53,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, model_dir: Path) -> Checkpoint:
-        """Of a model directory. Raises FailedPrecondition (MODEL_UNREADABLE)."""
+        """Read a model directory. Raises FailedPrecondition (MODEL_UNREADABLE)."""
         try:
             tied = bool(json.loads((model_dir / "config.json").read_text("utf-8")).get("tie_word_embeddings"))
             headers = {path: _header(path) for path in sorted(model_dir.glob("*.safetensors"))}
@@ -58,11 +64,11 @@ class Checkpoint:
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all tensors."""
+        """Number of values in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def updated(self, files: Iterable[Path], update_format: UpdateFormat) -> Checkpoint:
-        """With the tensors of these files, which are read through once.
+        """The checkpoint with the tensors of these files, each of which is read completely.
 
         Raises FailedPrecondition (TENSOR_MISSING, TENSOR_UNKNOWN, TENSOR_SHAPE) or InvalidArgument (WEIGHTS_INVALID,
         TENSOR_NOT_FINITE), naming every tensor at fault.
@@ -78,7 +84,7 @@ class Checkpoint:
                     text = f"has shape {tensor.shape}, the model's is {self.shapes[name]}"
                     misshapen.append(Violation(name, text))
                 elif not _finite(path, tensor):
-                    infinite.append(Violation(name, "holds a value that is not finite"))
+                    infinite.append(Violation(name, "has a value that is not finite"))
                 else:
                     found[name] = path
         absent = self.shapes.keys() - found.keys() if update_format is UpdateFormat.FULL else set()
@@ -95,7 +101,7 @@ class Checkpoint:
         return Checkpoint(self.shapes, {**self.sources, **found}, self.tied)
 
     def plan(self) -> list[list[Any]]:
-        """What the workers load: `[file, [names]]`, in a form that crosses process borders."""
+        """The files and tensors for the workers to load: `[file, [names]]`, in a form that crosses process borders."""
         by_file: dict[Path, list[str]] = {}
         for name, path in self.sources.items():
             by_file.setdefault(path, []).append(name)
@@ -103,14 +109,14 @@ class Checkpoint:
 
 
 class Spool:
-    """A directory of pushed files; those that no tensor comes from any more are removed."""
+    """A directory of pushed files; files that no tensor needs are removed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._count = 0
 
     def new(self) -> Path:
-        """A path for a file to come."""
+        """The path of a new file."""
         self._count += 1
         return self._directory / f"push-{self._count}.safetensors"
 
@@ -121,21 +127,25 @@ class Spool:
         return target
 
     def keep_only(self, paths: Iterable[Path]) -> None:
-        """Remove all others."""
+        """Remove all other files; one that cannot be removed stays until the next time."""
         kept = set(paths)
         for path in self._directory.glob("push-*.safetensors"):
             if path not in kept:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    # The weights in force do not depend on this, so the caller must not get an error.
+                    _log.warning("a file of replaced weights could not be removed", path=str(path), error=repr(error))
 
 
 def files_of(path: Path) -> list[Path]:
-    """A safetensors file, or those of a directory. Raises InvalidArgument when there are none."""
+    """The safetensors files at a path: itself, or those of a directory. Raises InvalidArgument when there are none."""
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
     if not found:
         raise InvalidArgument(
             f"there is no safetensors file at {path.name}",
             reason="WEIGHTS_INVALID",
-            violations=[Violation("path", "names no safetensors file and no directory of them")],
+            violations=[Violation("path", "is neither a safetensors file nor a directory of them")],
         )
     return found
 
@@ -150,9 +160,9 @@ class _Tensor:
 
 
 def _header(path: Path) -> dict[str, _Tensor]:
-    """Every tensor of a file. Raises InvalidArgument (WEIGHTS_INVALID) when it is none."""
+    """Every tensor of a file. Raises InvalidArgument (WEIGHTS_INVALID) when it is not a safetensors file."""
     try:
-        # The library's own reader holds the format's rules: offsets, sizes, overlaps.
+        # The library's reader checks the format: offsets, sizes, overlaps.
         with safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
@@ -177,3 +187,27 @@ def _finite(path: Path, tensor: _Tensor) -> bool:
         bool(((numbers[at : at + _CHECK_AT_ONCE] & mask) == mask).any())
         for at in range(0, numbers.size, _CHECK_AT_ONCE)
     )
+
+
+def parse_safetensors(data: bytes) -> dict[str, NDArray[Any]]:
+    """Tensors by name: float64, float32 and float16 unchanged, bfloat16 widened to float32.
+
+    Raises InvalidArgument for a malformed file or another dtype.
+    """
+    try:
+        entries: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
+    except (SafetensorError, ValueError) as error:
+        raise InvalidArgument(f"not a safetensors file: {error}", reason="WEIGHTS_INVALID") from error
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, entry in entries:
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise InvalidArgument(
+                f"tensor {name} has dtype {entry['dtype']}; F64, F32, F16 and BF16 are read",
+                reason="WEIGHTS_INVALID",
+                violations=[Violation(name, f"dtype {entry['dtype']}")],
+            )
+        array = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
+        # A bfloat16 is the upper half of a float32.
+        tensors[name] = (array.astype(np.uint32) << 16).view(np.float32) if entry["dtype"] == "BF16" else array
+    return tensors

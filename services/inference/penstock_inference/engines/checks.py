@@ -1,13 +1,16 @@
-"""What any engine refuses before it starts: values out of range, each named."""
+"""The checks of every engine before it starts: values out of range, each named."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import numpy as np
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable, Violation
 from penstock_inference.engines.base import Sampling, TokenIds
+
+T = TypeVar("T")
 
 MAX_TEMPERATURE = 5.0
 MAX_TOP_LOGPROBS = 20
@@ -17,7 +20,7 @@ MAX_SEED = 2**63 - 1
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
-    """Every field out of its range."""
+    """The violations of every field out of its range."""
     s = sampling
     rules = (
         ("max_tokens", s.max_tokens >= 1, "must be at least 1"),
@@ -47,10 +50,34 @@ def raise_violations(violations: list[Violation]) -> None:
         )
 
 
+def check_update(version: int, in_force: int, *, another_open: bool) -> None:
+    """Raises Aborted (UPDATE_IN_PROGRESS), or FailedPrecondition (POLICY_VERSION_NOT_NEWER)."""
+    if another_open:
+        raise Aborted("another update is open", reason="UPDATE_IN_PROGRESS", retry_after_s=1.0)
+    if version <= in_force:
+        raise FailedPrecondition(
+            f"policy version {version} is not newer than {in_force}, which is in force",
+            reason="POLICY_VERSION_NOT_NEWER",
+            metadata={"policy_version": str(in_force)},
+        )
+
+
+def open_update(update: T | None) -> T:
+    """Returns the open update. Raises FailedPrecondition (NO_UPDATE_OPEN) for None."""
+    if update is None:
+        raise FailedPrecondition("no update is open", reason="NO_UPDATE_OPEN")
+    return update
+
+
+def closed() -> Unavailable:
+    """The error of a call to an engine that was closed."""
+    return Unavailable("the engine is closed", reason="ENGINE_CLOSED")
+
+
 def check_prompt(ids: TokenIds, max_tokens: int, vocab_size: int, max_context: int) -> list[Violation]:
-    """Every way in which a prompt with `max_tokens` to come does not fit the model."""
+    """The violations of a prompt that, with `max_tokens` to sample, does not fit the model."""
     if ids.ndim != 1 or ids.size == 0:
-        return [Violation("prompt_token_ids", "must hold at least one token")]
+        return [Violation("prompt_token_ids", "must have at least one token")]
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         where = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         return [Violation(f"prompt_token_ids[{where}]", f"{ids[where]} is not in [0, {vocab_size})")]

@@ -1,8 +1,8 @@
-"""A generation that outlives the engine that began it: what was told so far, and how the rest is asked for.
+"""Continues a generation whose engine died: tracks the tokens sent so far and requests the rest.
 
-What a caller was told is never contradicted. Nothing told: the request is made again as it was. Tokens told: the rest
-is asked for behind the prompt and those tokens, exactly the ids that were sampled, if the distribution of what follows
-does not depend on where the prompt ends; `Continuation.can_go_on` says whether.
+Invariant: nothing already sent to the caller is contradicted. If nothing was sent, the original request is repeated.
+Otherwise the rest is requested with the sampled token ids appended to the prompt, but only if the distribution of what
+follows does not depend on where the prompt ends; see `Continuation.can_go_on`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock_inference.engines.base import (
 )
 
 MAX_DEATHS = 3
-"""Engines that may die under one request before it fails: it may be what kills them."""
+"""Number of engine deaths after which a request fails: it may be the cause."""
 
 
 class Continuation:
-    """One request on its way through one engine, or several.
+    """One request, over one or several engines.
 
     Args:
         request: as the caller made it.
@@ -45,22 +45,22 @@ class Continuation:
             frozenset() if request.sampling.ignore_eos else frozenset(stop_token_ids)
         )
         self._started: Started | None = None
-        self._told: list[Delta] = []
+        self._sent: list[Delta] = []
         self._before = 0
-        """Tokens told when the present attempt began."""
+        """Tokens sent before the current attempt."""
 
     @property
-    def told(self) -> int:
-        """Tokens that the caller has."""
-        return sum(delta.token_ids.size for delta in self._told)
+    def sent(self) -> int:
+        """Number of tokens sent to the caller."""
+        return sum(delta.token_ids.size for delta in self._sent)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the rest can be asked for: what follows may not depend on where the prompt ends."""
+        """Whether the rest can be requested: it must not depend on where the prompt ends."""
         sampling = self.request.sampling
-        return not self.told or not (
-            # Counted over the completion only, or searched in its text; a seed's randomness and a form's grammar start
-            # at its beginning.
+        return not self.sent or not (
+            # Penalties and stop texts look at the completion only; a seed's random stream and a form's grammar start at
+            # its beginning.
             sampling.presence_penalty
             or sampling.frequency_penalty
             or sampling.stop
@@ -69,52 +69,52 @@ class Continuation:
         )
 
     def next(self) -> GenerateRequest:
-        """What to ask an engine for now; call it when the attempt before is over."""
-        self._before = told = self.told
+        """The next request for an engine; call it when the previous attempt has ended."""
+        self._before = sent = self.sent
         request, sampling = self.request, self.request.sampling
-        if not told:
+        if not sent:
             return request
         return replace(
             request,
-            prompt_token_ids=np.concatenate([request.prompt_token_ids, *(delta.token_ids for delta in self._told)]),
+            prompt_token_ids=np.concatenate([request.prompt_token_ids, *(delta.token_ids for delta in self._sent)]),
             sampling=replace(
-                sampling, max_tokens=sampling.max_tokens - told, min_tokens=max(0, sampling.min_tokens - told)
+                sampling, max_tokens=sampling.max_tokens - sent, min_tokens=max(0, sampling.min_tokens - sent)
             ),
-            # The bounds were for the beginning, but an adapter's completion is by one version of it.
+            # The version bounds applied to the start. But an adapter's completion uses one version throughout.
             min_policy_version=None,
-            exact_policy_version=self._told[0].policy_version if request.adapter else None,
+            exact_policy_version=self._sent[0].policy_version if request.adapter else None,
         )
 
     def ended(self) -> Done | None:
-        """The end, where only the word of it was lost: the last token told is the last there is."""
-        told, sampling = self.told, self.request.sampling
-        if not told:
+        """The `Done` of a completion whose tokens are all sent, when only the end event was lost; otherwise None."""
+        sent, sampling = self.sent, self.request.sampling
+        if not sent:
             return None
-        last = int(self._told[-1].token_ids[-1])
-        if last in self._stops and told >= sampling.min_tokens:
+        last = int(self._sent[-1].token_ids[-1])
+        if last in self._stops and sent >= sampling.min_tokens:
             return self._closed(FinishReason.STOP, last)
-        if told >= sampling.max_tokens:
+        if sent >= sampling.max_tokens:
             return self._closed(FinishReason.LENGTH)
         return None
 
     def aborted(self) -> Done:
-        """The end of a request that is aborted while no engine has it."""
+        """The `Done` of a request that is aborted while no engine has it."""
         return self._closed(FinishReason.ABORT)
 
     def take(self, event: GenerateEvent) -> GenerateEvent | None:
-        """What the caller hears of an event of the present attempt, if anything."""
+        """The event to send to the caller for an event of the current attempt, if any."""
         if isinstance(event, Started):
             if self._started is not None:
                 return None
             self._started = event
         elif isinstance(event, Delta):
-            self._told.append(event)
+            self._sent.append(event)
         elif self._before:
             return self._whole(event)
         return event
 
     def _whole(self, rest: Done) -> Done:
-        """The completion of several engines as one."""
+        """The completions of several engines as one."""
         earlier = self._pieces(self._before)
         spans = [
             *_spans(earlier),
@@ -127,30 +127,30 @@ class Continuation:
             version_spans=_joined(spans),
             prompt_tokens=self.request.prompt_token_ids.size,
             cached_tokens=self._started.cached_tokens if self._started is not None else 0,
-            # No seed repeats what two engines sampled.
+            # No seed repeats the samples of two engines.
             seed=self.request.sampling.seed,
             top=_stacked([*(d.top for d in earlier), rest.top]),
         )
 
     def _closed(self, reason: FinishReason, stop_token_id: int | None = None) -> Done:
-        told = self._told
+        sent = self._sent
         return Done(
             finish_reason=reason,
-            token_ids=np.concatenate([np.zeros(0, np.int32), *(d.token_ids for d in told)]),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *(d.logprobs for d in told)]),
-            version_spans=_joined(_spans(told)),
+            token_ids=np.concatenate([np.zeros(0, np.int32), *(d.token_ids for d in sent)]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(d.logprobs for d in sent)]),
+            version_spans=_joined(_spans(sent)),
             stop_token_id=stop_token_id,
             prompt_tokens=self.request.prompt_token_ids.size,
             cached_tokens=self._started.cached_tokens if self._started is not None else 0,
             timings=Timings(0.0, 0.0, 0.0),
             seed=self.request.sampling.seed,
-            top=_stacked([d.top for d in told]),
+            top=_stacked([d.top for d in sent]),
         )
 
     def _pieces(self, tokens: int) -> list[Delta]:
-        """The deltas that carried the first so many tokens; attempts end between two deltas."""
-        sizes = itertools.accumulate(delta.token_ids.size for delta in self._told)
-        return [delta for delta, end in zip(self._told, sizes, strict=True) if end <= tokens]
+        """The deltas with the first `tokens` tokens; attempts end between two deltas."""
+        sizes = itertools.accumulate(delta.token_ids.size for delta in self._sent)
+        return [delta for delta, end in zip(self._sent, sizes, strict=True) if end <= tokens]
 
 
 async def unbroken(
@@ -159,13 +159,13 @@ async def unbroken(
     attempt: Callable[[GenerateRequest], AsyncGenerator[GenerateEvent, None]],
     ready: Callable[[], Awaitable[bool]],
 ) -> AsyncGenerator[GenerateEvent, None]:
-    """A generation that goes on when an engine dies.
+    """Generate, continuing on another engine when one dies.
 
     Args:
-        request: what is asked for.
+        request: the caller's.
         stop_token_ids: the model's own.
-        attempt: an engine's `generate`. An Unavailable (ENGINE_DIED) is the engine's death; one that ends without a
-            `Done` was aborted as its engine died.
+        attempt: an engine's `generate`. Unavailable (ENGINE_DIED) means that the engine died; an end without a `Done`
+            means that the request was aborted as its engine died.
         ready: waits until an attempt makes sense, before each; False when the request was aborted meanwhile.
     """
     journey = Continuation(request, stop_token_ids)
@@ -178,9 +178,9 @@ async def unbroken(
         try:
             async with aclosing(attempt(asked)) as events:
                 async for event in events:
-                    told = journey.take(event)
-                    if told is not None:
-                        yield told
+                    piece = journey.take(event)
+                    if piece is not None:
+                        yield piece
                     if isinstance(event, Done):
                         return
             yield journey.ended() or journey.aborted()
@@ -205,7 +205,7 @@ def _spans(deltas: list[Delta]) -> list[VersionSpan]:
 
 
 def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """The same with neighbours of one version as one."""
+    """The same spans, with neighbours of one version merged."""
     joined: list[VersionSpan] = []
     for span in spans:
         if joined and joined[-1].policy_version == span.policy_version:

@@ -1,4 +1,4 @@
-"""Engines by name: entry points in the group `penstock.inference.engines`, so that others can add theirs."""
+"""Engines by name: entry points in the group `penstock.inference.engines`, which others can extend."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GROUP = "penstock.inference.engines"
 
 
 def names() -> list[str]:
-    """Engines that are registered, whether or not what they need is installed."""
+    """The registered engines, whether or not their dependencies are installed."""
     return sorted(entry_points(group=GROUP).names)
 
 
 async def open_engine(name: str, options: EngineOptions) -> Engine:
     """Open the engine of that name.
 
-    Raises InvalidArgument (ENGINE_UNKNOWN), FailedPrecondition (ENGINE_NOT_INSTALLED), and what the engine raises.
+    Raises InvalidArgument (ENGINE_UNKNOWN), FailedPrecondition (ENGINE_NOT_INSTALLED), and the engine's errors.
     """
     found = [*entry_points(group=GROUP, name=name)]
     if not found:
         raise InvalidArgument(
-            f"there is no engine {name!r}; there are: {', '.join(names())}",
+            f"there is no engine {name!r}; known engines: {', '.join(names())}",
             reason="ENGINE_UNKNOWN",
             violations=[Violation("engine", f"one of {', '.join(names())}")],
         )

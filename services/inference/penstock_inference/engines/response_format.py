@@ -1,4 +1,4 @@
-"""What form a completion must have: read from what the caller wrote, checked before an engine hears of it."""
+"""The required form of a completion: parsed from the caller's request, checked before an engine gets it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from penstock_chassis.errors import InvalidArgument, Violation
 
 FIELD = "sampling.response_format_json"
 MAX_LENGTH = 128 * 1024
-"""Characters; agents write formats, and a grammar costs time to compile."""
+"""Limit in characters; agents write formats, and a grammar costs time to compile."""
 MAX_CHOICES = 1024
 
 
 class FormatKind(Enum):
-    """How the form is told."""
-
     JSON_OBJECT = "json_object"
     """Any JSON object."""
     JSON_SCHEMA = "json_schema"
-    """JSON of a schema."""
+    """JSON that conforms to a schema."""
     REGEX = "regex"
     """Text that a regular expression matches as a whole."""
     CHOICE = "choice"
@@ -34,7 +32,7 @@ class FormatKind(Enum):
 class ResponseFormat:
     """A form. `text` is the schema as JSON, the expression or the grammar; `choices` are those of CHOICE.
 
-    `json_text` is all of it as the caller wrote it.
+    `json_text` is the complete format as the caller wrote it.
     """
 
     kind: FormatKind
@@ -44,10 +42,10 @@ class ResponseFormat:
 
     @classmethod
     def parse(cls, json_text: str) -> ResponseFormat | None:
-        """As the OpenAI API writes it (`json_object`, `json_schema`; `text` is None), and three more types, whose value
-        stands under the type's name: `regex`, `choice`, `grammar`.
+        """Parse the OpenAI API's format: `json_object`, `json_schema` and `text` (None), and three more types.
 
-        Raises InvalidArgument (GENERATE_REQUEST_INVALID).
+        The others are `regex`, `choice` and `grammar`, with the value under the type's name. Raises InvalidArgument
+        (GENERATE_REQUEST_INVALID).
         """
         if len(json_text) > MAX_LENGTH:
             raise _invalid(f"must be of at most {MAX_LENGTH} characters")
@@ -65,16 +63,16 @@ class ResponseFormat:
         if kind is FormatKind.JSON_SCHEMA:
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if not isinstance(schema, dict):
-                raise _invalid("must have the schema, an object, under json_schema.schema")
+                raise _invalid("must have an object as json_schema.schema")
             return cls(kind, json_text, json.dumps(schema))
         if kind is FormatKind.CHOICE:
             if not isinstance(inner, list) or not all(isinstance(text, str) and text for text in inner):
-                raise _invalid("must have its texts, none of them empty, under choice")
+                raise _invalid("must have choice, a list of texts that are not empty")
             if not 1 <= len(inner) <= MAX_CHOICES:
                 raise _invalid(f"must have 1 to {MAX_CHOICES} choices")
             return cls(kind, json_text, choices=tuple(inner))
         if not isinstance(inner, str) or not inner.strip():
-            raise _invalid(f"must have its text under {kind.value}")
+            raise _invalid(f"must have a text as {kind.value}")
         return cls(kind, json_text, inner)
 
 

@@ -1,4 +1,4 @@
-"""Stop texts: watching a completion's text, token by token, for the first text that ends it."""
+"""Stop texts: searches a completion's text, token by token, for the first text that ends it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock_codec.decoding import Detokenizer
 
 
 class StopTexts:
-    """Watches one completion. A text may begin and end anywhere in a token; the token that completes it is the last.
+    """Watches one completion. A text may begin and end inside a token; the token that completes it is the last.
 
     Args:
         detokenizer: of the model's tokenizer.
         texts: not empty, each at least one character.
-        known_ids: ids below this are in the tokenizer's vocabulary; a model may have more, which stand for no text.
+        known_ids: ids below this are in the tokenizer's vocabulary; a model may have more, which have no text.
     """
 
     def __init__(self, detokenizer: Detokenizer, texts: Sequence[str], known_ids: int) -> None:
@@ -28,7 +28,7 @@ class StopTexts:
         self._tail = ""
 
     def push(self, token: int) -> str | None:
-        """The stop text that this token completes, if any: the one that begins first, the longest of several."""
+        """The stop text that this token completes, if any: the earliest one, and the longest of several."""
         if token >= self._known_ids:
             return None
         text = self._tail + self._stream.push((token,))
@@ -38,7 +38,7 @@ class StopTexts:
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
-    """A tokenizer.json, or None when there is none. Raises FailedPrecondition (MODEL_UNREADABLE)."""
+    """Load a tokenizer.json; None when there is none. Raises FailedPrecondition (MODEL_UNREADABLE)."""
     if not path.is_file():
         return None
     try:

@@ -1,7 +1,8 @@
-"""Several engines behind one service: each in a process of its own, all behind one pool that is an engine itself.
+"""Several engines behind one service: each in its own process, all behind one pool that is itself an engine.
 
-Invariants
-- A request is answered once: what a caller was told is never contradicted by another replica.
-- Whoever begins is answered by the version in force, on every replica: an update is in force on all or on none.
-- A replica that comes, or comes back, has the weights, adapters, pause and sleep in force before it gets a request.
+Invariants:
+
+- A request gets one consistent answer: no replica contradicts what the caller has already received.
+- New requests are answered by the version in force, on every replica: an update is in force on all or on none.
+- A replica that starts or restarts has the weights, adapters, pause and sleep in force before it gets a request.
 """

@@ -1,8 +1,8 @@
-"""A replica's process: one engine, which does what the service says over the socket that it was started with.
+"""A replica's process: one engine, controlled by the service over an inherited socket.
 
     python -m penstock_inference.replicas.child DESCRIPTOR NAME
 
-NAME is for who reads a list of processes. It ends when the socket does, however the service ended.
+NAME only identifies it in a process list. It exits when the socket closes, however the service ended.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from typing import Any
 
 import structlog
 
-from penstock_chassis import logging
 from penstock_chassis.errors import Internal, PenstockError
+from penstock_chassis.telemetry import logging
 from penstock_inference.engines.base import Engine, EngineStats, PauseMode, UpdatePhases
-from penstock_inference.engines.optional import Adapters, Sleeper, StagedUpdates, WeightFiles, missing_capability
+from penstock_inference.engines.checkpoint import parse_safetensors
+from penstock_inference.engines.optional_features import (
+    Adapters,
+    Sleeper,
+    StagedUpdates,
+    WeightFiles,
+    missing_capability,
+)
 from penstock_inference.engines.registry import open_engine
 from penstock_inference.replicas import wire
-from penstock_inference.safetensors_file import parse_safetensors
 
 STATS_INTERVAL_S = 0.25
-"""Counters are sent this often, if they changed."""
+"""Interval for sending changed counters."""
 SIGN_OF_LIFE_S = 1.0
-"""They are sent this often in any case."""
+"""Counters are sent at least this often."""
 CLOSE_S = 15.0
-"""An engine that takes longer to close is left to the kernel."""
+"""An engine that takes longer to close is abandoned: the process exits."""
 
 _log = structlog.get_logger("penstock.inference")
 
@@ -59,8 +65,8 @@ class Host:
             self._methods |= {"sleep": engine.sleep, "wake": engine.wake}
 
     async def serve(self) -> None:
-        """Until the service is gone."""
-        telling = asyncio.create_task(self._tell_stats(), name="replica-stats")
+        """Serve until the service closes the socket."""
+        sending = asyncio.create_task(self._send_stats(), name="replica-stats")
         try:
             while (message := await wire.receive(self._reader)) is not None:
                 if isinstance(message, wire.Cancel):
@@ -73,7 +79,7 @@ class Host:
                     self._calls[message.number] = task
                     task.add_done_callback(lambda _, number=message.number: self._calls.pop(number))  # type: ignore[misc]
         finally:
-            tasks = [telling, *self._calls.values()]
+            tasks = [sending, *self._calls.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -86,7 +92,7 @@ class Host:
             wire.send(self._writer, wire.Answer(call.number, await method(*call.arguments)))
         except PenstockError as error:
             wire.send(self._writer, wire.Failed.of(call.number, error))
-        except Exception as error:  # noqa: BLE001 - told to who waits
+        except Exception as error:  # noqa: BLE001 - sent to the caller
             wire.send(self._writer, wire.Failed.of(call.number, _unexpected(call.method, error)))
 
     async def _generate(self, call: wire.Call) -> None:
@@ -96,17 +102,17 @@ class Host:
                     wire.send(self._writer, wire.Answer(call.number, event))
                     await self._writer.drain()
         except ConnectionError:
-            return  # the service is gone, and `serve` says so
+            return  # the service is gone, which `serve` handles
         except PenstockError as error:
             wire.send(self._writer, wire.Failed.of(call.number, error))
-        except Exception as error:  # noqa: BLE001 - told to who waits
+        except Exception as error:  # noqa: BLE001 - sent to the caller
             wire.send(self._writer, wire.Failed.of(call.number, _unexpected(call.method, error)))
 
     async def _abort(self, request_ids: tuple[str, ...], session_id: str | None, everything: bool) -> int:
         return await self._engine.abort(request_ids=request_ids, session_id=session_id, everything=everything)
 
     async def _stage(self, stage: wire.Stage) -> None:
-        """Check an update whole and keep it ready; what was staged before is dropped."""
+        """Check an update completely and keep it ready; an update staged before is dropped."""
         engine = self._engine
         await engine.abort_update()
         await engine.begin_update(stage.version, stage.label, stage.update_format)
@@ -126,14 +132,14 @@ class Host:
     async def _switch(self) -> UpdatePhases:
         return await self._engine.commit_update(PauseMode.KEEP)
 
-    async def _tell_stats(self) -> None:
-        told: EngineStats | None = None
+    async def _send_stats(self) -> None:
+        sent: EngineStats | None = None
         due = 0.0
         while True:
             stats, now = self._engine.stats(), time.monotonic()
-            if stats != told or now >= due:
+            if stats != sent or now >= due:
                 wire.send(self._writer, wire.Stats(stats))
-                told, due = stats, now + SIGN_OF_LIFE_S
+                sent, due = stats, now + SIGN_OF_LIFE_S
             await asyncio.sleep(STATS_INTERVAL_S)
 
 
@@ -143,7 +149,7 @@ def _unexpected(method: str, error: Exception) -> Internal:
 
 
 async def _main(descriptor: int) -> None:
-    # What an engine starts is not to hold the socket open.
+    # Processes that the engine starts must not hold the socket open.
     os.set_inheritable(descriptor, False)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     order = await wire.receive(reader)
@@ -165,14 +171,14 @@ async def _main(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Serve, then end at once: an engine's threads are not waited for."""
+    """Serve, then exit at once without waiting for an engine's threads."""
     status = 1
     try:
         asyncio.run(_main(int(sys.argv[1])))
         status = 0
     except TimeoutError:
         _log.warning("the engine did not close in time", seconds=CLOSE_S)
-    except Exception:  # noqa: BLE001 - this is where the process ends
+    except Exception:  # noqa: BLE001 - the process ends here
         _log.exception("the replica failed")
     finally:
         sys.stderr.flush()

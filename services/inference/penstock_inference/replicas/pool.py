@@ -1,7 +1,7 @@
-"""The pool: an engine made of replicas. See `base.Engine` and `optional` for what each method promises.
+"""The pool: an engine made of replicas. See `base.Engine` and `optional` for the contract of each method.
 
-Generating is routed, and goes on elsewhere when a replica dies; everything else is told to all. What all were told is
-remembered, so that a replica that comes back is told it too, before it gets a request.
+Generations are routed to one replica and continue on another if it dies; every other call goes to all. The pool
+remembers the resulting state, so a restarted replica gets it before its first request.
 """
 
 from __future__ import annotations
@@ -28,62 +28,63 @@ from penstock_inference.engines.base import (
 )
 from penstock_inference.engines.checks import raise_violations
 from penstock_inference.engines.continuation import MAX_DEATHS, unbroken
-from penstock_inference.engines.optional import AdapterInfo, AdapterSource
-from penstock_inference.replicas.keeper import Keeper, is_death
-from penstock_inference.replicas.life import Life, replica_died
+from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
+from penstock_inference.replicas.replica_process import ReplicaProcess, replica_died
 from penstock_inference.replicas.routing import Router, prefix_blocks
-from penstock_inference.replicas.updates import Updates
+from penstock_inference.replicas.supervisor import ReplicaSupervisor, is_death
+from penstock_inference.replicas.weight_updates import Updates
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request, while the caller waits for it."""
+    """A request, while its caller waits."""
 
     request: GenerateRequest
-    life: Life | None = None
-    """Where it is; None between two replicas."""
+    life: ReplicaProcess | None = None
+    """The process that has it; None between two replicas."""
     aborted: bool = False
-    """It is to end, and goes nowhere else if its replica dies first."""
+    """It ends, and does not move to another replica if its own dies first."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is worth looking for a replica again."""
+    """Set when it is worth checking for a replica again."""
 
 
 class ReplicaPool:
     """Replicas behind `base.Engine`."""
 
-    def __init__(self, keeper: Keeper, updates: Updates, router: Router) -> None:
-        self._keeper = keeper
+    def __init__(self, supervisor: ReplicaSupervisor, updates: Updates, router: Router) -> None:
+        self._supervisor = supervisor
         self._updates = updates
         self._router = router
         self._flights: dict[str, _Flight] = {}
         self._closed = False
-        keeper.changed = self._look_again
+        self._sleeping = asyncio.Lock()
+        supervisor.changed = self._look_again
         updates.aborts = lambda: self._abort_flights(lambda _: True)
 
     def info(self) -> EngineInfo:
-        """What one replica is, with room for as many requests as all have."""
-        first, keeper = self._keeper.info, self._keeper
+        """The info of one replica, with the concurrency of all."""
+        first, supervisor = self._supervisor.info, self._supervisor
         can = first.capabilities
-        pushable = bool(keeper.policy.checkpoint.shapes)
+        pushable = bool(supervisor.policy.checkpoint.shapes)
         return replace(
             first,
-            max_concurrency=first.max_concurrency * len(keeper.replicas),
-            policy_version=keeper.policy.version,
-            policy_label=keeper.policy.label,
-            paused=keeper.paused is not None or keeper.asleep > 0,
+            max_concurrency=first.max_concurrency * len(supervisor.replicas),
+            policy_version=supervisor.policy.version,
+            policy_label=supervisor.policy.label,
+            paused=supervisor.paused is not None or supervisor.asleep > 0,
             capabilities=replace(
                 can,
                 weight_update=can.weight_update and pushable,
                 in_flight_update=can.in_flight_update and pushable,
-                # Weights that came so are in no file, and a replica that comes back could not have them.
+                # Transferred weights are in no file, so a restarted replica could not load them.
                 transfer_backends=(),
             ),
         )
 
     def stats(self) -> EngineStats:
-        """Sums over the replicas, and each by its name; counters include lives that are over."""
-        keeper = self._keeper
-        each = [(replica, replica.stats()) for replica in keeper.replicas]
+        """Sums over the replicas, and each replica by name; counters include earlier processes."""
+        supervisor = self._supervisor
+        each = [(replica, replica.stats()) for replica in supervisor.replicas]
         by_version: dict[int, int] = {}
         for _, stats in each:
             for version, count in stats.tokens_by_version.items():
@@ -95,8 +96,8 @@ class ReplicaPool:
             waiting=sum(stats.waiting for _, stats in each) + between,
             slots=sum(stats.slots for _, stats in each),
             cache_use=sum(stats.cache_use for _, stats in each) / max(1, live),
-            policy_version=keeper.policy.version,
-            paused=keeper.paused is not None or keeper.asleep > 0,
+            policy_version=supervisor.policy.version,
+            paused=supervisor.paused is not None or supervisor.asleep > 0,
             steps=sum(stats.steps for _, stats in each),
             prompt_tokens=sum(stats.prompt_tokens for _, stats in each),
             cached_tokens=sum(stats.cached_tokens for _, stats in each),
@@ -123,14 +124,14 @@ class ReplicaPool:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Sample a completion, on one replica or, when that dies, on several."""
-        self._keeper.check_some_live()
+        """Sample a completion, on one replica or, if that dies, on several."""
+        self._supervisor.check_some_live()
         if request.request_id in self._flights:
             raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
         flight = self._flights[request.request_id] = _Flight(request)
         journey = unbroken(
             request,
-            self._keeper.info.stop_token_ids,
+            self._supervisor.info.stop_token_ids,
             lambda asked: self._attempt(flight, asked),
             lambda: self._ready(flight),
         )
@@ -142,20 +143,20 @@ class ReplicaPool:
             del self._flights[request.request_id]
 
     async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        """Logprobs of `token_ids[1:]`, by the replica that has most of them computed."""
+        """Logprobs of `token_ids[1:]`, from the replica that the router chooses."""
         blocks, deaths = prefix_blocks(token_ids, adapter), 0
         while True:
-            self._keeper.check_some_live()
+            self._supervisor.check_some_live()
             route = self._router.route(blocks, token_ids.size, 1)
             if route is None:
                 raise replica_died()
-            life = self._keeper.life(route.replica)
+            life = self._supervisor.life(route.replica)
             try:
                 scores: Scores = await life.ask("score", token_ids, temperature, adapter)
             except PenstockError as error:
                 if self._closed or not is_death(error):
                     raise
-                self._keeper.end(life)
+                self._supervisor.end(life)
                 deaths += 1
                 if deaths >= MAX_DEATHS:
                     raise replica_died(life.name) from error
@@ -167,13 +168,13 @@ class ReplicaPool:
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        """End the generations named, wherever they are; how many were ended."""
+        """Abort the named generations on any replica; return their number."""
         ids = frozenset(request_ids)
         at = self._abort_flights(
             lambda r: everything or r.request_id in ids or (bool(session_id) and r.session_id == session_id)
         )
-        lives = self._keeper.lives()
-        outcomes = await self._keeper.ask(lives, "abort", tuple(request_ids), session_id, everything)
+        lives = self._supervisor.lives()
+        outcomes = await self._supervisor.ask(lives, "abort", tuple(request_ids), session_id, everything)
         answers = {life: outcome for life, outcome in zip(lives, outcomes, strict=True) if not is_death(outcome)}
         for answer in answers.values():
             if isinstance(answer, BaseException):
@@ -181,101 +182,98 @@ class ReplicaPool:
         return int(sum(answers.values())) + sum(life not in answers for life in at)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling on all; returns once all have stopped."""
-        keeper = self._keeper
+        """Stop sampling on all replicas; returns once all have stopped."""
+        supervisor = self._supervisor
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(keeper.freezing)
+            await stack.enter_async_context(supervisor.freezing)
             await self._updates.settled()
             if mode is PauseMode.WAIT:
-                await stack.aclose()  # what runs may take long to finish, and an update may come meanwhile
+                await stack.aclose()  # running generations may take long; an update may arrive meanwhile
             await self._pause(mode)
 
     async def _pause(self, mode: PauseMode) -> None:
-        self._keeper.check_some_live()
-        keeper, before = self._keeper, self._keeper.paused
-        keeper.paused = mode if before in (None, PauseMode.WAIT) else before
+        self._supervisor.check_some_live()
+        supervisor, before = self._supervisor, self._supervisor.paused
+        supervisor.paused = mode if before in (None, PauseMode.WAIT) else before
         try:
             if mode is PauseMode.ABORT:
                 self._abort_flights(lambda _: True)
-            await keeper.tell_all("pause", mode)
+            await supervisor.call_all("pause", mode)
         except PenstockError:
-            # Who hears that it failed will not resume.
+            # A caller that gets an error will not resume.
             if before is None:
                 await self.resume()
             raise
 
     async def resume(self) -> None:
-        """Go on after a pause."""
         await self._updates.settled()
-        self._keeper.paused = None
-        await self._keeper.tell_all("resume")
+        self._supervisor.paused = None
+        await self._supervisor.call_all("resume")
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
-        """Open the one update that may be open."""
         await self._updates.begin(version, label, update_format)
 
     async def push_tensors(self, tensors: Tensors) -> None:
-        """Add tensors to the open update."""
         await self._updates.push_tensors(tensors)
 
     async def push_file(self, path: Path) -> None:
-        """Add a file, which is taken away."""
+        """Add a file, which is moved away."""
         await self._updates.push_file(path)
 
     async def push_path(self, path: Path) -> None:
-        """Add a file, or a directory's, which stay."""
+        """Add a file, or the files of a directory, which stay in place."""
         await self._updates.push_path(path)
 
     async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
-        """Have all replicas check the update, then all switch, or none."""
+        """Have all replicas check the update; then all switch, or none."""
         return await self._updates.commit(mode)
 
     async def abort_update(self) -> None:
-        """Drop the open update, if any."""
         await self._updates.abort()
 
     async def load_adapter(self, source: AdapterSource, mode: PauseMode = PauseMode.KEEP) -> AdapterInfo:
-        """Put an adapter in force on all. The first replica that takes it decides for all."""
-        return await self._keeper.load_adapter(source, mode)
+        """Put an adapter in force on all replicas. The first one that answers decides for all."""
+        return await self._supervisor.load_adapter(source, mode)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter on all."""
-        await self._keeper.unload_adapter(name)
+        await self._supervisor.unload_adapter(name)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Those in force, by name."""
-        return self._keeper.adapter_infos()
+        """The adapters in force, by name."""
+        return self._supervisor.adapter_infos()
 
     async def sleep(self, level: int) -> None:
-        """All finish what runs and give their memory back."""
+        """All replicas finish their generations and free their memory."""
         raise_violations([Violation("level", "must be 1 or 2")] if level not in (1, 2) else [])
-        keeper = self._keeper
-        keeper.check_some_live()
-        if keeper.asleep:
-            return
-        keeper.asleep = level
-        try:
-            await keeper.tell_all("sleep", level)
-        except BaseException:
-            keeper.asleep = 0
-            await keeper.tell_all("wake")
-            raise
+        supervisor = self._supervisor
+        async with self._sleeping:  # a second call returns when the memory is free, too
+            supervisor.check_some_live()
+            if supervisor.asleep:
+                return
+            supervisor.asleep = level
+            try:
+                await supervisor.call_all("sleep", level)
+            except BaseException:
+                supervisor.asleep = 0
+                await supervisor.call_all("wake")
+                raise
 
     async def wake(self) -> None:
-        """All take their memory again."""
-        self._keeper.asleep = 0
-        await self._keeper.tell_all("wake")
+        """All replicas take their memory again."""
+        async with self._sleeping:
+            self._supervisor.asleep = 0
+            await self._supervisor.call_all("wake")
 
     async def aclose(self) -> None:
-        """End everything in flight and the replicas. Idempotent."""
+        """End everything in flight and all replicas. Idempotent."""
         if self._closed:
             return
         self._closed = True
         await self._updates.aclose()
-        await self._keeper.aclose()
+        await self._supervisor.aclose()
 
-    def _abort_flights(self, chosen: Callable[[GenerateRequest], bool]) -> list[Life | None]:
-        """End those that no replica has, now or once it dies before it hears of the abort; where each is."""
+    def _abort_flights(self, chosen: Callable[[GenerateRequest], bool]) -> list[ReplicaProcess | None]:
+        """Mark requests as aborted, also if their replica dies before the abort reaches it; return their processes."""
         flights = [each for each in self._flights.values() if not each.aborted and chosen(each.request)]
         for flight in flights:
             flight.aborted = True
@@ -287,9 +285,9 @@ class ReplicaPool:
             flight.moved.set()
 
     async def _ready(self, flight: _Flight) -> bool:
-        """Until a replica can take it, or it is aborted (False). Raises Unavailable when none is likely to come."""
+        """Wait for a replica; False if aborted. Raises Unavailable when none is likely to come."""
         while not flight.aborted:
-            self._keeper.check_some_may_come()
+            self._supervisor.check_some_may_come()
             if self._router.replicas and not self._updates.switching:
                 return True
             flight.moved.clear()
@@ -297,13 +295,13 @@ class ReplicaPool:
         return False
 
     async def _attempt(self, flight: _Flight, asked: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """On whichever replica is best now. When that dies: raises Unavailable (ENGINE_DIED), or ends if aborted."""
+        """Generate on the best replica. If that dies: raises Unavailable (ENGINE_DIED), or ends if aborted."""
         blocks = prefix_blocks(asked.prompt_token_ids, asked.adapter)
         route = self._router.route(blocks, asked.prompt_token_ids.size, asked.sampling.max_tokens, asked.session_id)
         if route is None:
             raise replica_died()
-        replica = self._keeper.replica(route.replica)
-        life = flight.life = self._keeper.life(route.replica)
+        replica = self._supervisor.replica(route.replica)
+        life = flight.life = self._supervisor.life(route.replica)
         try:
             async with aclosing(life.generate(asked)) as events:
                 async for event in events:
@@ -312,7 +310,7 @@ class ReplicaPool:
         except PenstockError as error:
             if self._closed or not is_death(error):
                 raise
-            self._keeper.end(life)
+            self._supervisor.end(life)
             if flight.aborted:
                 return
             raise replica_died(life.name) from error

@@ -1,8 +1,8 @@
-"""Which replica gets a request: a pure decision over what was routed before.
+"""Chooses the replica of a request: a pure decision over the routing history.
 
-A session stays where its cache is; a prompt without one goes where most of it was computed lately; both only to a
-replica that is not loaded far beyond the others, and else to the one that is loaded least. No clock and no chance:
-the same history gives the same choice.
+A session stays on the replica that has its cache. A prompt without a session goes to the replica that recently computed
+most of it. Neither applies to a replica with far more load than the others; then the least loaded one is chosen. There
+is no clock and no randomness: the same history gives the same choice.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from penstock_inference.engines.base import TokenIds
 
 BLOCK_TOKENS = 64
-"""A prefix is known in steps of this many tokens."""
+"""Granularity of prefix matching, in tokens."""
 MAX_BLOCKS = 512
-"""Longest prefix that is looked at: 32768 tokens."""
+"""Longest prefix that is matched: 32768 tokens."""
 SKEW = 1.25
 SLACK_TOKENS = 4096
-"""A replica may have `SKEW` times the mean load and this on top before affinity no longer holds."""
+"""Affinity holds while a replica's load is at most `SKEW` times the mean plus this."""
 
 _DIGEST_BYTES = 8
 
 
 def prefix_blocks(prompt: TokenIds, adapter: str = "") -> tuple[bytes, ...]:
-    """A digest for each whole block of a prompt, which stands for everything up to its end."""
+    """A digest per whole block of a prompt, which covers everything up to the block's end."""
     data = prompt[: MAX_BLOCKS * BLOCK_TOKENS].astype("<i4", copy=False).tobytes()
     step = 4 * BLOCK_TOKENS
     digest = hashlib.blake2b(adapter.encode(), digest_size=_DIGEST_BYTES).digest()
@@ -38,7 +38,7 @@ def prefix_blocks(prompt: TokenIds, adapter: str = "") -> tuple[bytes, ...]:
 
 @dataclass(slots=True)
 class _Known:
-    """What one replica is busy with and has computed lately."""
+    """The load and the recently computed blocks of one replica."""
 
     load: int = 0
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -46,7 +46,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A choice, to be given back with `Router.ended`."""
+    """A choice; return it with `Router.ended`."""
 
     replica: str
     cost: int
@@ -54,15 +54,15 @@ class Route:
     cached_blocks: int
     """Blocks of the prompt that the replica has computed before."""
     _known: _Known = field(repr=False, compare=False)
-    """Of the replica's life in which it was chosen."""
+    """The replica's state when it was chosen; a restarted replica has another one."""
 
 
 class Router:
     """Routes to the replicas that joined.
 
     Args:
-        max_sessions: sessions remembered; the one that was used longest ago is forgotten first.
-        max_blocks: the same of prefix blocks, per replica.
+        max_sessions: sessions remembered; the least recently used one is dropped first.
+        max_blocks: the same for prefix blocks, per replica.
     """
 
     def __init__(self, max_sessions: int = 65536, max_blocks: int = 65536) -> None:
@@ -73,7 +73,7 @@ class Router:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Those that get requests."""
+        """The replicas that get requests."""
         return tuple(self._replicas)
 
     def load(self, replica: str) -> int:
@@ -81,20 +81,20 @@ class Router:
         return self._replicas[replica].load
 
     def join(self, replica: str) -> None:
-        """A replica that has computed nothing yet gets requests from now on."""
+        """Add a replica with an empty cache; it gets requests from now on."""
         self._replicas[replica] = _Known()
 
     def leave(self, replica: str) -> None:
-        """It gets none any more; its sessions go elsewhere when they ask next. Harmless when it is gone."""
+        """Remove a replica; its sessions move with their next requests. Idempotent."""
         self._replicas.pop(replica, None)
 
     def forget_prefixes(self) -> None:
-        """Nothing computed before is of use: other weights are in force."""
+        """Drop all known prefixes: other weights are in force."""
         for known in self._replicas.values():
             known.blocks.clear()
 
     def route(self, blocks: tuple[bytes, ...], prompt_tokens: int, max_tokens: int, session: str = "") -> Route | None:
-        """The replica for a request, which counts as its load from now on; None when there is none.
+        """Choose the replica of a request and count its load; None when there is no replica.
 
         Args:
             blocks: `prefix_blocks` of the prompt.
@@ -111,7 +111,7 @@ class Router:
         if stays in cached:
             chosen = stays
         else:
-            # The longest prefix, then the least load, then the order of names.
+            # By longest prefix, then least load, then name.
             chosen = min(allowed, key=lambda name: (-cached[name], self._replicas[name].load, name))
         cost = max(1, prompt_tokens - cached[chosen] * BLOCK_TOKENS) + max_tokens
         self._replicas[chosen].load += cost
@@ -119,8 +119,8 @@ class Router:
         return Route(chosen, cost, cached[chosen], self._replicas[chosen])
 
     def ended(self, route: Route) -> None:
-        """A routed request is over; call it once. Harmless when its replica is gone, or came back."""
-        route._known.load -= route.cost  # noqa: SLF001 - its own
+        """End a routed request; call it once. Harmless when its replica is gone or has restarted."""
+        route._known.load -= route.cost  # noqa: SLF001 - private to this module
 
     def _cached(self, replica: str, blocks: tuple[bytes, ...]) -> int:
         known = self._replicas[replica].blocks
@@ -128,7 +128,7 @@ class Router:
 
     def _remember(self, replica: str, blocks: tuple[bytes, ...], session: str) -> None:
         known = self._replicas[replica].blocks
-        # From the end, so that of a long prefix its beginning is forgotten last.
+        # In reverse order, so that the beginning of a long prefix is dropped last.
         for block in reversed(blocks):
             known[block] = None
             known.move_to_end(block)

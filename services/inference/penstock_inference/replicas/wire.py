@@ -1,7 +1,7 @@
-"""What the service and a replica's process say to each other, and how.
+"""The messages between the service and a replica's process, and their encoding.
 
-They are one program: the service starts the process and holds the other end of an unnamed socket pair, which nobody
-else can open. So messages are pickled; none of them ever comes from anywhere else.
+Both are one program: the service starts the process and holds the other end of an unnamed socket pair that no other
+process can open. So messages may be pickled: none comes from anywhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """The first message to a replica: which engine to be. `level` and `style` are its log's."""
+    """The first message to a replica: its engine. `level` and `style` are its log's."""
 
     engine: str
     options: EngineOptions
@@ -38,14 +38,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The first answer, if the engine opened; else it is a `Failed`."""
+    """The first response if the engine opened; otherwise it is a `Failed`."""
 
     info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Do something; answered by `Answer` or `Failed` with the same number, a generation by one `Answer` per event."""
+    """A call; answered by `Answer` or `Failed` with the same number, a generation by one `Answer` per event."""
 
     number: int
     method: str
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this call any more."""
+    """Cancels a call whose caller no longer waits."""
 
     number: int
 
@@ -69,14 +69,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The engine's counters, now."""
+    """The engine's current counters."""
 
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A `PenstockError`, which knows no pickle."""
+    """A `PenstockError` in a form that can be pickled."""
 
     number: int
     kind: str
@@ -88,7 +88,7 @@ class Failed:
 
     @classmethod
     def of(cls, number: int, error: PenstockError) -> Failed:
-        """What to send of an error."""
+        """The message for an error."""
         kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS), Internal.__name__)
         return cls(
             number,
@@ -101,7 +101,6 @@ class Failed:
         )
 
     def error(self) -> PenstockError:
-        """The error as it was."""
         return _KINDS[self.kind](
             self.message,
             reason=self.reason,
@@ -113,7 +112,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file that stays where it is, and which of its tensors are meant."""
+    """A safetensors file that stays in place, and the names of its tensors to use."""
 
     path: Path
     names: tuple[str, ...]
@@ -121,7 +120,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An update to be made ready: the files in the order in which they came."""
+    """An update to stage: its files in the order in which they arrived."""
 
     version: int
     label: str
@@ -130,13 +129,13 @@ class Stage:
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Queue a message; who sends many waits for `writer.drain` between them."""
+    """Queue a message; a caller that sends many waits for `writer.drain` between them."""
     data = pickle.dumps(message, protocol=5)
     writer.write(_LENGTH.pack(len(data)) + data)
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
-    """The next message; None when the other side is gone."""
+    """The next message; None when the peer is gone."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return pickle.loads(await reader.readexactly(length))  # noqa: S301 - see the module's docstring

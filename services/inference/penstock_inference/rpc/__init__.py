@@ -1,1 +1,1 @@
-"""The only package here, beside `service.py`, that knows protos."""
+"""The gRPC servicer: the only package here that knows protos."""

@@ -1,15 +1,15 @@
-"""Between the protos and the domain's plain data, both ways. No decisions: ranges are the engine's to check."""
+"""Converts between protos and the domain's plain data. No decisions: the engine checks ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.values import reader, to_proto, writer
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_inference.engines.base import (
@@ -23,17 +23,18 @@ from penstock_inference.engines.base import (
     Logprobs,
     LogprobsMode,
     PauseMode,
+    ReplicaStats,
     Sampling,
     Started,
     TokenIds,
     TopLogprobs,
     VersionSpan,
 )
-from penstock_inference.engines.optional import ChatAnswer, ChatRequest, missing_capability
+from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest, missing_capability
 from penstock_inference.engines.response_format import ResponseFormat
-from penstock_inference.gaps import Gap
-from penstock_inference.model_files import TokenizerDirectory
+from penstock_inference.logprob_diff import Gap
 from penstock_inference.rpc import messages
+from penstock_inference.weights.model_files import TokenizerDirectory
 
 _LOGPROBS_MODES = {
     LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
@@ -51,7 +52,7 @@ _PAUSE_MODES: dict[int, PauseMode] = {
     pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
     pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
-# What chat.v1.Sampling calls the same and holds as one number.
+# Fields with the same name in chat.v1.Sampling, each a single number.
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -72,12 +73,12 @@ _FORMAT: Final = "response_format_json"
 def token_ids(data: bytes, field: str) -> TokenIds:
     """Little-endian int32."""
     if len(data) % 4:
-        raise invalid(field, f"holds {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
+        raise invalid(field, f"has {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
 def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo) -> GenerateRequest:
-    """Raises InvalidArgument or Unsupported for what the message alone shows to be wrong."""
+    """Raises InvalidArgument or Unsupported for errors that the message alone shows."""
     if message.adapter and not info.capabilities.adapters:
         raise missing_capability("adapters")
     version = message.version
@@ -94,25 +95,25 @@ def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: Engine
 
 
 def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -> Sampling:
-    """With the engine's defaults filled in: no limit but the context, temperature 1, no filters.
+    """Sampling with the engine's defaults filled in: no limit but the context, temperature 1, no filters.
 
     Raises InvalidArgument naming every option that is set and that the engine does not honour (R63), Unsupported for a
-    response format where the engine has no structured output.
+    response format if the engine has no structured output.
     """
     if message.HasField(_FORMAT) and not info.capabilities.structured_output:
         raise missing_capability("structured_output")
     violations = [
-        Violation(f"sampling.{name}", f"is not honoured by the {info.engine} engine; leave it unset")
+        Violation(f"sampling.{name}", f"is not supported by the {info.engine} engine; leave it unset")
         for name in (*_NUMBERS, *_PROTO_ONLY)
         if message.HasField(name) and name not in info.sampling_fields  # type: ignore[arg-type]
     ]
     if message.stop_token_ids and "stop_token_ids" not in info.sampling_fields:
         violations.append(
-            Violation("sampling.stop_token_ids", f"is not honoured by the {info.engine} engine; use stop")
+            Violation("sampling.stop_token_ids", f"is not supported by the {info.engine} engine; use stop")
         )
     if message.stop and "stop" not in info.sampling_fields:
         violations.append(
-            Violation("sampling.stop", f"is not honoured by the {info.engine} engine; use stop_token_ids")
+            Violation("sampling.stop", f"is not supported by the {info.engine} engine; use stop_token_ids")
         )
     if message.HasField("n") and message.n != 1:
         violations.append(Violation("sampling.n", "must be 1: one request is one completion"))
@@ -124,7 +125,7 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
             reason="GENERATE_REQUEST_INVALID",
             violations=violations,
         )
-    # A prompt that fills the context leaves no token, which the engine refuses in its own words.
+    # A prompt that fills the context leaves no token; the engine reports that error.
     given: dict[str, Any] = {"max_tokens": max(1, info.max_context_tokens - prompt_tokens)}
     given |= {name: getattr(message, name) for name in _NUMBERS if message.HasField(name)}  # type: ignore[arg-type]
     if message.HasField(_FORMAT):
@@ -133,13 +134,11 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
 
 
 def chat_request(message: pb.GenerateRequest, info: EngineInfo, options: dict[str, Any]) -> ChatRequest:
-    """A conversation for an engine without token ids; raises as `generate_request` does."""
+    """A conversation for an engine without token ids; raises the errors of `generate_request`."""
     if message.adapter:
         raise missing_capability("adapters")
     if message.version.HasField("min_version") or message.version.HasField("exact_version"):
-        raise FailedPrecondition(
-            "policy versions are unknown where there are no token ids", reason="POLICY_VERSION_UNAVAILABLE"
-        )
+        raise FailedPrecondition("policy versions are unknown without token ids", reason="POLICY_VERSION_UNAVAILABLE")
     return ChatRequest(
         request_id=message.request_id,
         messages=tuple(messages.messages_from(message.chat.messages)),
@@ -260,7 +259,7 @@ def _sampling_used(used: Sampling, seed: int | None) -> chat_pb2.Sampling:
 
 
 def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> pb.GetInfoResponse:
-    """What is served; `parser` is the codec's, which reads tool calls and reasoning alike."""
+    """The served model and engine; `parser` is the codec's, for both tool calls and reasoning."""
     can = info.capabilities
     return pb.GetInfoResponse(
         engine=info.engine,
@@ -273,7 +272,7 @@ def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> p
             in_flight_update=can.in_flight_update,
             adapters=can.adapters,
             score=can.score,
-            # The proto promises it whoever else is being served.
+            # The proto promises a reproducible seed whatever else is in the batch.
             seed=can.seed and can.batch_invariant,
             abort=can.abort,
             structured_output=can.structured_output,
@@ -296,13 +295,14 @@ def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> p
     )
 
 
-def gap(message: pb.LogprobGap) -> Gap:
-    """What a trainer reports."""
-    return Gap(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+gap = reader(Gap, pb.LogprobGap)
+"""A trainer's report."""
+
+_replica = writer(ReplicaStats, pb.ReplicaStats, renamed={"cached_tokens": "cached_prompt_tokens"})
 
 
 def stats_response(stats: EngineStats, gaps: Iterable[Gap] = ()) -> pb.WatchStatsResponse:
-    """The engine's load, and what trainers reported."""
+    """The engine's load, and the trainers' reports."""
     return pb.WatchStatsResponse(
         running=stats.running,
         waiting=stats.waiting,
@@ -312,21 +312,8 @@ def stats_response(stats: EngineStats, gaps: Iterable[Gap] = ()) -> pb.WatchStat
         aborted=stats.aborted,
         policy_version=stats.policy_version,
         cache_use=stats.cache_use,
-        gaps=(pb.LogprobGap(**asdict(item)) for item in gaps),
-        replicas=[
-            pb.ReplicaStats(
-                name=replica.name,
-                live=replica.live,
-                restarts=replica.restarts,
-                running=replica.running,
-                waiting=replica.waiting,
-                load_tokens=replica.load_tokens,
-                sampled_tokens=replica.sampled_tokens,
-                cached_prompt_tokens=replica.cached_tokens,
-                cache_use=replica.cache_use,
-            )
-            for replica in stats.replicas
-        ],
+        gaps=(to_proto(item, pb.LogprobGap) for item in gaps),
+        replicas=map(_replica, stats.replicas),
     )
 
 
@@ -339,5 +326,5 @@ def pause_mode(mode: int, default: PauseMode | None = None) -> PauseMode:
 
 
 def invalid(field: str, text: str) -> InvalidArgument:
-    """One field that does not hold."""
+    """The violation of one field."""
     return InvalidArgument(f"{field} {text}", reason="REQUEST_INVALID", violations=[Violation(field, text)])

@@ -1,9 +1,11 @@
-"""Conversations between the protos and the codec's plain data, both ways."""
+"""Converts conversations between protos and the codec's plain data."""
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from penstock.chat.v1 import chat_pb2
 from penstock_chassis.errors import InvalidArgument, Violation
@@ -49,7 +51,7 @@ def messages_from(messages: Iterable[chat_pb2.Message]) -> list[Message]:
 
 
 def tools_from(tools: Iterable[chat_pb2.Tool]) -> list[Tool]:
-    """Definitions as the agent sent them."""
+    """Tool definitions as the agent sent them."""
     return [
         Tool(tool.name, tool.description, tool.parameters_json_schema, tool.strict if tool.HasField("strict") else None)
         for tool in tools
@@ -57,7 +59,7 @@ def tools_from(tools: Iterable[chat_pb2.Tool]) -> list[Tool]:
 
 
 def assistant_message(message: Message) -> chat_pb2.Message:
-    """What a model said: text, reasoning and tool calls."""
+    """The model's message: text, reasoning and tool calls."""
     parts = []
     for part in message.parts:
         if isinstance(part, TextPart):
@@ -71,7 +73,6 @@ def assistant_message(message: Message) -> chat_pb2.Message:
 
 
 def finish_reason(reason: FinishReason) -> chat_pb2.FinishReason.ValueType:
-    """The same in the proto."""
     return _FINISH_REASONS[reason]
 
 
@@ -101,3 +102,18 @@ def _image_from(image: chat_pb2.Image) -> ImagePart:
 
 def _unset(field: str) -> InvalidArgument:
     return InvalidArgument(f"{field} is not set", reason="REQUEST_INVALID", violations=[Violation(field, "is not set")])
+
+
+def template_options(thinking: bool | None, options_json: str) -> dict[str, Any]:
+    """Variables for the chat template. Raises InvalidArgument if they are not a JSON object."""
+    try:
+        options = json.loads(options_json) if options_json else {}
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise InvalidArgument(
+            "template_options_json must be a JSON object",
+            reason="REQUEST_INVALID",
+            violations=[Violation("template_options_json", "must be a JSON object")],
+        )
+    return options if thinking is None else {**options, "enable_thinking": thinking}

@@ -1,5 +1,5 @@
-"""The fidelity suite: does a model's own template let conversations go on from exactly the tokens that were sampled?
+"""The fidelity suite: tests whether a model's own template lets conversations continue from the exact sampled tokens.
 
-`cases.CASES` is the table, `dialects.DIALECTS` what a conversation goes over between two calls, `report.examine` runs
-one on the other for a model's files. `python -m penstock_interception.conformance` is the command.
+`cases.CASES` is the table, `dialects.DIALECTS` the wire formats between two calls; `report.examine` runs one over the
+other for a model's files. `python -m penstock_interception.conformance` is the command.
 """

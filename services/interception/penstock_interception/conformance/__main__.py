@@ -18,10 +18,10 @@ EXACT, DEVIATES, REFUSED = 0, 1, 4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the suite on a directory and answers the exit code."""
+    """Runs the suite on a directory and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="penstock conformance",
-        description="Do conversations with your model go on from exactly the tokens that were sampled?",
+        description="Check whether conversations with your model continue from exactly the sampled tokens.",
     )
     parser.add_argument(
         "--model",
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="DIR",
         help="tokenizer.json, tokenizer_config.json and the chat template (there or in chat_template.jinja)",
     )
-    parser.add_argument("--parser", metavar="NAME", help="parser of tool calls; unset, the template decides")
+    parser.add_argument("--parser", metavar="NAME", help="parser of tool calls; unset = the template decides")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
     try:
@@ -97,7 +97,7 @@ def _as_text(report: Report, directory: Path, parser: str | None) -> str:
     text.append(
         "The cases with a star are exact."
         if report.exact
-        else "Not all of the cases with a star are exact, or something was misread; see above."
+        else "Not all of the cases with a star are exact, or something was misread: see above."
     )
     return "\n".join(text) + "\n"
 

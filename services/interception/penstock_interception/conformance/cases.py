@@ -1,7 +1,7 @@
-"""The cases: what clients do to a conversation between two calls, and whether the next prompt is still exact.
+"""The cases: what clients change in a conversation between two calls, and whether the next prompt is still exact.
 
-The first seven are the table of docs/trajectories.md; no system before this one was exact in all of them. A case
-returns when everything held, and raises `Deviation` with what did not.
+The first seven are the table of docs/trajectories.md; no earlier system was exact in all of them. A case returns if
+everything holds, and raises `Deviation` with what does not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 
 from penstock_codec import Codec, CodecError
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart
-from penstock_interception.conformance.conversation import BASH, Conversation
 from penstock_interception.conformance.dialects import Dialect
-from penstock_interception.conformance.speech import Speech
+from penstock_interception.conformance.sampled_text import Speech
+from penstock_interception.conformance.scripted_conversation import BASH, ScriptedConversation
 from penstock_interception.graph import CallNode
 
 START: Final = (Message.system("You are a shell agent."), Message.user("Read the note."))
@@ -31,24 +31,24 @@ REWRITTEN: Final = (
 
 
 class Verdict(StrEnum):
-    """How a case came out."""
+    """The outcome of a case."""
 
     EXACT = "EXACT"
-    """The next prompt starts with exactly what was seen and sampled."""
+    """The next prompt starts with exactly the tokens that were seen and sampled."""
     BRANCH = "BRANCH"
-    """It does not: the conversation went on in a branch of its own, with the reason."""
+    """It does not: the conversation continued in a branch of its own, with the reason."""
     LABELLED = "LABELLED"
-    """The history was really changed, and the branch says so, as it should."""
+    """The history was really changed, and the branch is labelled so, as it should be."""
     MISREAD = "MISREAD"
-    """The completion was not read as what it is, or a changed history was taken for the sampled one."""
+    """The completion was parsed wrongly, or a changed history was mistaken for the sampled one."""
     REFUSED = "REFUSED"
     """The template or the codec raised."""
     NOT_APPLICABLE = "N/A"
-    """The model has nothing of the kind: no tools, or no reasoning."""
+    """The model lacks the feature: tools or reasoning."""
 
 
 class Deviation(Exception):
-    """Something did not hold."""
+    """A condition of a case does not hold."""
 
     def __init__(self, verdict: Verdict, reason: str) -> None:
         super().__init__(reason)
@@ -69,14 +69,14 @@ class Setting:
         """The setting of a codec and a dialect."""
         return cls(codec, dialect, Speech(codec))
 
-    def conversation(self) -> Conversation:
-        """A rollout without any calls."""
-        return Conversation.start(self.codec, self.dialect)
+    def conversation(self) -> ScriptedConversation:
+        """Starts a rollout without calls."""
+        return ScriptedConversation.start(self.codec, self.dialect)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of the table. `main` are the seven; `needs` is what the model has to have."""
+    """One line of the table. `main` marks the seven; `needs_*` are required features of the model."""
 
     name: str
     title: str
@@ -89,16 +89,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case's outcome in words; the reason is empty where all is well."""
+    """A case's outcome as text; the reason is empty on success."""
 
     verdict: Verdict
     reason: str = ""
 
 
 def run_case(case: Case, setting: Setting) -> Result:
-    """Runs one case. Raises nothing for what a template does."""
+    """Runs one case. Errors of the template or the codec become its result."""
     if case.needs_tools and not setting.speech.calls_tools:
-        return Result(Verdict.NOT_APPLICABLE, "the template takes no tools, or the parser reads no calls")
+        return Result(Verdict.NOT_APPLICABLE, "the template renders no tools, or the parser reads no calls")
     if case.needs_reasoning and not setting.speech.thinks:
         return Result(Verdict.NOT_APPLICABLE, "the parser reads no reasoning")
     try:
@@ -118,7 +118,7 @@ def _call_as_written(setting: Setting) -> None:
     text = codec.render_text([*START, turn], (BASH,), add_generation_prompt=False)
     if not text.startswith(prompt):
         raise Deviation(
-            Verdict.NOT_APPLICABLE, "the template writes an old answer otherwise than behind its own prompt"
+            Verdict.NOT_APPLICABLE, "the template renders an old answer differently from one after its own prompt"
         )
     if "command" not in text[len(prompt) :]:
         raise Deviation(Verdict.NOT_APPLICABLE, "the template writes no calls")
@@ -174,7 +174,7 @@ def _side_conversation(setting: Setting) -> None:
     side = conversation.call(aside, speech.text(TEXT), tools=())
     second = _go_on(conversation, first, first.sampled.message, *(_results(first) or [MORE]))
     if side.branch_id == first.branch_id or second.branch_id != first.branch_id:
-        raise Deviation(Verdict.MISREAD, "the side conversation and the main one were taken for one")
+        raise Deviation(Verdict.MISREAD, "the side conversation was mistaken for the main one")
 
 
 def _late_instructions(setting: Setting) -> None:
@@ -276,16 +276,16 @@ def _history_edited(setting: Setting) -> None:
 
 
 CASES: Final[Sequence[Case]] = (
-    Case("text_echo", "text comes back as it was", _text_echo, main=True),
-    Case("call_echo", "a tool call comes back as it was", _call_echo, main=True, needs_tools=True),
-    Case("arguments", "its arguments are written anew", _arguments_rewritten, main=True, needs_tools=True),
+    Case("text_echo", "text comes back unchanged", _text_echo, main=True),
+    Case("call_echo", "a tool call comes back unchanged", _call_echo, main=True, needs_tools=True),
+    Case("arguments", "its arguments are formatted differently", _arguments_rewritten, main=True, needs_tools=True),
     Case("reasoning_echoed", "reasoning comes back", _reasoning_echoed, main=True, needs_reasoning=True),
     Case("reasoning_dropped", "reasoning is dropped", _reasoning_dropped, main=True, needs_reasoning=True),
     Case("text_trimmed", "text is trimmed", _text_trimmed, main=True),
     Case("side", "another conversation in between", _side_conversation, main=True),
     Case("as_written", "a call as the template writes it", _call_as_written, needs_tools=True),
     Case("several_results", "several calls and results in a turn", _several_results, needs_tools=True),
-    Case("instructions", "instructions in the midst", _late_instructions),
+    Case("instructions", "instructions in the middle", _late_instructions),
     Case("turn_cut", "a turn was cut off", _turn_cut_off),
     Case("reasoning_cut", "a turn was cut off while thinking", _reasoning_cut_off, needs_reasoning=True),
     Case("call_cut", "a tool call was cut off", _call_cut_off, needs_tools=True),
@@ -298,27 +298,27 @@ CASES: Final[Sequence[Case]] = (
 """All cases, the seven first."""
 
 
-def _begun(setting: Setting, completion: str) -> tuple[Conversation, CallNode]:
+def _begun(setting: Setting, completion: str) -> tuple[ScriptedConversation, CallNode]:
     conversation = setting.conversation()
     return conversation, conversation.call(START, completion, tools=_tools(setting))
 
 
-def _called(setting: Setting) -> tuple[Conversation, CallNode]:
+def _called(setting: Setting) -> tuple[ScriptedConversation, CallNode]:
     conversation, first = _begun(setting, setting.speech.calls(ARGUMENTS, text="Reading."))
     calls = first.sampled.message.tool_calls
     if [call.name for call in calls] != ["bash"] or "cat  " not in calls[0].arguments_json:
-        raise Deviation(Verdict.MISREAD, f"a tool call was not read as one; the parser is {setting.codec.parser!r}")
+        raise Deviation(Verdict.MISREAD, f"a tool call was not recognised; the parser is {setting.codec.parser!r}")
     return conversation, first
 
 
-def _thoughts(setting: Setting) -> list[tuple[Conversation, CallNode]]:
+def _thoughts(setting: Setting) -> list[tuple[ScriptedConversation, CallNode]]:
     speech = setting.speech
     rests = [speech.text(TEXT)] + ([speech.calls(ARGUMENTS)] if speech.calls_tools else [])
     found = []
     for rest in rests:
         conversation, first = _begun(setting, speech.thought(THOUGHT, rest))
         if first.sampled.message.reasoning != THOUGHT:
-            raise Deviation(Verdict.MISREAD, f"reasoning was not read as such; the parser is {setting.codec.parser!r}")
+            raise Deviation(Verdict.MISREAD, f"reasoning was not recognised; the parser is {setting.codec.parser!r}")
         found.append((conversation, first))
     return found
 
@@ -327,23 +327,23 @@ def _tools(setting: Setting) -> Sequence[Tool]:
     return (BASH,) if setting.speech.calls_tools else ()
 
 
-def _go_on(conversation: Conversation, first: CallNode, *new: Message) -> CallNode:
-    """The conversation so far as the client sends it back, and the check that it is exact."""
+def _go_on(conversation: ScriptedConversation, first: CallNode, *new: Message) -> CallNode:
+    """Sends the conversation back as the client does, and checks that it is exact."""
     tools = (BASH,) if first.key.has_tools else ()
     second = conversation.call([*START, *new], Speech(conversation.codec).text(TEXT), tools=tools)
     _must_continue(conversation, second, first)
     return second
 
 
-def _must_continue(conversation: Conversation, later: CallNode, earlier: CallNode) -> None:
+def _must_continue(conversation: ScriptedConversation, later: CallNode, earlier: CallNode) -> None:
     if not conversation.continues(later, earlier):
         raise Deviation(Verdict.BRANCH, conversation.plans[later.call_id].reason)
 
 
-def _must_be_labelled(conversation: Conversation, later: CallNode, earlier: CallNode) -> None:
+def _must_be_labelled(conversation: ScriptedConversation, later: CallNode, earlier: CallNode) -> None:
     branches = conversation.graph.branches()
     if conversation.continues(later, earlier) or len(branches) < 2 or not branches[-1].reason:
-        raise Deviation(Verdict.MISREAD, "a history that was changed was taken for the one that was sampled")
+        raise Deviation(Verdict.MISREAD, "a changed history was mistaken for the sampled one")
 
 
 def _must_read(node: CallNode, *, text: str) -> None:

@@ -1,7 +1,7 @@
-"""What happens to a conversation on its way through a client: one function for each dialect.
+"""A conversation's round trip through a client: one function per dialect.
 
-Each turns the messages that a client means into the messages that the service reads after they went over that dialect's
-wire. To put a dialect under the suite, add its function to DIALECTS.
+Each converts the messages that a client means into the messages that the service reads from that dialect's wire. To put
+a dialect under the suite, add its function to DIALECTS.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from penstock_codec.chat import Message, Part, ReasoningPart, Role, TextPart, ToolCallPart, ToolResultPart
-from penstock_interception.ingress.chat import ChatCompletions
-from penstock_interception.ingress.dialect import Ask, Route
-from penstock_interception.ingress.generate_content import GenerateContent
-from penstock_interception.ingress.messages import Messages
-from penstock_interception.ingress.messages_body import signature_of
-from penstock_interception.ingress.responses import Responses
+from penstock_interception.ingress.dialects.base import Ask, Route
+from penstock_interception.ingress.dialects.chat.dialect import ChatCompletions
+from penstock_interception.ingress.dialects.generate_content.dialect import GenerateContent
+from penstock_interception.ingress.dialects.messages.body import signature_of
+from penstock_interception.ingress.dialects.messages.dialect import Messages
+from penstock_interception.ingress.dialects.responses.dialect import Responses
 
 Dialect: TypeAlias = Callable[[Sequence[Message]], Sequence[Message]]
 
 
 def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
-    """As an OpenAI SDK writes the conversation into a body, and the ingress reads it."""
+    """Writes the conversation as an OpenAI SDK does, and parses it as the ingress does."""
     written: list[dict[str, Any]] = []
     for message in messages:
         item: dict[str, Any] = {"role": message.role.value, "content": message.text}
@@ -42,7 +42,7 @@ def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def over_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """As an Anthropic SDK writes the conversation into a body, and the ingress reads it."""
+    """Writes the conversation as an Anthropic SDK does, and parses it as the ingress does."""
     written: list[dict[str, Any]] = []
     for message in messages:
         role = "user" if message.role is Role.TOOL else message.role.value
@@ -67,7 +67,7 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def over_responses(messages: Sequence[Message]) -> Sequence[Message]:
-    """As an OpenAI SDK writes the conversation into the items of a response's input, and the ingress reads it."""
+    """Writes the conversation as a response's input items, as an OpenAI SDK does, and parses it as the ingress does."""
     written: list[dict[str, Any]] = []
     for message in messages:
         if message.reasoning:
@@ -90,8 +90,8 @@ def over_responses(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def over_generate_content(messages: Sequence[Message]) -> Sequence[Message]:
-    """As google-genai writes the conversation into a body, and the ingress reads it."""
-    # Instructions have a place at the head alone: later ones are said by the user.
+    """Writes the conversation as google-genai does, and parses it as the ingress does."""
+    # Instructions are only allowed at the head: later ones are sent as the user's.
     head = next((index for index, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
     system = [{"text": message.text} for message in messages[:head]]
     contents: list[dict[str, Any]] = []
@@ -121,4 +121,4 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "responses": over_responses,
     "generate_content": over_generate_content,
 }
-"""The dialects by name; "domain" is none at all."""
+"""The dialects by name; "domain" uses no wire format."""

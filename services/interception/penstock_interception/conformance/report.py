@@ -1,4 +1,4 @@
-"""All cases over all dialects for one model's files, and in words what stands in the way of exactness."""
+"""Runs all cases over all dialects for one model's files, and explains what prevents exactness."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock_interception.conformance.cases import CASES, Case, Result, Setting
 from penstock_interception.conformance.dialects import DIALECTS
 
 WIRES: Final[Sequence[str]] = tuple(name for name in DIALECTS if name != "domain")
-"""The dialects that clients speak."""
+"""The dialects that have a wire format."""
 
 _FINE: Final = frozenset({Verdict.EXACT, Verdict.LABELLED, Verdict.NOT_APPLICABLE})
 _ADVICE: Final[Mapping[str, str]] = {
     "TEMPLATE_REWRITES_HISTORY": (
-        "the template writes earlier text anew when messages are added; what it changes is quoted. Rollouts work: such"
-        " a turn opens a branch, and each branch is trained as the model saw it. To be exact, give the directory a"
-        " chat_template.jinja in which the text of a message does not depend on those after it"
+        "the template changes earlier text when messages are added; the change is quoted. Rollouts work: such a "
+        "turn opens a branch, and each branch is trained as the model saw it. To be exact, put a "
+        "chat_template.jinja into the directory in which the text of a message does not depend on later ones"
     ),
     "TEMPLATE_HIDES_TURN": (
         "the template leaves an assistant's turn out or shows it twice: let it show the text and the arguments of each"
@@ -29,8 +29,8 @@ _ADVICE: Final[Mapping[str, str]] = {
         "the template has to close an assistant's turn with a special token of the tokenizer (tokenizer.json,"
         " added_tokens) or with a stop token of generation_config.json"
     ),
-    "TEMPLATE_REFUSED": "the template raises for what clients send; its own words are quoted",
-    "PARENT_WITHOUT_TOKENS": "the engine has to return token ids",
+    "TEMPLATE_REFUSED": "the template raises an error for messages that clients send; the error is quoted",
+    "PARENT_WITHOUT_TOKENS": "the engine must return token ids",
 }
 _MISREAD: Final = "check the parser: --parser NAME here, tool_call_parser of the inference service for rollouts"
 
@@ -50,7 +50,7 @@ class Line:
 
     @property
     def advice(self) -> str:
-        """What to do about it; empty where nothing is."""
+        """What to do about it; empty if nothing."""
         if self.holds:
             return ""
         if self.result.verdict is Verdict.MISREAD:
@@ -60,7 +60,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found out about one model."""
+    """The results for one model."""
 
     parser: str
     vocab_size: int
@@ -70,13 +70,13 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether the seven are exact in every dialect, as far as the model can do them, and all is read rightly."""
+        """Whether the seven cases, if the model supports them, are exact in every dialect, and nothing is misread."""
         misread = any(line.result.verdict is Verdict.MISREAD for line in self.lines)
         return not misread and all(line.holds for line in self.lines if line.case.main)
 
 
 def load(directory: Path, parser: str | None) -> Codec:
-    """The codec of a model directory. Raises CodecError, which names the file that is missing."""
+    """Loads the codec of a model directory. Raises CodecError, which names the missing file."""
     if not directory.is_dir():
         raise CodecError("FILES_INCOMPLETE", f"there is no directory {directory}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -86,7 +86,7 @@ def load(directory: Path, parser: str | None) -> Codec:
 
 
 def examine(codec: Codec, dialects: Sequence[str] = WIRES) -> Report:
-    """Every case in every dialect. CPU work of a second or so."""
+    """Runs every case in every dialect. CPU work of about a second."""
     settings = {name: Setting.of(codec, DIALECTS[name]) for name in dialects}
     lines = [Line(case, name, run_case(case, setting)) for case in CASES for name, setting in settings.items()]
     files = codec.files

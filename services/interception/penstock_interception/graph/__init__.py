@@ -1,13 +1,13 @@
-"""The token graph of a rollout: what every call's prompt was, what was sampled, and what to train on.
+"""The token graph of a rollout: every call's prompt, its sampled tokens, and the samples to train on.
 
-Nodes hold only the tokens that a call added, each stored once; a call is a path. What was sampled is never tokenised
-again: a conversation that comes back is recognised by its messages, however a client re-serialised them, and its next
-prompt starts with exactly the ids that the engine saw and sampled. Where history really changed, a new branch opens and
-is labelled.
+A node holds only the tokens that its call added, each stored once; a call is a path. Sampled tokens are never tokenised
+again: a repeated conversation is recognised by its messages, however a client re-serialised them, and its next prompt
+starts with exactly the ids that the engine saw and sampled. A changed history opens a new, labelled branch.
 """
 
-from penstock_interception.graph.core import TokenGraph
-from penstock_interception.graph.model import (
+from penstock_interception.graph.record import GraphRecord
+from penstock_interception.graph.token_graph import TokenGraph
+from penstock_interception.graph.values import (
     Branch,
     CallClass,
     CallHints,
@@ -20,14 +20,13 @@ from penstock_interception.graph.model import (
     TurnSpan,
     VersionSpan,
 )
-from penstock_interception.graph.record import CommitRecord
 
 __all__ = [
     "Branch",
     "CallClass",
     "CallHints",
     "CallNode",
-    "CommitRecord",
+    "GraphRecord",
     "LogprobsMode",
     "Plan",
     "Sample",

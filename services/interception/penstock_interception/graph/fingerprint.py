@@ -1,8 +1,8 @@
-"""Fingerprints of messages, so that a conversation that comes back is recognised without rendering it.
+"""Fingerprints of messages: they identify a repeated conversation without rendering it.
 
-Two messages have the same key when they are the same turn of the conversation. For what the agent wrote that means the
-same content. For what the model wrote it means the same visible text but for white space at its ends, and the same
-calls with arguments equal as JSON values: clients re-serialise arguments, trim text and drop reasoning.
+Two messages have the same key if they are the same turn of the conversation. For the agent's messages that means equal
+content. For the model's it means equal visible text, outer white space aside, and equal calls with their arguments
+compared as JSON values: clients re-serialise arguments, trim text and drop reasoning.
 """
 
 from __future__ import annotations
@@ -13,25 +13,21 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
-from penstock_codec.quick import quick
-from penstock_interception.graph.model import PromptKey
+from penstock_interception import cache
+from penstock_interception.cache import Fingerprinted
+from penstock_interception.graph.values import PromptKey
 
 SIZE = 16
-KNOWN_REPLIES = 4096
-# Rollouts of a group have the same tools: the keys of 128 sets are kept, longer sets are read anew.
-KNOWN_TOOLS_CHARS = 256 << 10
 _INLINE_THINKING = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
 _SAFE_INTEGER = 2**53
 _LENGTHS = [struct.Struct(f"<{count + 1}Q") for count in range(256)]
 
 
 def digest(*parts: bytes) -> bytes:
-    """A 16-byte digest of a list of byte strings, each delimited by its length."""
+    """Returns a 16-byte digest of byte strings, each delimited by its length."""
     count = len(parts)
     lengths = _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f"<{count + 1}Q")
     return hashlib.blake2b(lengths.pack(count, *map(len, parts)) + b"".join(parts), digest_size=SIZE).digest()
@@ -41,54 +37,63 @@ _NO_KWARGS = digest(b"{}")
 
 
 class Fingerprints:
-    """Keys of messages, with those of the assistant's turns remembered: they come back with every call."""
+    """Computes keys of messages."""
 
     def __init__(self, *, with_call_ids: bool) -> None:
-        """`with_call_ids` where the template shows tool-call ids, so that they matter."""
+        """`with_call_ids`: the template renders tool-call ids, so they are significant."""
         self._with_call_ids = with_call_ids
-        self._known: dict[bytes, bytes] = {}
 
     def key(self, message: Message) -> bytes:
-        """The key of a message."""
         if message.role is not Role.ASSISTANT:
             return _context_key(message, self._with_call_ids)
         calls = message.tool_calls
-        written = [message.text]
+        written = ["ids" if self._with_call_ids else "", message.text]
         for call in calls:
             written += (call.id, call.name, call.arguments_json)
         raw = digest(*map(_utf8, written))
-        key = self._known.get(raw)
+        key = cache.REPLY_KEYS.get(raw)
         if key is None:
             parts = [part for call in calls for part in _call_parts(call, self._with_call_ids)]
             key = digest(b"assistant", _utf8(visible_text(message)), *parts)
-            if len(self._known) >= KNOWN_REPLIES:
-                self._known.clear()
-            self._known[raw] = key
+            cache.REPLY_KEYS.keep({raw: key})
         return key
 
-
-@quick
-@dataclass(frozen=True, slots=True, eq=False)
-class Keyed:
-    """A prompt's messages with the key of each, and the states: of the tools, and after each message.
-
-    `plain`: no two replies follow each other, so that the states say nothing of what was committed.
-    """
-
-    messages: Sequence[Message] = ()
-    keys: Sequence[bytes] = ()
-    states: Sequence[bytes] = ()
-    plain: bool = True
+    def of(self, messages: Sequence[Message], tools: Sequence[Tool], before: Fingerprinted | None) -> Fingerprinted:
+        """Returns the fingerprints of a prompt; `before` are those of an earlier one, to be reused."""
+        first = tools_key(tools)
+        known = at = 0
+        keys: list[bytes] = []
+        states = [first]
+        split = len(messages)
+        if before is not None and before.by is self:
+            for message, other in zip(messages, before.messages, strict=False):
+                if message is not other:
+                    break
+                known += 1
+            keys += before.keys[:known]
+            if before.states[0] == first:
+                states, at = [*before.states[: known + 1]], known
+            if before.split < known:
+                split = before.split
+        keys += map(self.key, messages[known:])
+        for key in keys[at:]:
+            states.append(next_state(states[-1], key))
+        if split == len(messages):
+            for i in range(max(known, 1), len(messages)):
+                if messages[i].role is Role.ASSISTANT and messages[i - 1].role is Role.ASSISTANT:
+                    split = i
+                    break
+        return Fingerprinted(tuple(messages), keys, states, split, self)
 
 
 def visible_text(message: Message) -> str:
-    """An assistant's visible text, trimmed, without reasoning that a client put back inline."""
+    """Returns an assistant's visible text, trimmed, without reasoning that a client inserted inline."""
     text = message.text
     return (_INLINE_THINKING.sub("", text, count=1) if "<think>" in text else text).strip()
 
 
 def reasoning_text(message: Message) -> str:
-    """An assistant's reasoning, trimmed, wherever the client put it."""
+    """Returns an assistant's reasoning, trimmed, wherever the client put it."""
     if message.reasoning:
         return message.reasoning.strip()
     found = _INLINE_THINKING.match(message.text)
@@ -102,7 +107,7 @@ def prompt_key(
     states: Sequence[bytes],
     keys: Sequence[bytes],
 ) -> PromptKey:
-    """The fingerprints of a whole prompt; `states` begin with that of the tools, `keys` are one per message."""
+    """Returns the fingerprints of a whole prompt; `states` starts with the tools' state, `keys` has one per message."""
     leading = 0
     while leading < len(messages) and messages[leading].role in (Role.SYSTEM, Role.DEVELOPER):
         leading += 1
@@ -123,31 +128,27 @@ def prompt_key(
 
 
 def tools_key(tools: Sequence[Tool]) -> bytes:
-    """The key of a tool list, in its order; schemas are compared as text, since that is what is rendered."""
-    size = sum(len(tool.description) + len(tool.parameters_json_schema) for tool in tools)
-    return _known_tools(tuple(tools)) if size <= KNOWN_TOOLS_CHARS else _all_tools(tools)
-
-
-@lru_cache(maxsize=128)
-def _known_tools(tools: tuple[Tool, ...]) -> bytes:
-    return _all_tools(tools)
-
-
-def _all_tools(tools: Sequence[Tool]) -> bytes:
+    """Returns the key of an ordered tool list; schemas are compared as text, since the text is rendered."""
+    known = cache.TOOL_KEYS.get(id(tools))
+    if known is not None and known[0] is tools:
+        return known[1]
     parts = (text for tool in tools for text in (tool.name, tool.description, tool.parameters_json_schema))
-    return digest(*(_utf8(text) for text in parts))
+    key = digest(*(_utf8(text) for text in parts))
+    if type(tools) is tuple and cache.characters(tools) <= cache.TOOLS_CHARS:
+        cache.TOOL_KEYS.keep({id(tools): (tools, key)})
+    return key
 
 
 def next_state(state: bytes, key: bytes) -> bytes:
-    """The state of a conversation after one more message."""
+    """Returns the state of a conversation after one more message."""
     return hashlib.blake2b(state + key, digest_size=SIZE).digest()
 
 
 def canonical_json(text: str) -> bytes:
-    """Arguments as a value: key order, spacing, escapes and the ways to write a number do not matter.
+    """Returns arguments as a canonical value: key order, spacing, escapes and number formats do not matter.
 
-    Numbers are compared as JavaScript holds them (doubles), because that is what most agents re-serialise with. Text
-    that is no JSON stands for itself.
+    Numbers are compared as JavaScript stores them (doubles), because most agents re-serialise with that. Text that is
+    not JSON is compared as text.
     """
     try:
         return _ENCODER.encode(_DECODER.decode(text)).encode()
@@ -171,7 +172,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 def _context_key(message: Message, with_call_ids: bool) -> bytes:
     parts = message.parts
-    if len(parts) == 1:  # as below, for what most messages are
+    if len(parts) == 1:  # as below, but faster for most messages
         only = parts[0]
         if type(only) is TextPart:
             return digest(_utf8(message.role.value), _utf8(message.name), _utf8(only.text))
@@ -192,7 +193,7 @@ def _context_key(message: Message, with_call_ids: bool) -> bytes:
 
 
 def _call_parts(call: ToolCallPart, with_call_ids: bool) -> tuple[bytes, bytes, bytes]:
-    # Clients write no arguments as `{}` or as nothing at all.
+    # Clients write absent arguments as `{}` or as nothing.
     arguments = canonical_json(call.arguments_json if call.arguments_json.strip() else "{}")
     return _utf8(call.id) if with_call_ids else b"", _utf8(call.name), arguments
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock_interception.graph.model import CallNode, IntArray
+from penstock_interception.graph.values import CallNode, IntArray
 
 NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 NO_TOKENS.setflags(write=False)
@@ -15,16 +15,16 @@ NO_TOKENS.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one call put on a path: its first `context` suffix tokens and its first `sampled` completion tokens."""
+    """One call's part of a path: its first `context` suffix tokens and its first `sampled` completion tokens."""
 
     node: CallNode
     context: int
     sampled: int
 
 
-def segments(node: CallNode, upto: int | None = None) -> Iterator[Segment]:
-    """The segments of a call's path, leaf first, up to `upto` tokens of it."""
-    limit = node.total if upto is None else upto
+def segments(node: CallNode) -> Iterator[Segment]:
+    """Yields the segments of a call's path, leaf first."""
+    limit = node.total
     step: CallNode | None = node
     while step is not None and limit > 0:
         here = max(0, limit - step.keep)
@@ -35,11 +35,11 @@ def segments(node: CallNode, upto: int | None = None) -> Iterator[Segment]:
 
 
 def path_ids(node: CallNode, upto: int | None = None) -> IntArray:
-    """The first `upto` tokens (default: all) of a call's prompt and completion."""
+    """Returns the first `upto` tokens (default: all) of a call's prompt and completion."""
     pieces: list[IntArray] = []
     limit = node.total if upto is None else upto
     step: CallNode | None = node
-    while step is not None and limit > 0:  # as `segments`, without an object for each: this runs with every call
+    while step is not None and limit > 0:  # as `segments`, but without an object each: this runs for every call
         if limit > step.keep:
             sampled = step.sampled.token_ids
             if limit > step.prompt_count and sampled is not None:
@@ -52,7 +52,7 @@ def path_ids(node: CallNode, upto: int | None = None) -> IntArray:
 
 
 def common_prefix(first: IntArray, second: IntArray) -> int:
-    """How many leading tokens two paths share."""
+    """Returns the number of leading tokens that two paths share."""
     length = min(first.size, second.size)
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if differ.size else int(length)

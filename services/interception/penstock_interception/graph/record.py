@@ -1,9 +1,9 @@
-"""A committed call as bytes for a journal, and the hash chain over a rollout's calls.
+"""An answered call as bytes for a journal, and the hash chain over a rollout's calls.
 
-A record holds everything that rebuilds the call's node; replaying a rollout's records in order rebuilds the same
-graph. The layout is a magic number, a JSON header with its length, then the arrays as little-endian int32 and
-float32. The chain's head after a call is sha256 over the head before it and over what the call was: prompt ids,
-sampled ids, logprobs, versions, and the sampling that was used.
+A record holds everything needed to rebuild the call's node; replaying a rollout's records in order rebuilds the same
+graph. The layout is a magic number, a length-prefixed JSON header, then the arrays as little-endian int32 and float32.
+The chain's head after a call is sha256 over the previous head and the call: prompt ids, sampled ids, logprobs,
+versions, and the sampling that was used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from penstock_codec.chat import (
     TextPart,
     ToolCallPart,
 )
-from penstock_codec.quick import quick
-from penstock_interception.graph.model import (
+from penstock_codec.fast_dataclass import quick
+from penstock_interception.graph.values import (
     CallClass,
     IntArray,
     LogprobsMode,
@@ -44,15 +44,15 @@ from penstock_interception.graph.model import (
 
 MAGIC = b"PTG1"
 _HEAD = struct.Struct("<4sI")
-# The fields of these hold plain values: `asdict`, which copies each deeply, would cost more than the rest of a record.
+# These have only plain fields: `asdict`, which deep-copies, would cost more than the rest of a record.
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 _CHAIN = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 @quick
 @dataclass(frozen=True, slots=True, eq=False)
-class CommitRecord:
-    """One commit. `chain` is the head after it; the other fields are CallNode's."""
+class GraphRecord:
+    """One answered call as the journal keeps it. `chain` is the head with it; the other fields are CallNode's."""
 
     call_id: str
     branch_id: str
@@ -68,7 +68,7 @@ class CommitRecord:
     chain: bytes
 
     def to_bytes(self) -> bytes:
-        """The record for a journal."""
+        """Serialises the record for a journal."""
         sampled, key = self.sampled, self.key
         header = {
             "call_id": self.call_id,
@@ -110,15 +110,15 @@ class CommitRecord:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> CommitRecord:
-        """Read a record. Raises DataLoss GRAPH_RECORD_DAMAGED for anything that `to_bytes` did not write."""
+    def from_bytes(cls, data: bytes) -> GraphRecord:
+        """Parses a record. Raises DataLoss GRAPH_RECORD_DAMAGED for anything that `to_bytes` did not write."""
         try:
             return cls._read(data)
         except (KeyError, TypeError, ValueError, struct.error, AttributeError) as error:
             raise DataLoss("a journalled call cannot be read", reason="GRAPH_RECORD_DAMAGED") from error
 
     @classmethod
-    def _read(cls, data: bytes) -> CommitRecord:
+    def _read(cls, data: bytes) -> GraphRecord:
         magic, length = _HEAD.unpack_from(data)
         if magic != MAGIC:
             raise ValueError("not a graph record")
@@ -135,7 +135,7 @@ class CommitRecord:
             logprobs = np.frombuffer(data, "<f4", header["tokens"], at).astype(np.float32)
             at += 4 * header["tokens"]
         if at != len(data):
-            raise ValueError("the record has another length than its header says")
+            raise ValueError("the record's length differs from its header")
         mode = header["logprobs_mode"]
         sampled = Sampled(
             message=Message(Role.ASSISTANT, tuple(_part_from_json(item) for item in header["message"])),
@@ -168,18 +168,18 @@ class CommitRecord:
 
 
 def chain_start(rollout_id: str) -> bytes:
-    """The head of a rollout's chain before its first call."""
+    """Returns the head of a rollout's chain before its first call."""
     return hashlib.sha256(b"penstock.trajectory.v1 chain\0" + rollout_id.encode()).digest()
 
 
 def chain_next(head: bytes, call_id: str, prompt_ids: IntArray, sampled: Sampled) -> bytes:
-    """The head after a call."""
+    """Returns the head after a call."""
     return chain_step(head, call_id, hashlib.sha256(little_endian(prompt_ids)).digest(), sampled)
 
 
 def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled) -> bytes:
-    """As `chain_next`, of a prompt whose digest is known."""
-    # JSON without spaces, its members in the order of their names; put together here, since they are few and known.
+    """As `chain_next`, for a prompt with a known digest."""
+    # JSON without spaces and with sorted keys; assembled here, since the keys are few and fixed.
     versions = ",".join([f"[{span.policy_version},{span.start},{span.end}]" for span in sampled.versions])
     mode = "null" if sampled.logprobs_mode is None else f'"{sampled.logprobs_mode.value}"'
     sampling = "null" if sampled.sampling_used is None else _CHAIN.encode(_sampling_to_json(sampled.sampling_used))
@@ -199,7 +199,7 @@ def _header(header: dict[str, Any], sampling: Sampling | None) -> bytes:
     if all(math.isfinite(number) for number in numbers if isinstance(number, float)):
         try:
             return orjson.dumps(header)
-        except TypeError:  # half a surrogate pair, or a number beyond 64 bits
+        except TypeError:  # a lone surrogate, or a number beyond 64 bits
             pass
     return json.dumps(header, separators=(",", ":")).encode()
 
@@ -212,7 +212,7 @@ def _part_to_json(part: Part) -> dict[str, Any]:
             return {"reasoning": text, "signature": base64.b64encode(signature).decode()}
         case ToolCallPart(identity, name, arguments):
             return {"call": identity, "name": name, "arguments": arguments}
-    raise TypeError(f"an assistant does not write a {type(part).__name__}")
+    raise TypeError(f"an assistant's message cannot have a {type(part).__name__}")
 
 
 def _part_from_json(item: dict[str, Any]) -> Part:

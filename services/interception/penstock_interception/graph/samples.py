@@ -1,4 +1,4 @@
-"""From the graph to what trainers eat: branches, and one sample per leaf."""
+"""Trainers' view of the graph: branches, and one sample per leaf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from penstock_codec.chat import FinishReason
-from penstock_interception.graph.model import (
+from penstock_interception.graph.paths import path_ids, segments
+from penstock_interception.graph.values import (
     Branch,
     CallClass,
     CallNode,
@@ -18,13 +19,12 @@ from penstock_interception.graph.model import (
     TurnSpan,
     VersionSpan,
 )
-from penstock_interception.graph.paths import path_ids, segments
 
 _ORDER = list(CallClass)  # the main line first, retries last
 
 
 def branches(nodes: Sequence[CallNode], classes: Mapping[str, CallClass]) -> tuple[Branch, ...]:
-    """All branches in the order in which they opened; a branch has the class of its last call."""
+    """Returns all branches in order of opening; a branch has the class of its last call."""
     lines: dict[str, list[CallNode]] = {}
     for node in nodes:
         lines.setdefault(node.branch_id, []).append(node)
@@ -44,8 +44,8 @@ def branches(nodes: Sequence[CallNode], classes: Mapping[str, CallClass]) -> tup
 def build(
     rollout_id: str, nodes: Sequence[CallNode], classes: Mapping[str, CallClass], policy: SamplePolicy
 ) -> tuple[Sample, ...]:
-    """One sample per leaf that has tokens, in the order of classes and then of time."""
-    inner: set[str] = set()  # calls that a later one with tokens continues
+    """Returns one sample per leaf that has tokens, ordered by class, then by time."""
+    inner: set[str] = set()  # calls continued by a later one with tokens
     leaves: list[CallNode] = []
     for node in reversed(nodes):
         if node.sampled.token_ids is not None and node.call_id not in inner:
@@ -91,7 +91,7 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
         input_ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
-        # Of all that is trained, or unknown.
+        # The mode of the trained turns, None if mixed; the leaf's if no turn is trained.
         logprobs_mode=None if len(modes) > 1 else next(iter(modes), leaf.sampled.logprobs_mode),
         modes_mixed=len(modes) > 1,
         versions=tuple(versions),
@@ -103,7 +103,7 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
 
 
 def _untrained(node: CallNode, call_class: CallClass, policy: SamplePolicy) -> str:
-    """Why what `node` sampled is context in a sample of this class; empty when it is trained."""
+    """Returns why `node`'s sampled tokens are only context in a sample of this class; "" if they are trained."""
     sampled = node.sampled
     if call_class not in policy.classes:
         return f"CLASS_{call_class.upper()}"

@@ -1,1 +1,1 @@
-"""The agents' side: HTTP in the dialects that agents speak."""
+"""The agents' side: HTTP in the agents' dialects."""

@@ -1,1 +1,1 @@
-"""What speaks gRPC: the two servicers, the client of the inference service, and the translation of values."""
+"""The gRPC side: the servicers and the translation of their messages."""

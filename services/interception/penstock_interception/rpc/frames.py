@@ -1,4 +1,4 @@
-"""What a session is told, as frames: calls in frames of at most 4 MiB, or one call."""
+"""Frames of a session's pending messages: calls in frames of at most 4 MiB, or one larger call."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
-from penstock_interception import observing
-from penstock_interception.calls import Call, Dialect
-from penstock_interception.completions import Failure
-from penstock_interception.requests import ChatRequest
-from penstock_interception.rpc import convert, tools
-from penstock_interception.sessions import CALL_BYTES, Outbox, View
+from penstock_interception import telemetry
+from penstock_interception.domain.calls import Dialect
+from penstock_interception.domain.completions import Failure
+from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.domain.state import CALL_BYTES, Call, Outbox, View
+from penstock_interception.rpc import tools
+from penstock_interception.wire import convert
 
 _log = structlog.get_logger(__name__)
 
 FRAME_BYTES = 4 << 20
-_TOO_LARGE = Failure("CALL_TOO_LARGE", f"The call takes more than {CALL_BYTES} bytes.", retriable=False)
+_TOO_LARGE = Failure("CALL_TOO_LARGE", f"The call has more than {CALL_BYTES} bytes.", retriable=False)
 
 
 class CallWriter:
-    """Writes calls. What cannot be written fails alone: it must not end the session of whoever was to have it."""
+    """Writes calls. A call that cannot be written fails alone: it must not end the session."""
 
     def __init__(self, parse: Callable[[Dialect, bytes], ChatRequest], fail: Callable[[Call, Failure], None]) -> None:
-        """`parse` reads a stored body again where a view asks for messages; `fail` ends a call."""
+        """`parse` parses a stored body again if a view needs messages; `fail` ends a call."""
         self._parse = parse
         self._fail = fail
 
     def add(self, calls: RepeatedCompositeFieldContainer[pb.ModelCall], call: Call, view: View) -> int:
-        """Writes a call, ready for an engine, behind `calls`: in its place, since a copy of a long prompt costs.
+        """Appends a call to `calls`, built in place, since copying a long prompt is expensive.
 
-        Returns its size in bytes; 0 for one that failed, and is not written.
+        Returns its size in bytes; 0 if the call failed and was not written.
         """
         before, failure = len(calls), _TOO_LARGE
         try:
             size = self._write(calls.add(**_fields(call)), call, view)
         except Exception:  # noqa: BLE001 - logged, and the call fails
-            _log.exception("a call could not be written", call_id=call.id, rollout_id=call.rollout.id)
+            _log.exception("a call could not be serialised", call_id=call.id, rollout_id=call.rollout.id)
             size, failure = 0, Failure("INTERNAL")
         if 0 < size <= CALL_BYTES:
             return size
@@ -51,7 +52,7 @@ class CallWriter:
     def _write(self, message: pb.ModelCall, call: Call, view: View) -> int:
         textual = call.plan is not None and not call.plan.exact
         wanted = int(view.messages or textual) + int(view.body)
-        if wanted and message.ByteSize() + wanted * len(call.arrival.body) > CALL_BYTES:
+        if wanted and message.ByteSize() + wanted * len(call.request.body) > CALL_BYTES:
             message.view_truncated = True
         elif wanted:
             self._add_view(message, call, view.messages or textual, view.body)
@@ -59,16 +60,16 @@ class CallWriter:
 
     def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool) -> None:
         if body:
-            message.request_body = call.arrival.body
+            message.request_body = call.request.body
         if messages:
-            request = self._parse(call.arrival.dialect, call.arrival.body)
+            request = self._parse(call.request.dialect, call.request.body)
             message.messages.extend(convert.message_to(item) for item in request.messages)
             message.tools.extend(convert.tool_to(tool) for tool in request.tools)
             message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))
 
 
 def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.InterceptResponse]:
-    """The frames of what has gathered, cancellations before calls."""
+    """Yields the frames of an outbox, cancellations before calls."""
     for reason, ids in box.cancelled.items():
         yield pb.InterceptResponse(cancelled=pb.CallsCancelled(call_ids=ids, reason=reason))
     for reason, ids in box.tool_calls_cancelled.items():
@@ -89,7 +90,7 @@ def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View) -> Itera
     frame, size = pb.InterceptResponse(), 0
     for call in calls:
         if call.plan is None:
-            continue  # it ended while an earlier frame went out
+            continue  # it ended while an earlier frame was sent
         added = writer.add(frame.calls.calls, call, view)
         if not added:
             continue
@@ -104,31 +105,31 @@ def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View) -> Itera
 
 
 def _fields(call: Call) -> dict[str, Any]:
-    """A ModelCall's fields but for its view. None is unset."""
-    opening, facts = call.rollout.opening, call.rollout.facts
+    """Returns a ModelCall's fields without its view. None is unset."""
+    spec, facts = call.rollout.spec, call.rollout.facts
     fields: dict[str, Any] = {
         "call_id": call.id,
         "lease_id": call.lease_id,
-        "rollout_id": opening.rollout_id,
-        "group_id": opening.group_id,
-        "run_id": opening.run_id,
+        "rollout_id": spec.rollout_id,
+        "group_id": spec.group_id,
+        "run_id": spec.run_id,
         "index": call.index,
         "sampling": convert.sampling_to(call.sampling),
         "min_policy_version": call.min_policy_version,
-        "dialect": convert.DIALECTS[call.arrival.dialect],
+        "dialect": convert.DIALECTS[call.request.dialect],
         "lease_attempt": call.leases,
         "receive_time": times.timestamp(call.received),
         "expire_time": times.timestamp(call.expires),
-        "stream": call.arrival.stream,
-        "task_id": opening.task_id,
-        "group_index": opening.group_index,
+        "stream": call.request.stream,
+        "task_id": spec.task_id,
+        "group_index": spec.group_index,
         "tokenizer_sha256": bytes.fromhex(facts.tokenizer_sha256),
         "chat_template_sha256": bytes.fromhex(facts.template_sha256),
-        "model": call.arrival.model_requested,
-        "trace_parent": observing.trace_parent(call),
+        "model": call.request.model_requested,
+        "trace_parent": telemetry.trace_parent(call),
     }
-    if opening.labels:
-        fields["labels"] = dict(opening.labels)
+    if spec.labels:
+        fields["labels"] = dict(spec.labels)
     if (plan := call.plan) is not None:
         fields["call_class"] = convert.CLASSES[plan.call_class]
         fields["branch_id"] = plan.branch_id

@@ -1,10 +1,9 @@
-"""`RolloutGateService`: requests to calls on the domain, nothing more."""
+"""`RolloutGateService`: translates requests into calls on the domain."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -20,8 +19,8 @@ from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violati
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
 from penstock_codec.parsers import GRAMMARS
-from penstock_interception.budgets import RunBudgets
-from penstock_interception.calls import (
+from penstock_interception.domain.budgets import RunBudgets
+from penstock_interception.domain.calls import (
     AgentHints,
     CallerUpstream,
     CodecChoice,
@@ -29,21 +28,22 @@ from penstock_interception.calls import (
     InferenceRef,
     Mode,
     NamedUpstream,
-    Opening,
     PolicyBounds,
-    Rollout,
+    RolloutSpec,
     RolloutState,
     Source,
     TokenizerRef,
 )
-from penstock_interception.capture import capture
-from penstock_interception.changes import CallChange, Change
-from penstock_interception.ingress import mcp
-from penstock_interception.ingress.dialect import DialectCodec
-from penstock_interception.rpc import convert, terms, tools, trajectory
-from penstock_interception.rpc.standing import interval_from, standing_to
-from penstock_interception.standing import standing
-from penstock_interception.turns import Turns
+from penstock_interception.domain.state import Rollout
+from penstock_interception.gate.events import CallChange, Change
+from penstock_interception.ingress.dialects.base import DialectCodec
+from penstock_interception.ingress.mcp import server
+from penstock_interception.interceptor import Interceptor
+from penstock_interception.rollouts.trajectory import capture
+from penstock_interception.rpc import budgets_and_keys, tools, trajectory
+from penstock_interception.rpc.watch_gate import interval_from, snapshot_to
+from penstock_interception.status.gate_snapshot import take_snapshot
+from penstock_interception.wire import convert
 
 T = TypeVar("T")
 
@@ -64,13 +64,14 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
 
     def __init__(
         self,
-        turns: Turns,
+        interceptor: Interceptor,
         dialects: Sequence[DialectCodec],
         ingress_address: Callable[[], str],
         stopping: asyncio.Event,
     ) -> None:
-        self._turns = turns
-        self._gate = turns.gate
+        self._interceptor = interceptor
+        self._registry = interceptor.registry
+        self._keys = interceptor.agent_keys
         self._dialects = {dialect.dialect: dialect for dialect in dialects}
         self._ingress_address = ingress_address
         self._stopping = stopping
@@ -79,26 +80,26 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.CheckSourceRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CheckSourceResponse:
         source, caller_key = _source_from(request.source)
-        resolved = await self._turns.check(_mode_from(request.mode), source, caller_key)
-        opening = Opening(
+        spec = RolloutSpec(
             request_id="",
             rollout_id=request.rollout_id,
             mode=_mode_from(request.mode),
+            source=source,
             group_id=request.group_id if request.HasField("group_id") else None,
             run_id=request.run_id if request.HasField("run_id") else None,
             labels=tuple(sorted(request.labels.items())),
             run_budgets=_run_budgets_from(request),
         )
-        self._gate.metering.check(opening)
-        offered = [tool.name for tool in self._gate.tools.offered_to(opening)]
+        resolved = await self._interceptor.rollouts.check(spec, caller_key)
+        offered = [tool.name for tool in self._interceptor.tools.offered_to(spec)]
         return pb.CheckSourceResponse(model_name=resolved.facts.model, host_tools=offered)
 
     async def OpenRollout(  # noqa: N802
         self, request: pb.OpenRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.OpenRolloutResponse:
-        opening, caller_key = opening_from(request, self._dialects)
-        rollout = await self._turns.open(opening, caller_key)
-        spoken = opening.dialects or tuple(self._dialects)
+        spec, caller_key = spec_from(request, self._dialects)
+        rollout = await self._interceptor.rollouts.open(spec, caller_key)
+        spoken = spec.dialects or tuple(self._dialects)
         return pb.OpenRolloutResponse(
             rollout=trajectory.rollout_to(rollout),
             ingress_address=self._ingress_address(),
@@ -108,47 +109,46 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 )
                 for dialect in spoken
             ],
-            token=self._gate.credentials.token(rollout),
-            host_tools=[tool.name for tool in self._gate.tools.of(rollout.id)],
-            mcp_path=f"/rollout/{rollout.id}{mcp.PATH}",
+            token=self._keys.first_text(rollout),
+            host_tools=[tool.name for tool in self._interceptor.tools.of(rollout.id)],
+            mcp_path=f"/rollout/{rollout.id}{server.PATH}",
         )
 
     async def CloseRollout(  # noqa: N802
         self, request: pb.CloseRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CloseRolloutResponse:
-        rollout = await self._turns.close(request.rollout_id, request.reason or "CLOSED")
+        rollout = await self._interceptor.rollouts.close(request.rollout_id, request.reason or "CLOSED")
         return pb.CloseRolloutResponse(rollout=trajectory.rollout_to(rollout))
 
     async def DeleteRollout(  # noqa: N802
         self, request: pb.DeleteRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.DeleteRolloutResponse:
-        await self._gate.delete(request.rollout_id)
+        await self._interceptor.rollouts.delete(request.rollout_id)
         return pb.DeleteRolloutResponse()
 
     async def IssueToken(  # noqa: N802
         self, request: pb.IssueTokenRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.IssueTokenResponse:
         check_id("request_id", request.request_id)
-        wanted = terms.token_terms_from(request.terms, "terms")
-        retire = terms.delay_from(request, "retire_others_after")
-        rollout = self._gate.rollout(request.rollout_id)
-        grant = await self._gate.credentials.issue(rollout, request.request_id, wanted, retire)
-        token = self._gate.credentials.written(rollout, grant)
-        return pb.IssueTokenResponse(token=token, info=terms.token_to(grant))
+        wanted = budgets_and_keys.key_terms_from(request.terms, "terms")
+        retire = budgets_and_keys.delay_from(request, "retire_others_after")
+        rollout = self._registry.rollout(request.rollout_id)
+        key = await self._keys.issue(rollout, request.request_id, wanted, retire)
+        return pb.IssueTokenResponse(token=self._keys.text(rollout, key), info=budgets_and_keys.key_to(key))
 
     async def RevokeTokens(  # noqa: N802
         self, request: pb.RevokeTokensRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.RevokeTokensResponse:
-        ids = terms.token_ids_from(request.token_ids)
-        grace = terms.delay_from(request, "grace") or 0.0
-        rollout = self._gate.rollout(request.rollout_id)
-        await self._gate.credentials.revoke(rollout, ids, grace)
-        return pb.RevokeTokensResponse(tokens=terms.tokens_to(rollout))
+        ids = budgets_and_keys.key_ids_from(request.token_ids)
+        grace = budgets_and_keys.delay_from(request, "grace") or 0.0
+        rollout = self._registry.rollout(request.rollout_id)
+        await self._keys.revoke(rollout, ids, grace)
+        return pb.RevokeTokensResponse(tokens=budgets_and_keys.keys_to(rollout))
 
     async def GetRollout(  # noqa: N802
         self, request: pb.GetRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.GetRolloutResponse:
-        return pb.GetRolloutResponse(rollout=trajectory.rollout_to(self._gate.rollout(request.rollout_id)))
+        return pb.GetRolloutResponse(rollout=trajectory.rollout_to(self._registry.rollout(request.rollout_id)))
 
     async def ListRollouts(  # noqa: N802
         self, request: pb.ListRolloutsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -156,9 +156,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         wanted = set(request.labels.items())
         found = [
             rollout
-            for rollout in self._gate.rollouts()
-            if wanted.issubset(rollout.opening.labels)
-            and not (request.open_only and rollout.state is RolloutState.CLOSED)
+            for rollout in self._registry.rollouts()
+            if wanted.issubset(rollout.spec.labels) and not (request.open_only and rollout.state is RolloutState.CLOSED)
         ]
         found.sort(key=lambda rollout: (-rollout.created, rollout.id))
         page, token = paged(found, request.page_size, request.page_token, _position)
@@ -167,16 +166,16 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def GetCapture(  # noqa: N802
         self, request: pb.GetCaptureRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.GetCaptureResponse]:
-        rollout = self._gate.rollout(request.rollout_id)
-        conversation = await self._turns.conversation(rollout)
+        rollout = self._registry.rollout(request.rollout_id)
+        conversation = await self._interceptor.conversations.of(rollout)
         after = request.after_index if request.HasField("after_index") else None
         captured = capture(rollout, conversation, after_index=after)
-        body_of = self._turns.store.body if request.include_bodies else None
+        body_of = self._interceptor.store.body if request.include_bodies else None
         async for fragment in trajectory.fragments(captured, conversation, body_of):
             yield pb.GetCaptureResponse(trajectory=fragment)
         tools_after = request.after_tool_call_index if request.HasField("after_tool_call_index") else None
         if tools_after is not None or after is None:
-            for record in await self._turns.store.tools.calls_of(rollout.id, after_index=tools_after):
+            for record in await self._interceptor.store.tools.calls_of(rollout.id, after_index=tools_after):
                 item = tools.record_to(record, bodies=request.include_bodies)
                 yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(host_tool_calls=[item]))
 
@@ -185,20 +184,24 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     ) -> AsyncIterator[pb.WatchCallsResponse]:
         watched, labels = frozenset(request.rollout_ids), set(request.labels.items())
         for rollout_id in watched:
-            self._gate.rollout(rollout_id)
-        changes = self._gate.changes
+            self._registry.rollout(rollout_id)
+        changes = self._interceptor.events
         at = request.after_sequence if request.HasField("after_sequence") else changes.last
         if at > changes.last or at < changes.oldest_resumable:
-            raise FailedPrecondition("Changes after this sequence are not kept any more.", reason="SEQUENCE_UNKNOWN")
+            raise FailedPrecondition(
+                "Changes after this sequence are no longer kept: watch without a position.", reason="SEQUENCE_UNKNOWN"
+            )
         yield pb.WatchCallsResponse(started=pb.WatchCallsResponse.WatchStarted(sequence=at))
         while not self._stopping.is_set():
             found = changes.after(at)
             if found is None:
-                raise FailedPrecondition("The watch fell behind what is kept.", reason="SEQUENCE_UNKNOWN")
+                raise FailedPrecondition(
+                    "The watch fell behind the kept changes: open another one.", reason="SEQUENCE_UNKNOWN"
+                )
             for change in found:
                 at = change.sequence
-                opening = change.rollout.opening
-                if (watched and opening.rollout_id not in watched) or not labels.issubset(opening.labels):
+                spec = change.rollout.spec
+                if (watched and spec.rollout_id not in watched) or not labels.issubset(spec.labels):
                     continue
                 if request.ended_only and isinstance(change, CallChange) and not change.state.terminal:
                     continue
@@ -217,18 +220,20 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     ) -> AsyncIterator[pb.WatchGateResponse]:
         interval = interval_from(request)
         while not self._stopping.is_set():
-            yield standing_to(standing(self._gate.rollouts(), self._gate.dispatcher.sessions()), time.time())
+            yield snapshot_to(
+                take_snapshot(self._registry.rollouts(), self._registry.sessions()), self._interceptor.clock.wall()
+            )
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._stopping.wait()
 
     def _over(self, rollout_id: str) -> bool:
-        rollout = self._gate.find(rollout_id)
+        rollout = self._registry.find(rollout_id)
         return rollout is None or rollout.state is RolloutState.CLOSED
 
 
-def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[Opening, str | None]:
-    """The opening and the caller's key. Raises InvalidArgument that names the field."""
+def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[RolloutSpec, str | None]:
+    """Returns the rollout's spec and the caller's key. Raises InvalidArgument that names the field."""
     for name, value in (("request_id", request.request_id), ("rollout_id", request.rollout_id)):
         check_id(name, value)
     mode = _mode_from(request.mode)
@@ -243,7 +248,7 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
     source, caller_key = _source_from(request.source)
     hints = request.hints
     override = convert.sampling_from(request.sampling_override) if request.HasField("sampling_override") else Sampling()
-    opening = Opening(
+    spec = RolloutSpec(
         request_id=request.request_id,
         rollout_id=request.rollout_id,
         mode=mode,
@@ -252,7 +257,7 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
         run_id=request.run_id if request.HasField("run_id") else None,
         labels=tuple(sorted(request.labels.items())),
         dialects=tuple(dialects),
-        budgets=terms.budgets_from(request.budgets),
+        budgets=budgets_and_keys.budgets_from(request.budgets),
         model_name=request.model_name,
         hints=AgentHints(
             tuple(hints.title_system_prompts),
@@ -265,19 +270,19 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
         group_index=request.group_index if request.HasField("group_index") else None,
         sampling_override=override,
         run_budgets=_run_budgets_from(request),
-        token_terms=terms.token_terms_from(request.token_terms, "token_terms"),
+        token_terms=budgets_and_keys.key_terms_from(request.token_terms, "token_terms"),
     )
-    return opening, caller_key
+    return spec, caller_key
 
 
 def check_id(name: str, value: str) -> None:
-    """Refuses what is no identifier."""
+    """Raises InvalidArgument for an invalid identifier."""
     if not _ID.fullmatch(value):
         raise convert.invalid(name, "an identifier: 1 to 128 of a-z A-Z 0-9 _ . -, the first a letter or digit")
 
 
 def paged(items: Sequence[T], size: int, token: str, position: Callable[[T], str]) -> tuple[Sequence[T], str]:
-    """One page of an ordered list; the token names the last item of the page before."""
+    """Returns one page of an ordered list; the token names the last item of the previous page."""
     if size < 0:
         raise convert.invalid("page_size", "not negative")
     count = min(size or 100, 1000)
@@ -308,7 +313,7 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
         case "upstream":
             if choice != CodecChoice():
                 field = "tool_call_parser" if choice.parser else "control_tokens"
-                raise convert.invalid(f"source.{field}", "not for an upstream, which makes its own prompts")
+                raise convert.invalid(f"source.{field}", "not allowed for an upstream, which makes its own prompts")
             upstream = source.upstream
             if upstream.WhichOneof("endpoint") == "caller":
                 return CallerUpstream(upstream.caller.base_url, upstream.model), upstream.caller.api_key or None
@@ -339,7 +344,7 @@ def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) ->
         return None
     if not request.run_id:
         raise convert.invalid("run_budgets", "needs run_id")
-    return terms.run_budgets_from(request.run_budgets)
+    return budgets_and_keys.run_budgets_from(request.run_budgets)
 
 
 def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:

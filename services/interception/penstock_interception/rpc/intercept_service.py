@@ -1,4 +1,4 @@
-"""`InterceptService`: the trainers' stream and its unary twin, translated."""
+"""`InterceptService`: the trainers' stream and its unary counterparts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition
-from penstock_interception.calls import Call
-from penstock_interception.ports import durable
-from penstock_interception.rpc import convert, results, tools, trajectory
+from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
+from penstock_interception.gate.host_tools import offers
+from penstock_interception.interceptor import Interceptor
+from penstock_interception.rpc import results, tools, trajectory
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import paged
-from penstock_interception.rpc.intercept_stream import InterceptStream
-from penstock_interception.rpc.sessions import credits_from, selector_from, view_from
-from penstock_interception.sessions import Session
-from penstock_interception.tools import offers
-from penstock_interception.turns import Turns
-from penstock_interception.unary import UnaryLeases
+from penstock_interception.rpc.intercept_stream import InterceptStream, credits_from, selector_from, view_from
+from penstock_interception.rpc.polling import CREDIT_BYTES, PollingLeases
+from penstock_interception.store.commits import durable
+from penstock_interception.wire import convert
 
 DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
@@ -37,16 +36,15 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
 
     def __init__(
         self,
-        turns: Turns,
+        interceptor: Interceptor,
         writer: CallWriter,
         stopping: asyncio.Event,
         *,
         heartbeat_s: float = 15.0,
         allowed_tools: tuple[str, ...] = ("*",),
     ) -> None:
-        self._turns = turns
-        self._gate = turns.gate
-        self._leases = UnaryLeases(turns.gate.dispatcher)
+        self._interceptor = interceptor
+        self._leases = PollingLeases(interceptor)
         self._writer = writer
         self._stopping = stopping
         self._heartbeat_s = heartbeat_s
@@ -59,19 +57,18 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     ) -> AsyncIterator[pb.InterceptResponse]:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("frame") != "hello":
-            raise FailedPrecondition("The first frame of a session is Hello.", reason="HELLO_EXPECTED")
+            raise FailedPrecondition("The first frame of a session must be Hello.", reason="HELLO_EXPECTED")
         hello = first.hello
-        resume = hello.resume_session_id if hello.HasField("resume_session_id") else None
-        session = self._gate.dispatcher.join(
+        asked = SessionRequest(
             selector_from(hello.selector),
             credits_from(hello.credits, least=1),
             identity=hello.identity,
             view=view_from(hello.view),
             policy_version=hello.policy_version if hello.HasField("policy_version") else None,
-            resume=resume,
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
-        stream = InterceptStream(session, self._turns, self._heartbeat_s, self._stopping)
+        session = self._interceptor.join(asked, resume=hello.resume_session_id)
+        stream = InterceptStream(session, self._interceptor, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
             yield self._welcome(session)
@@ -98,17 +95,16 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         if remaining is not None:
             wait_s = min(wait_s, 0.8 * remaining)
         view = view_from(request.view)
-        calls = await self._leases.lease(
+        asked = SessionRequest(
             selector_from(request.selector),
-            count,
+            Credits(count, CREDIT_BYTES),
             identity=request.identity,
             view=view,
-            lease_s=lease_s,
-            wait_s=max(0.0, wait_s),
-            request_id=request.request_id,
             policy_version=request.policy_version if request.HasField("policy_version") else None,
+            lease_s=lease_s,
         )
-        await self._turns.store.settled()
+        calls = await self._leases.lease(asked, wait_s=max(0.0, wait_s), request_id=request.request_id)
+        await self._interceptor.store.settled()
         response = pb.LeaseCallsResponse()
         for call in calls:
             if call.plan is not None:  # it may have ended meanwhile
@@ -118,34 +114,34 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        acknowledged = await results.judge(self._turns, request.results)
-        lost = [lease for lease in request.extend_lease_ids if not self._gate.dispatcher.extend(lease)]
+        acknowledged = await results.judge(self._interceptor, request.results)
+        lost = [lease for lease in request.extend_lease_ids if not self._interceptor.sessions.extend(lease)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
 
     async def RegisterTools(  # noqa: N802
         self, request: pb.RegisterToolsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.RegisterToolsResponse:
-        session = self._gate.dispatcher.session(request.session_id)
+        session = self._interceptor.registry.session(request.session_id)
         proposals = tools.proposals_from(request.tools)
-        offered = await self._turns.elsewhere(lambda: offers.accepted(proposals, self._allowed_tools))
-        selector = selector_from(request.selector) if request.HasField("selector") else session.lane.selector
-        await durable(self._gate.tools.offer(session, selector, offered))
+        offered = await self._interceptor.in_thread(lambda: offers.accepted(proposals, self._allowed_tools))
+        selector = selector_from(request.selector) if request.HasField("selector") else session.queue.selector
+        await durable(self._interceptor.tools.offer(session, selector, offered))
         return pb.RegisterToolsResponse()
 
     async def ListCalls(  # noqa: N802
         self, request: pb.ListCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.ListCallsResponse:
-        rollout = self._gate.rollout(request.rollout_id)
-        await self._turns.conversation(rollout)
+        rollout = self._interceptor.registry.rollout(request.rollout_id)
+        await self._interceptor.conversations.of(rollout)
         page, token = paged(rollout.calls, request.page_size, request.page_token, _call_id)
         return pb.ListCallsResponse(calls=[trajectory.call_to(call) for call in page], next_page_token=token)
 
     async def GetCall(  # noqa: N802
         self, request: pb.GetCallRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.GetCallResponse:
-        call = await self._turns.find_call(request.call_id)
-        conversation = await self._turns.conversation(call.rollout)
-        body = await self._turns.store.body(call.id) if request.include_body else b""
+        call = await self._interceptor.find_call(request.call_id)
+        conversation = await self._interceptor.conversations.of(call.rollout)
+        body = await self._interceptor.store.body(call.id) if request.include_body else b""
         prompt = b""
         if call.plan is not None:
             prompt = convert.ids_to(call.plan.prompt_ids)
@@ -162,8 +158,8 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
                 session_id=session.id,
                 credits=pb.Credits(calls=session.credit.calls, bytes=session.credit.bytes),
                 heartbeat_interval=times.duration(self._heartbeat_s),
-                resume_window=times.duration(self._gate.limits.dispatch.resume_window_s),
-                queued_calls=self._gate.dispatcher.queued_for(session),
+                resume_window=times.duration(self._interceptor.limits.leasing.resume_window_s),
+                queued_calls=session.queue.waiting,
                 resumed=session.resumed,
                 held_call_ids=resumed_calls,
             )

@@ -1,7 +1,7 @@
-"""One trainer's stream of `InterceptService`: results as they come, calls as they gather.
+"""One trainer's stream of `InterceptService`.
 
-Frames carry what is ready and never wait to fill: one wake-up for many calls is what keeps gRPC in Python cheap (a
-message per call costs four times as much CPU as frames that carry what has gathered).
+A frame carries what is ready and never waits to fill up. Waking once for many calls keeps gRPC in Python cheap: one
+message per call costs four times as much CPU.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from collections.abc import AsyncIterator
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
 from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded
-from penstock_interception.ports import Accepted, Rejection
+from penstock_interception.domain.results import Accepted, Rejection
+from penstock_interception.domain.state import DEFAULT_CREDIT_BYTES, Credits, Selector, Session, View
+from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools
 from penstock_interception.rpc.frames import CallWriter, frames_of
-from penstock_interception.rpc.sessions import credits_from
-from penstock_interception.sessions import Session
-from penstock_interception.turns import Turns
+from penstock_interception.wire import convert
 
 DEFAULT_PAUSE_S = 600.0
 UNREAD_REPLIES = 64
 UNACKNOWLEDGED_FRAMES = 64
-"""From so many on a trainer's further frames are not read, until it reads what it is told."""
+"""At this many unacknowledged frames no further ones are read, until the trainer reads its acknowledgements."""
 
 
 class InterceptStream:
-    """One session's two halves: what comes in is judged in order, what goes out is whatever has gathered.
+    """One session: validates incoming results in order, and sends outgoing messages in batches.
 
-    Results are judged as they come and acknowledged as they reach the disk, beside each other: a trainer that answers
-    many calls waits for a commit once and not once a frame.
+    Results are validated in order of arrival and acknowledged as they reach the disk, concurrently: answers to calls
+    of different rollouts share a commit. An answer to a rollout whose last answer is not on disk yet waits for that
+    commit, since its record builds on it; the frames behind it wait too.
     """
 
-    def __init__(self, session: Session, turns: Turns, heartbeat_s: float, stopping: asyncio.Event) -> None:
+    def __init__(self, session: Session, interceptor: Interceptor, heartbeat_s: float, stopping: asyncio.Event) -> None:
         self.session = session
-        self._turns = turns
-        self._gate = turns.gate
+        self._interceptor = interceptor
         self._heartbeat_s = heartbeat_s
         self._stopping = stopping
         self._replies: list[pb.InterceptResponse] = []
         self._read = asyncio.Event()
         self._judged = _Judged()
         self._judged_tools = _Judged()
-        self._heard = asyncio.get_running_loop().time()
-        self._said_goodbye = False
-        self._told_go_away = False
+        self._last_frame_at = asyncio.get_running_loop().time()
+        self._goodbye_received = False
+        self._go_away_sent = False
 
     async def read(self, requests: AsyncIterator[pb.InterceptRequest]) -> None:
-        """Takes frames until the trainer leaves or its stream ends."""
+        """Reads frames until the trainer leaves or its stream ends."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._acknowledge())
                 group.create_task(self._acknowledge_tool_results())
                 async for request in requests:
-                    self._heard = asyncio.get_running_loop().time()
+                    self._last_frame_at = asyncio.get_running_loop().time()
                     await self._take(request)
-                    if self._said_goodbye:
+                    if self._goodbye_received:
                         break
                 self._judged.end()
                 self._judged_tools.end()
@@ -64,19 +64,19 @@ class InterceptStream:
             self.session.end()
 
     async def _acknowledge(self) -> None:
-        """Tells what became of each frame of results, in the order in which they came."""
+        """Sends the acknowledgement of each frame of results, in order of arrival."""
         judged = self._judged
         while (verdicts := await judged.take()) is not None:
-            acknowledged = await results.told(verdicts)
+            acknowledged = await results.acknowledge(verdicts)
             while (more := judged.take_settled()) is not None:
-                acknowledged.MergeFrom(await results.told(more))
+                acknowledged.MergeFrom(await results.acknowledge(more))
             await self._reply(pb.InterceptResponse(acknowledged=acknowledged))
 
     async def _acknowledge_tool_results(self) -> None:
         while (verdicts := await self._judged_tools.take()) is not None:
-            told = await results.told(verdicts)
+            judged = await results.acknowledge(verdicts)
             acknowledged = pb.ToolResultsAcknowledged(
-                accepted_tool_call_ids=told.accepted_call_ids, rejected=told.rejected
+                accepted_tool_call_ids=judged.accepted_call_ids, rejected=judged.rejected
             )
             await self._reply(pb.InterceptResponse(tool_results_acknowledged=acknowledged))
 
@@ -84,18 +84,18 @@ class InterceptStream:
         result = tools.result_from(message)
         if isinstance(result, Rejection):
             return result
-        return self._gate.tools.settle(self.session, message.tool_call_id, result)
+        return self._interceptor.tools.settle(self.session, message.tool_call_id, result)
 
     async def frames(self, writer: CallWriter) -> AsyncIterator[pb.InterceptResponse]:
-        """Frames to send, until the session ends."""
+        """Yields frames to send, until the session ends."""
         loop = asyncio.get_running_loop()
         session = self.session
         while True:
             box = session.drain()
             if box.calls or box.tool_calls:
-                # A call that a trainer has seen is one that a restart still knows.
-                await self._turns.store.settled()
-                # A tool has effects: what the disk refused is not asked for.
+                # A call must survive a restart before a trainer sees it.
+                await self._interceptor.store.settled()
+                # A tool has side effects: a call whose write failed is not sent.
                 box.tool_calls = [call for call in box.tool_calls if call.holder is session]
             replies, self._replies = self._replies, []
             self._read.set()
@@ -103,50 +103,54 @@ class InterceptStream:
                 yield frame
             if session.ended:
                 return
-            if self._stopping.is_set() and not self._told_go_away:
-                self._told_go_away = True
+            if self._stopping.is_set() and not self._go_away_sent:
+                self._go_away_sent = True
                 yield pb.InterceptResponse(go_away=pb.GoAway(reason="DRAINING", retry_after=times.duration(2.0)))
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await session.wait()
             except TimeoutError:
-                if loop.time() - self._heard > 3 * self._heartbeat_s:
-                    raise DeadlineExceeded("No frame came for three intervals.", reason="HEARTBEAT_MISSED") from None
+                if loop.time() - self._last_frame_at > 3 * self._heartbeat_s:
+                    raise DeadlineExceeded(
+                        "No frame was received for three heartbeat intervals.", reason="HEARTBEAT_MISSED"
+                    ) from None
                 yield pb.InterceptResponse(heartbeat=pb.Heartbeat())
 
     async def finish(self, reader: asyncio.Task[None]) -> None:
-        """Raises what ended the session, when that was an error."""
+        """Raises the error that ended the session, if any."""
         if self.session.taken_over:
             raise Aborted("Another stream resumed this session.", reason="SESSION_TAKEN_OVER")
         if reader.done():
             await reader
 
     def leave(self) -> None:
-        """The stream is over: in order, or lost."""
-        if self._said_goodbye:
-            self._gate.dispatcher.leave(self.session)
+        """Ends the session: normally after a goodbye, else as lost."""
+        if self._goodbye_received:
+            self._interceptor.leave(self.session)
         else:
-            self._gate.dispatcher.lose(self.session)
+            self._interceptor.sessions.lose(self.session)
 
     async def _take(self, request: pb.InterceptRequest) -> None:
-        session, dispatcher = self.session, self._gate.dispatcher
+        session, interceptor = self.session, self._interceptor
         match request.WhichOneof("frame"):
             case "results":
                 given = request.results.results
-                await self._judged.put([await results.judge_one(self._turns, result, session) for result in given])
+                await self._judged.put([await results.judge_one(interceptor, result, session) for result in given])
             case "credits":
-                dispatcher.set_credit(session, credits_from(request.credits, least=0, bytes_now=session.credit.bytes))
+                interceptor.sessions.set_credit(
+                    session, credits_from(request.credits, least=0, bytes_now=session.credit.bytes)
+                )
             case "pause":
                 limit = request.pause.max_duration
                 span = times.seconds(limit) if request.pause.HasField("max_duration") else DEFAULT_PAUSE_S
-                session.tell_paused(dispatcher.pause(session, span))
+                session.notify_paused(interceptor.sessions.pause(session, span))
             case "resume":
-                if not dispatcher.resume(session):
-                    session.tell_resumed()  # nothing was held: the answer is the same
+                if not interceptor.resume(session):
+                    session.notify_resumed()  # there was no pause: the answer is the same
             case "policy":
-                dispatcher.announce(session, request.policy.policy_version)
+                interceptor.sessions.announce(session, request.policy.policy_version)
             case "goodbye":
-                self._said_goodbye = True
+                self._goodbye_received = True
             case "tool_results":
                 brought = request.tool_results.results
                 await self._judged_tools.put([self._judge_tool_result(result) for result in brought])
@@ -156,7 +160,7 @@ class InterceptStream:
                 pass
 
     async def _reply(self, frame: pb.InterceptResponse) -> None:
-        """Sends a frame with the next ones. Waits while those before it are not read."""
+        """Queues a frame for sending. Waits while too many earlier ones are unsent."""
         self._replies.append(frame)
         self.session.wake()
         while len(self._replies) > UNREAD_REPLIES and not self.session.ended:
@@ -165,7 +169,7 @@ class InterceptStream:
 
 
 class _Judged:
-    """Frames of results that were judged and are not yet acknowledged, in the order in which they came."""
+    """Verdicts on frames of results that are not acknowledged yet, in order of arrival."""
 
     def __init__(self) -> None:
         self._frames: deque[list[Accepted | Rejection]] = deque()
@@ -174,7 +178,7 @@ class _Judged:
         self._over = False
 
     async def put(self, verdicts: list[Accepted | Rejection]) -> None:
-        """One frame's. Waits while a trainer that sends more reads nothing."""
+        """Adds one frame's verdicts. Waits while too many frames are unacknowledged."""
         self._frames.append(verdicts)
         self._more.set()
         while len(self._frames) > UNACKNOWLEDGED_FRAMES:
@@ -182,12 +186,12 @@ class _Judged:
             await self._fewer.wait()
 
     def end(self) -> None:
-        """No further frame comes."""
+        """Marks the end of input."""
         self._over = True
         self._more.set()
 
     async def take(self) -> list[Accepted | Rejection] | None:
-        """The oldest frame's; None after the last."""
+        """Returns the oldest frame's verdicts; None after the last."""
         while not self._frames:
             if self._over:
                 return None
@@ -197,8 +201,35 @@ class _Judged:
         return self._frames.popleft()
 
     def take_settled(self) -> list[Accepted | Rejection] | None:
-        """The oldest frame's when nothing of it is on its way to the disk any more: one commit takes many frames."""
+        """Returns the oldest frame's verdicts if none of its commits is pending: one commit covers many frames."""
         if self._frames and all(isinstance(one, Rejection) or one.committed.done() for one in self._frames[0]):
             self._fewer.set()
             return self._frames.popleft()
         return None
+
+
+def selector_from(selector: pb.CallSelector) -> Selector:
+    """Returns the selector of the rollouts whose calls a trainer wants."""
+    return Selector(
+        selector.run_id if selector.HasField("run_id") else None,
+        selector.group_id if selector.HasField("group_id") else None,
+        frozenset(selector.rollout_ids),
+        frozenset(selector.labels.items()),
+    )
+
+
+def credits_from(credit: pb.Credits, *, least: int, bytes_now: int = DEFAULT_CREDIT_BYTES) -> Credits:
+    """Returns the credits; `bytes_now` applies if no byte limit is given.
+
+    Raises InvalidArgument that names the field.
+    """
+    if credit.calls < least:
+        raise convert.invalid("credits.calls", f"at least {least}")
+    if credit.HasField("bytes") and credit.bytes < 1:
+        raise convert.invalid("credits.bytes", "at least 1")
+    return Credits(credit.calls, credit.bytes if credit.HasField("bytes") else bytes_now)
+
+
+def view_from(view: pb.CallView) -> View:
+    """Returns the parts of each call that this trainer wants."""
+    return View(messages=view.messages, body=view.body)

@@ -13,32 +13,33 @@ from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import times
-from penstock_interception.ports import Rejection, RejectionReason
-from penstock_interception.rpc import convert
-from penstock_interception.tools.model import ToolCall, ToolCallRecord, ToolResult
-from penstock_interception.tools.offers import Proposal
+from penstock_interception.domain.host_tools import ToolCallRecord, ToolResult
+from penstock_interception.domain.results import Rejection, RejectionReason
+from penstock_interception.domain.state import ToolCall
+from penstock_interception.gate.host_tools.offers import Proposal
+from penstock_interception.wire import convert
 
 MAX_WHOLE = 2**53
 
 
 def proposals_from(tools: Sequence[chat_pb2.Tool]) -> list[Proposal]:
-    """What a trainer wants to offer."""
+    """Returns the tools that a trainer offers."""
     return [Proposal(tool.name, tool.description, tool.parameters_json_schema) for tool in tools]
 
 
 def call_to(call: ToolCall) -> pb.HostToolCall:
-    """A call for the trainer."""
-    opening = call.rollout.opening
+    """Returns a call for the trainer."""
+    spec = call.rollout.spec
     message = pb.HostToolCall(
         tool_call_id=call.id,
         rollout_id=call.rollout.id,
         name=call.tool.name,
         arguments_json=call.arguments.decode(),
-        group_id=opening.group_id,
-        run_id=opening.run_id,
-        labels=dict(opening.labels),
-        task_id=opening.task_id,
-        group_index=opening.group_index,
+        group_id=spec.group_id,
+        run_id=spec.run_id,
+        labels=dict(spec.labels),
+        task_id=spec.task_id,
+        group_index=spec.group_index,
         receive_time=times.timestamp(call.received),
         expire_time=times.timestamp(call.expires),
     )
@@ -47,17 +48,17 @@ def call_to(call: ToolCall) -> pb.HostToolCall:
 
 
 def result_from(message: pb.HostToolResult) -> ToolResult | Rejection:
-    """A result of the trainer."""
+    """Returns the trainer's result."""
     try:
         content = orjson.dumps(_object(message.result))
     except ValueError as error:
-        told = (f"result: {error}",)
-        return Rejection(message.tool_call_id, RejectionReason.INVALID, "The result is not valid.", told)
+        reasons = (f"result: {error}",)
+        return Rejection(message.tool_call_id, RejectionReason.INVALID, "The result is not valid.", reasons)
     return ToolResult(content, message.is_error)
 
 
 def record_to(record: ToolCallRecord, *, bodies: bool) -> trajectory_pb2.HostToolCall:
-    """A call for a trajectory."""
+    """Returns a call for a trajectory."""
     result = record.result
     message = trajectory_pb2.HostToolCall(
         tool_call_id=record.id,
@@ -81,7 +82,7 @@ def record_to(record: ToolCallRecord, *, bodies: bool) -> trajectory_pb2.HostToo
 
 
 def frames_of(calls: Iterable[ToolCall], limit: int) -> Iterable[pb.InterceptResponse]:
-    """Calls in frames of at most `limit` bytes, or one call."""
+    """Yields calls in frames of at most `limit` bytes, or one larger call."""
     frame, size = pb.ToolCalls(), 0
     for call in calls:
         item = call_to(call)
@@ -99,7 +100,7 @@ def _object(struct: struct_pb2.Struct) -> dict[str, Any]:
 
 
 def _value(value: struct_pb2.Value) -> Any:
-    """A value as JSON has it: whole numbers without a point, which a Struct cannot say."""
+    """Returns a value as JSON has it: whole numbers without a point, which a Struct cannot express."""
     match value.WhichOneof("kind"):
         case "number_value":
             number = value.number_value

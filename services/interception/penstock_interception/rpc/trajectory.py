@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
+from penstock.values import to_proto, writer
 from penstock_chassis import times
-from penstock_interception.calls import Call, CallState, Mode, Rollout, RolloutState
-from penstock_interception.capture import Capture, CaptureLevel, Finding, Grade, Severity, level_of
-from penstock_interception.completions import Completion
-from penstock_interception.conversation import Conversation
-from penstock_interception.graph import Branch, CallClass, Sample
-from penstock_interception.rpc import convert, terms
+from penstock_interception.conversation.conversation import Conversation
+from penstock_interception.domain.calls import CallState, Mode, RolloutState, Totals
+from penstock_interception.domain.completions import Completion
+from penstock_interception.domain.state import Call, Rollout
+from penstock_interception.graph import Branch, CallClass, Sample, TurnSpan
+from penstock_interception.rollouts.trajectory import Capture, CaptureLevel, Finding, Grade, level_of
+from penstock_interception.rpc import budgets_and_keys
+from penstock_interception.wire import convert
 
 FRAGMENT_BYTES = 4 << 20
 
@@ -32,11 +35,6 @@ _LEVELS = {
     CaptureLevel.TOKENS_AND_LOGPROBS: pb.CAPTURE_LEVEL_TOKENS_AND_LOGPROBS,
 }
 _GRADES = {Grade.EXACT: pb.GRADE_EXACT, Grade.USABLE: pb.GRADE_USABLE, Grade.UNUSABLE: pb.GRADE_UNUSABLE}
-_SEVERITIES = {
-    Severity.INFO: pb.Finding.SEVERITY_INFO,
-    Severity.WARNING: pb.Finding.SEVERITY_WARNING,
-    Severity.FATAL: pb.Finding.SEVERITY_FATAL,
-}
 _STATES = {
     RolloutState.OPEN: gate_pb2.GATE_ROLLOUT_STATE_OPEN,
     RolloutState.EXHAUSTED: gate_pb2.GATE_ROLLOUT_STATE_EXHAUSTED,
@@ -52,28 +50,28 @@ def call_to(
     conversation: Conversation | None = None,
     body: bytes = b"",
 ) -> pb.Call:
-    """A call. Tokens are in it when its conversation is given, else their counts; `state` overrides what it is now."""
-    arrival, prompt = call.arrival, call.prompt
+    """Returns a call, with its tokens if `conversation` is given, else their counts. `state` overrides its state."""
+    request, prompt = call.request, call.prompt
     message = pb.Call(
         call_id=call.id,
         rollout_id=call.rollout.id,
         index=call.index,
         state=convert.STATES[state or call.state],
-        dialect=convert.DIALECTS[arrival.dialect],
+        dialect=convert.DIALECTS[request.dialect],
         capture_level=_LEVELS[level_of(call)],
         sampling_requested=convert.sampling_to(call.sampling),
-        normalisations=arrival.normalisations,
+        normalisations=request.normalisations,
         request_body=body,
-        request_body_sha256=arrival.body_sha256,
-        model_requested=arrival.model_requested,
-        agent_session=dict(arrival.agent_session),
+        request_body_sha256=request.body_sha256,
+        model_requested=request.model_requested,
+        agent_session=dict(request.agent_session),
         http_attempts=call.http_attempts,
         leases=call.leases,
         injected=call.injected,
         receive_time=times.timestamp(call.received),
         chain_sha256=call.chain_sha256,
         end_reason=call.end_reason,
-        tools_sha256=arrival.tools_sha256,
+        tools_sha256=request.tools_sha256,
     )
     if prompt is not None:
         message.branch_id = prompt.branch_id
@@ -102,7 +100,7 @@ def call_to(
 
 
 def _summary_to(completion: Completion) -> completion_pb2.Completion:
-    """A completion without its tokens and its message: how many there are, from which weights, and why it ended."""
+    """A completion without tokens and message: token counts, policy versions and finish reason."""
     message = convert.completion_to(replace(completion, tokens=None), None)
     if (tokens := completion.tokens) is not None:
         message.span.count = int(tokens.ids.size)
@@ -112,35 +110,20 @@ def _summary_to(completion: Completion) -> completion_pb2.Completion:
 
 
 def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
-    """A rollout as the gate sees it."""
-    opening, totals = rollout.opening, rollout.totals
+    spec = rollout.spec
     message = gate_pb2.GateRollout(
         rollout_id=rollout.id,
-        group_id=opening.group_id,
-        run_id=opening.run_id,
-        labels=dict(opening.labels),
-        mode=MODES[opening.mode],
+        group_id=spec.group_id,
+        run_id=spec.run_id,
+        labels=dict(spec.labels),
+        mode=MODES[spec.mode],
         state=_STATES[rollout.state],
-        model_name=opening.model_name or rollout.facts.model,
+        model_name=spec.model_name or rollout.facts.model,
         create_time=times.timestamp(rollout.created),
-        totals=gate_pb2.CallTotals(
-            calls=totals.calls,
-            open=totals.open,
-            delivered=totals.delivered,
-            failed=totals.failed,
-            cancelled=totals.cancelled,
-            expired=totals.expired,
-            prompt_tokens=totals.prompt_tokens,
-            completion_tokens=totals.completion_tokens,
-            last_failure_reason=totals.last_failure_reason,
-            last_failure_retriable=totals.last_failure_retriable,
-            last_unanswered=totals.last_unanswered,
-            request_bytes=totals.request_bytes,
-            refused=totals.refused,
-        ),
+        totals=_totals_to(rollout.totals),
         exhausted_budget=rollout.exhausted_budget,
         paused_time=times.duration(rollout.paused_s),
-        tokens=terms.tokens_to(rollout) if rollout.state is not RolloutState.CLOSED else (),
+        tokens=budgets_and_keys.keys_to(rollout) if rollout.state is not RolloutState.CLOSED else (),
     )
     if rollout.closed is not None:
         message.close_time.CopyFrom(times.timestamp(rollout.closed))
@@ -150,16 +133,16 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
 async def fragments(
     captured: Capture, conversation: Conversation, body_of: Callable[[str], Awaitable[bytes]] | None
 ) -> AsyncIterator[pb.Trajectory]:
-    """The trajectory in fragments that merge; a call or a sample is never split."""
+    """Yields the trajectory in fragments that merge; a call or a sample is never split."""
     fragment = _head(captured)
     size = 0
-    tools_told: set[bytes] = set()
+    tools_sent: set[bytes] = set()
     for call in captured.calls:
         body = await body_of(call.id) if body_of is not None else b""
         item = call_to(call, call_class=captured.classes.get(call.id), conversation=conversation, body=body)
-        if call.arrival.tools_sha256 and call.arrival.tools_sha256 not in tools_told:
-            tools_told.add(call.arrival.tools_sha256)
-            item.tools.extend(convert.tool_to(tool) for tool in conversation.tools.get(call.arrival.tools_sha256, ()))
+        if call.request.tools_sha256 and call.request.tools_sha256 not in tools_sent:
+            tools_sent.add(call.request.tools_sha256)
+            item.tools.extend(convert.tool_to(tool) for tool in conversation.tools.get(call.request.tools_sha256, ()))
         if size and size + item.ByteSize() > FRAGMENT_BYTES:
             yield fragment
             fragment, size = pb.Trajectory(), 0
@@ -176,70 +159,51 @@ async def fragments(
 
 
 def _head(captured: Capture) -> pb.Trajectory:
-    rollout, opening = captured.rollout, captured.rollout.opening
+    rollout, spec = captured.rollout, captured.rollout.spec
     facts = rollout.facts
     head = pb.Trajectory(
         rollout_id=rollout.id,
-        group_id=opening.group_id,
-        run_id=opening.run_id,
-        group_index=opening.group_index,
-        labels=dict(opening.labels),
-        branches=list(_branches_to(captured)),
+        group_id=spec.group_id,
+        run_id=spec.run_id,
+        group_index=spec.group_index,
+        labels=dict(spec.labels),
+        branches=map(_branch_to, captured.branches),
         grade=_GRADES[captured.grade] if captured.grade is not None else pb.GRADE_UNSPECIFIED,
-        findings=[_finding_to(finding) for finding in captured.findings],
+        findings=map(_finding_to, captured.findings),
         capture_level=_LEVELS[captured.level],
         tokenizer_sha256=bytes.fromhex(facts.tokenizer_sha256),
         chat_template_sha256=bytes.fromhex(facts.template_sha256),
         chain_sha256=captured.chain_sha256,
         create_time=times.timestamp(rollout.created),
-        task_id=opening.task_id or "",
+        task_id=spec.task_id or "",
     )
     if rollout.closed is not None:
         head.end_time.CopyFrom(times.timestamp(rollout.closed))
     return head
 
 
-def _branches_to(captured: Capture) -> Iterator[pb.Branch]:
-    for branch in captured.branches:
-        yield _branch_to(branch)
-
-
-def _branch_to(branch: Branch) -> pb.Branch:
-    return pb.Branch(
-        branch_id=branch.branch_id,
-        branch_class=convert.CLASSES[branch.call_class],
-        fork_call_id=branch.fork_call_id,
-        shared_count=branch.shared_count,
-        call_ids=branch.call_ids,
-        reason=branch.reason,
-    )
-
-
-def _sample_to(sample: Sample) -> pb.Sample:
-    return pb.Sample(
-        sample_id=sample.sample_id,
-        branch_id=sample.branch_id,
-        count=int(sample.input_ids.size),
-        input_ids=convert.ids_to(sample.input_ids),
-        loss_mask=sample.loss_mask.tobytes(),
-        logprobs=sample.logprobs.astype("<f4", copy=False).tobytes(),
-        logprobs_mode=convert.mode_to(sample.logprobs_mode),
-        versions=convert.versions_to(sample.versions),
-        turns=[
-            pb.TurnSpan(call_id=turn.call_id, start=turn.start, end=turn.end, untrained_reason=turn.untrained)
-            for turn in sample.turns
+_totals_to = writer(
+    Totals,
+    gate_pb2.CallTotals,
+    by={
+        "open": lambda totals: totals.open,
+        "failures": lambda totals: [
+            to_proto(one, gate_pb2.CallFailures) for one in sorted(totals.failures, key=lambda one: -one.calls)
         ],
-        prompt_count=sample.prompt_count,
-        weight=sample.weight,
-        branch_class=convert.CLASSES[sample.call_class],
-        truncated=sample.truncated,
-    )
-
-
-def _finding_to(finding: Finding) -> pb.Finding:
-    return pb.Finding(
-        severity=_SEVERITIES[finding.severity],
-        reason=finding.reason,
-        message=finding.message,
-        call_id=finding.call_id,
-    )
+    },
+)
+_branch_to = writer(Branch, pb.Branch, renamed={"call_class": "branch_class"})
+_finding_to = writer(Finding, pb.Finding)
+writer(TurnSpan, pb.TurnSpan, renamed={"untrained": "untrained_reason"})
+_sample_to = writer(
+    Sample,
+    pb.Sample,
+    renamed={"call_class": "branch_class"},
+    left_out=("modes_mixed",),
+    by={
+        "count": lambda sample: int(sample.input_ids.size),
+        "input_ids": lambda sample: convert.ids_to(sample.input_ids),
+        "loss_mask": lambda sample: sample.loss_mask.tobytes(),
+        "logprobs": lambda sample: sample.logprobs.astype("<f4", copy=False).tobytes(),
+    },
+)

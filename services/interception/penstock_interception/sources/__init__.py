@@ -1,1 +1,1 @@
-"""Who answers where the trainer does not: inference services and OpenAI-compatible endpoints."""
+"""Model sources, which answer where the trainer does not: inference services and OpenAI-compatible endpoints."""

@@ -1,4 +1,4 @@
-"""What a model source is to the gate."""
+"""The interface of a model source."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from penstock_codec import Codec
-from penstock_interception.calls import Answerer, Call, ModelFacts
-from penstock_interception.completions import Completion
+from penstock_interception.domain.calls import Answerer, ModelFacts
+from penstock_interception.domain.completions import Completion
+from penstock_interception.domain.state import Call
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What opening a rollout found out about its source."""
+    """A source's properties, determined when a rollout is opened."""
 
     facts: ModelFacts
     codec: Codec | None
     answers: bool = True
-    """Whether it can answer calls; False: it makes prompts and the trainer answers."""
+    """False: the source only makes prompts, and the trainer answers."""
 
 
 class SourceError(Exception):
-    """A source could not answer. `reason` is stable and recorded; the agent is told only that the model failed (R8)."""
+    """A source could not answer. `reason` is stable and recorded; the agent only learns that the model failed (R8)."""
 
     def __init__(self, reason: str, message: str = "", *, retriable: bool = True) -> None:
         super().__init__(message or reason)
@@ -36,8 +37,8 @@ class ModelSource(ABC):
 
     @abstractmethod
     async def complete(self, call: Call) -> Completion:
-        """The answer to a call, whose plan and body are there. Raises SourceError."""
+        """Answers a call that has its plan and body. Raises SourceError."""
 
     @abstractmethod
     async def resolve(self, asked_model: str) -> Resolved:
-        """Checks that the source can be reached (R27) and says what it serves. Raises PenstockError."""
+        """Checks that the source is reachable (R27) and returns its properties. Raises PenstockError."""

@@ -1,4 +1,4 @@
-"""Which model sources there are: what the operator configured, and a caller's own endpoint where that is allowed."""
+"""The available model sources: those the operator configured, and a caller's own endpoint if that is allowed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-from penstock_chassis.single_flight import SingleFlight
 from penstock_codec import Codec, CodecError
-from penstock_codec.files import TokenizerFiles
-from penstock_interception.calls import (
+from penstock_codec.tokenizer_files import TokenizerFiles
+from penstock_interception.conversation.codecs import CodecCache
+from penstock_interception.domain.calls import (
     Answerer,
-    Call,
     CallerUpstream,
     CodecChoice,
     Dialect,
@@ -27,9 +27,9 @@ from penstock_interception.calls import (
     Source,
     TokenizerRef,
 )
-from penstock_interception.codecs import CodecCache
-from penstock_interception.completions import Completion
-from penstock_interception.requests import ChatRequest
+from penstock_interception.domain.completions import Completion
+from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.domain.state import Call
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.upstream import UpstreamSource
 
@@ -59,9 +59,10 @@ class Sources:
         tokenizers: Mapping[str, Path],
         caller_endpoints: bool,
     ) -> None:
-        """`parse` reads a call's body again.
+        """`parse` parses a call's body again.
 
-        `inference` makes the source of a configured service for an adapter ("" = the base weights) and a way to read.
+        `inference` makes the source of a configured service, given an adapter ("" = the base weights) and a codec
+        choice.
         """
         self._codecs = codecs
         self._http = http
@@ -73,10 +74,10 @@ class Sources:
         self._resolved: SingleFlight[tuple[Source, str | None, str], Resolved] = SingleFlight(fresh_s=FRESH_S)
 
     def source(self, mode: Mode, ref: Source, caller_key: str | None) -> ModelSource:
-        """The source that a rollout in this mode names.
+        """Returns the source that a rollout in this mode names.
 
         Raises FailedPrecondition: INFERENCE_UNKNOWN, UPSTREAM_UNKNOWN, UPSTREAM_NOT_ALLOWED, TOKENIZER_UNKNOWN,
-        MODEL_NOT_ALLOWED, SOURCE_UNSUITABLE; InvalidArgument for an address that is none.
+        MODEL_NOT_ALLOWED, SOURCE_UNSUITABLE; InvalidArgument for an invalid address.
         """
         match ref:
             case InferenceRef(name, adapter, codec=choice):
@@ -84,19 +85,21 @@ class Sources:
                     raise FailedPrecondition("Black box mode needs an upstream.", reason="SOURCE_UNSUITABLE")
                 make = self._inference.get(name or "default")
                 if make is None:
-                    raise FailedPrecondition("No inference service of this name.", reason="INFERENCE_UNKNOWN")
+                    raise FailedPrecondition(
+                        "There is no inference service with this name.", reason="INFERENCE_UNKNOWN"
+                    )
                 return make(adapter, choice)
             case TokenizerRef(name, codec=choice):
                 if mode is not Mode.INTERCEPTION_GATE:
-                    raise FailedPrecondition("A tokenizer answers no calls.", reason="SOURCE_UNSUITABLE")
+                    raise FailedPrecondition("A tokenizer cannot answer calls.", reason="SOURCE_UNSUITABLE")
                 path = self._tokenizers.get(name)
                 if path is None:
-                    raise FailedPrecondition("No tokenizer of this name.", reason="TOKENIZER_UNKNOWN")
+                    raise FailedPrecondition("There is no tokenizer with this name.", reason="TOKENIZER_UNKNOWN")
                 return _TokenizerSource(path, self._codecs, choice)
             case NamedUpstream(name, model):
                 endpoint = self._upstreams.get(name)
                 if endpoint is None:
-                    raise FailedPrecondition("No upstream of this name.", reason="UPSTREAM_UNKNOWN")
+                    raise FailedPrecondition("There is no upstream with this name.", reason="UPSTREAM_UNKNOWN")
                 source = UpstreamSource(
                     self._http,
                     self._parse,
@@ -108,7 +111,7 @@ class Sources:
                 )
                 if model and not source.allows(model):
                     raise FailedPrecondition(
-                        f"The operator does not allow this model of the upstream {name}: ask for one that matches"
+                        f"The operator does not allow this model of the upstream {name}: choose one that matches"
                         f" {', '.join(endpoint.models)}.",
                         reason="MODEL_NOT_ALLOWED",
                     )
@@ -116,13 +119,14 @@ class Sources:
             case CallerUpstream(base_url, model):
                 if not self._caller_endpoints:
                     raise FailedPrecondition(
-                        "The operator allows configured upstreams only.", reason="UPSTREAM_NOT_ALLOWED"
+                        "The operator allows configured upstreams only: name one of them.",
+                        reason="UPSTREAM_NOT_ALLOWED",
                     )
                 check_url(base_url)
                 return UpstreamSource(self._http, self._parse, base_url, caller_key or None, model, shown=base_url)
 
     async def resolve(self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str) -> Resolved:
-        """Sees that the source answers, and what it serves; what was seen up to 2 s ago is shared.
+        """Checks that the source answers, and returns its properties; results are shared for up to 2 s.
 
         Raises what `source` raises, and PenstockError.
         """
@@ -135,19 +139,19 @@ class Sources:
             ) from error
         if mode is not Mode.INTERCEPTION_GATE and not found.answers:
             raise FailedPrecondition(
-                "The inference service has no engine (engine = none): only the interception gate, where the trainer"
-                " answers, works with it.",
+                "The inference service has no engine (engine = none): use mode MODE_INTERCEPTION_GATE, in which the "
+                "trainer answers.",
                 reason="SOURCE_UNSUITABLE",
             )
         return found
 
     async def codec(self, facts: ModelFacts) -> Codec | None:
-        """The codec of a rollout that comes back after a restart."""
+        """Returns the codec of a rollout that is restored after a restart."""
         return await self._codecs.of(facts)
 
 
 class _TokenizerSource(ModelSource):
-    """A tokenizer directory: makes prompts, answers nothing."""
+    """A tokenizer directory: makes prompts, but answers no calls."""
 
     answerer = Answerer.TRAINER
 
@@ -174,7 +178,7 @@ class _TokenizerSource(ModelSource):
 
 
 def check_url(base_url: str) -> None:
-    """Refuses what is no plain http(s) address; a key inside it would be stored and logged."""
+    """Raises InvalidArgument unless it is a plain http(s) URL; a key inside the URL would be stored and logged."""
     try:
         parts = urlsplit(base_url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,9 +1,8 @@
 """An OpenAI-compatible endpoint as a model source.
 
-The agent's own body goes out with its model replaced and without streaming, written anew where its dialect is another;
-what comes back is captured as text and answered to the agent in its dialect, streamed if it asked so. A key travels
-only to the address that it was configured for (R11): redirects are not followed, and a caller's endpoint gets the
-caller's key or none.
+The agent's own body is sent with its model replaced and without streaming, rewritten if its dialect is another one. The
+answer is captured as text and returned in the agent's dialect, streamed if requested. A key goes only to the address
+that it was configured for (R11): redirects are not followed, and a caller's endpoint gets the caller's key or none.
 """
 
 from __future__ import annotations
@@ -19,28 +18,37 @@ import orjson
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_codec.openai_chat import read_finish_reason, read_message, read_usage
-from penstock_interception.calls import Answerer, Call, Dialect, ModelFacts
-from penstock_interception.completions import Completion, Tokens
-from penstock_interception.graph.model import IntArray, LogprobsMode
-from penstock_interception.requests import ChatRequest, is_hosted_field
+from penstock_codec.openai_chat import (
+    read_finish_reason,
+    read_message,
+    read_usage,
+    write_messages,
+    write_tool,
+    write_tool_choice,
+)
+from penstock_interception.domain.calls import Answerer, Dialect, ModelFacts
+from penstock_interception.domain.completions import Completion, Failure, Tokens
+from penstock_interception.domain.requests import ChatRequest, is_hosted_field
+from penstock_interception.domain.state import Call
+from penstock_interception.graph.values import IntArray, LogprobsMode
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
-from penstock_interception.sources.chat_writer import chat_body
+
+_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
 
 _log = structlog.get_logger(__name__)
 
 CHECK_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
 MAX_LISTING_BYTES = 1 << 20
-# Servers that return token ids on request, by what their list of models says.
+# `owned_by` values of servers that return token ids on request.
 _TOKEN_TELLERS = frozenset({"vllm"})
 _DROPPED = ("stream", "stream_options", "n", "models")
-# A softmax rounds the logprob of a sure token to a little above 0; more than this is no logprob, and is refused.
+# A softmax rounds the logprob of a certain token to slightly above 0; a larger value is invalid and is refused.
 _ROUNDED = 1e-3
 
 
 class UpstreamSource(ModelSource):
-    """One endpoint; `shown` is what its user calls it. The session is shared and owned by whoever made it."""
+    """One endpoint; `shown` is its name for users. The HTTP session is shared and owned by the caller."""
 
     answerer = Answerer.UPSTREAM
 
@@ -55,7 +63,7 @@ class UpstreamSource(ModelSource):
         shown: str,
         models: Sequence[str] = ("*",),
     ) -> None:
-        """`model` is what is asked for, "" as the agent asks; `models` are patterns of those that may be."""
+        """`model` is requested from the endpoint, "" means the agent's; `models` are patterns of allowed models."""
         self._http = http
         self._parse = parse
         self._shown = shown
@@ -66,17 +74,17 @@ class UpstreamSource(ModelSource):
         self._models = tuple(models)
 
     def allows(self, model: str) -> bool:
-        """Whether the operator lets this model be asked for; "" is the endpoint's own choice."""
+        """Returns whether the operator allows this model; "" is the endpoint's own choice."""
         return any(fnmatchcase(model, pattern) for pattern in self._models)
 
     def credentials(self, header: str = "authorization") -> dict[str, str]:
-        """The header that carries the endpoint's key, a bearer token or the bare key; for this endpoint only (R11)."""
+        """Returns the header with the endpoint's key, as a bearer token or bare; for this endpoint only (R11)."""
         if not self._api_key:
             return {}
         return {header: f"Bearer {self._api_key}" if header == "authorization" else self._api_key}
 
     async def resolve(self, asked_model: str) -> Resolved:
-        """Any answer of the endpoint at all means that it can be reached."""
+        """Checks reachability: any HTTP answer counts."""
         try:
             async with self._http.get(
                 f"{self.base_url}/models",
@@ -96,20 +104,21 @@ class UpstreamSource(ModelSource):
             ) from error
         if status in (401, 403):
             raise FailedPrecondition(
-                f"The upstream {self._shown} refuses its key (HTTP {status}): check the key and whom it is for.",
+                f"The upstream {self._shown} refuses its key (HTTP {status}): check the key, and that it is for "
+                "this endpoint.",
                 reason="UPSTREAM_KEY_REFUSED",
             )
-        return Resolved(ModelFacts(model=self.model or asked_model, tells_tokens=_tells_tokens(listed)), None)
+        return Resolved(ModelFacts(model=self.model or asked_model, returns_tokens=_returns_tokens(listed)), None)
 
     async def complete(self, call: Call) -> Completion:
-        """One completion of the agent's body."""
+        """Sends the agent's body and returns one completion."""
         body = await self._body(call)
         if self.model:
             body["model"] = self.model
         if not self.allows(str(body.get("model") or "")):
             raise SourceError("MODEL_NOT_ALLOWED", retriable=False)
         body.update(_asked(call, body))
-        if call.rollout.facts.tells_tokens:
+        if call.rollout.facts.returns_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
         try:
             async with self._http.post(
@@ -126,34 +135,42 @@ class UpstreamSource(ModelSource):
             raise SourceError("UPSTREAM_UNREACHABLE", type(error).__name__) from error
         if status != 200:
             _log.warning("upstream refused a call", call_id=call.id, status=status)
-            retriable = status in (408, 409, 425, 429) or status >= 500
-            raise SourceError("UPSTREAM_REFUSED", f"HTTP {status}", retriable=retriable)
+            refused = refusal(status)
+            raise SourceError(refused.reason, refused.message, retriable=refused.retriable)
         if len(data) > MAX_ANSWER_BYTES:
             raise SourceError("UPSTREAM_ANSWER_TOO_LARGE", retriable=False)
         return _completion(data)
 
     async def _body(self, call: Call) -> dict[str, Any]:
-        arrival = call.arrival
-        if arrival.dialect is not Dialect.CHAT_COMPLETIONS:
-            written = await asyncio.to_thread(lambda: chat_body(self._parse(arrival.dialect, arrival.body)))
-            return {"model": arrival.model_requested, **written}
-        body: dict[str, Any] = orjson.loads(arrival.body)
+        request = call.request
+        if request.dialect is not Dialect.CHAT_COMPLETIONS:
+            written = await asyncio.to_thread(lambda: chat_body(self._parse(request.dialect, request.body)))
+            return {"model": request.model_requested, **written}
+        body: dict[str, Any] = orjson.loads(request.body)
         return {name: value for name, value in body.items() if name not in _DROPPED and not is_hosted_field(name)}
 
 
+def refusal(status: int) -> Failure:
+    """Classifies an HTTP error status: the key is wrong, the endpoint fails for now, or the request is invalid."""
+    if status in (401, 402):
+        return Failure("UPSTREAM_KEY_REFUSED", f"HTTP {status}", retriable=False)
+    retriable = status in (408, 409, 425, 429) or status >= 500
+    return Failure("UPSTREAM_REFUSED", f"HTTP {status}", retriable=retriable)
+
+
 def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
-    """Sampling that differs from what the agent asked, in the fields that the API has."""
+    """Returns the API's fields for sampling that differs from the agent's request."""
     sampling = call.sampling
     asked: dict[str, Any] = {}
     limit = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
     if sampling.max_tokens is not None:
         asked[limit if limit in body else "max_tokens"] = sampling.max_tokens
-    override = call.rollout.opening.sampling_override
+    override = call.rollout.spec.sampling_override
     for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"):
         if (value := getattr(override, name)) is not None:
             asked[name] = value
     if override.thinking is not None:
-        # No field of the API's: servers of open models hand it to the chat template, others refuse it.
+        # Not part of the API: servers of open models pass it to the chat template, others refuse it.
         given = body.get("chat_template_kwargs")
         asked["chat_template_kwargs"] = {
             **(given if isinstance(given, dict) else {}),
@@ -162,7 +179,7 @@ def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _tells_tokens(listing: bytes) -> bool:
+def _returns_tokens(listing: bytes) -> bool:
     try:
         owners = {item.get("owned_by") for item in orjson.loads(listing)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -171,7 +188,7 @@ def _tells_tokens(listing: bytes) -> bool:
 
 
 def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | None, IntArray | None]:
-    """Sampled tokens and the prompt, where both are told; logprobs only if there is one for each token."""
+    """Returns the sampled tokens and the prompt, if both are given; logprobs only if every token has one."""
     sampled, prompt = choice.get("token_ids"), answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     if not sampled or not prompt:
         return None, None
@@ -179,7 +196,7 @@ def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | No
     content = (choice.get("logprobs") or {}).get("content") or ()
     if len(content) != ids.size:
         return Tokens(ids), np.asarray(prompt, dtype=np.int32)
-    # What the server's mode is it does not say; before temperature and filters is vLLM's default.
+    # The server does not state its mode; before temperature and filters is vLLM's default.
     logprobs = np.asarray([item["logprob"] for item in content], dtype=np.float32)
     logprobs[(logprobs > 0) & (logprobs <= _ROUNDED)] = 0
     return Tokens(ids, logprobs, LogprobsMode.RAW), np.asarray(prompt, dtype=np.int32)
@@ -205,3 +222,20 @@ def _completion(data: bytes) -> Completion:
         model=model,
         usage=usage,
     )
+
+
+def chat_body(request: ChatRequest) -> dict[str, Any]:
+    """Returns a request of any dialect as a Chat Completions body, without a model and without streaming."""
+    body: dict[str, Any] = {"messages": write_messages(request.messages)}
+    sampling = request.sampling
+    body |= {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.response_format is not None:
+        body["response_format"] = orjson.loads(sampling.response_format)
+    if request.tools:
+        body["tools"] = [write_tool(tool) for tool in request.tools]
+        body["tool_choice"] = write_tool_choice(request.tool_choice)
+        if request.tool_choice.parallel_tool_calls is not None:
+            body["parallel_tool_calls"] = request.tool_choice.parallel_tool_calls
+    return body

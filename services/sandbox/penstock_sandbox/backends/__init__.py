@@ -1,1 +1,1 @@
-"""Backends: where sandboxes are really made. ``base`` says what one must do; each other module or package is one."""
+"""Backends create the sandboxes. ``domain.backend`` is their interface; each module or package here is one backend."""

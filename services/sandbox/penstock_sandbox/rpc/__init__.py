@@ -1,1 +1,1 @@
-"""The service's gRPC side: each module turns one proto service's messages into calls on the domain, and back."""
+"""The service's gRPC side: each module converts one proto service's messages to calls on the domain, and back."""

@@ -12,23 +12,23 @@ import grpc
 from penstock.sandbox.v1 import file_service_pb2 as pb
 from penstock.sandbox.v1 import file_service_pb2_grpc
 from penstock_sandbox import files
-from penstock_sandbox.backends.base import SandboxHandle
-from penstock_sandbox.model import FileInfo
-from penstock_sandbox.rpc import convert, pages
-from penstock_sandbox.sandboxes import Sandboxes
+from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.domain.model import FileInfo
+from penstock_sandbox.rpc import convert
+from penstock_sandbox.sandboxes.table import Table
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FileServicer(file_service_pb2_grpc.FileServiceServicer):
-    """See the contract. ``spool`` is where an archive waits until all of it came."""
+    """See the contract. ``spool`` holds an archive until it is complete."""
 
-    def __init__(self, sandboxes: Sandboxes, spool: Path) -> None:
-        self._sandboxes = sandboxes
+    def __init__(self, table: Table, spool: Path) -> None:
+        self._table = table
         self._spool = spool
 
     def _handle(self, sandbox_id: str) -> SandboxHandle:
-        return self._sandboxes.usable(sandbox_id)[1]
+        return self._table.usable(sandbox_id)[1]
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Context) -> AsyncIterator[pb.ReadFileResponse]:  # noqa: N802
         pieces = files.read(
@@ -38,7 +38,7 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
             request.length if request.HasField("length") else None,
             follow_symlink=request.follow_symlink,
         )
-        # The digest is the last piece: each is held back until the next one says that it was not.
+        # The digest is the last piece, so each piece is held back until the next one arrives.
         held: bytes | None = None
         async with aclosing(pieces):
             async for piece in pieces:
@@ -114,10 +114,10 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
         handle = self._handle(request.sandbox_id)
         entries, last = await handle.entries(
             files.absolute(handle, request.path),
-            pages.name_in(request.page_token),
+            convert.name_in(request.page_token),
             convert.page_size(request.page_size),
         )
-        return pb.ListResponse(entries=map(convert.file_to, entries), next_page_token=pages.token_of(last))
+        return pb.ListResponse(entries=map(convert.file_to, entries), next_page_token=convert.token_of(last))
 
     async def MakeDirectory(self, request: pb.MakeDirectoryRequest, context: Context) -> pb.MakeDirectoryResponse:  # noqa: N802
         handle = self._handle(request.sandbox_id)

@@ -10,11 +10,11 @@ import grpc
 
 from penstock.sandbox.v1 import process_service_pb2 as pb
 from penstock.sandbox.v1 import process_service_pb2_grpc
-from penstock_sandbox.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, State, Stream
+from penstock_sandbox.domain.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, State, Stream
+from penstock_sandbox.processes.process import RunningProcess
 from penstock_sandbox.rpc import convert
-from penstock_sandbox.rpc.pages import page
-from penstock_sandbox.running import RunningProcess
-from penstock_sandbox.sandboxes import Sandboxes
+from penstock_sandbox.rpc.convert import page
+from penstock_sandbox.sandboxes.table import Table
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _STREAMS = {Stream.STDOUT: pb.OUTPUT_STREAM_STDOUT, Stream.STDERR: pb.OUTPUT_STREAM_STDERR}
@@ -26,11 +26,11 @@ _PART_OF_DEADLINE = 0.8
 class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
     """See the contract."""
 
-    def __init__(self, sandboxes: Sandboxes) -> None:
-        self._sandboxes = sandboxes
+    def __init__(self, table: Table) -> None:
+        self._table = table
 
     async def StartProcess(self, request: pb.StartProcessRequest, context: Context) -> pb.StartProcessResponse:  # noqa: N802
-        _, _, processes = self._sandboxes.usable(request.sandbox_id)
+        _, _, processes = self._table.usable(request.sandbox_id)
         if not request.process_id:
             raise convert.refuse("process_id", "is required")
         spec = ProcessSpec(
@@ -95,7 +95,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         return pb.SignalProcessResponse()
 
     async def KillProcess(self, request: pb.KillProcessRequest, context: Context) -> pb.KillProcessResponse:  # noqa: N802
-        processes = self._sandboxes.processes(request.sandbox_id)
+        processes = self._table.processes(request.sandbox_id)
         ended = await processes.kill(request.process_id, everything=request.everything)
         return pb.KillProcessResponse(exit=convert.exit_to(ended))
 
@@ -107,7 +107,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         return pb.GetProcessResponse(process=convert.process_to(self._find(request).view()))
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Context) -> pb.ListProcessesResponse:  # noqa: N802
-        views = [process.view() for process in self._sandboxes.processes(request.sandbox_id).all()]
+        views = [process.view() for process in self._table.processes(request.sandbox_id).all()]
         views.sort(key=lambda view: (view.started_at, view.spec.id), reverse=True)
         shown, token = page(views, lambda view: (view.started_at, view.spec.id), request.page_size, request.page_token)
         return pb.ListProcessesResponse(processes=map(convert.process_to, shown), next_page_token=token)
@@ -119,11 +119,11 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
             async with asyncio.timeout(left * _PART_OF_DEADLINE if left is not None else None):
                 await process.ended.wait()
         except TimeoutError:
-            pass  # the answer says that it still runs
+            pass  # the response shows that it still runs
         return pb.WaitProcessResponse(process=convert.process_to(process.view()))
 
     async def Run(self, request: pb.RunRequest, context: Context) -> pb.RunResponse:  # noqa: N802
-        _, _, processes = self._sandboxes.usable(request.sandbox_id)
+        _, _, processes = self._table.usable(request.sandbox_id)
         limit = request.output_limit_bytes if request.HasField("output_limit_bytes") else _RUN_LIMIT
         if not 0 <= limit <= _RUN_LIMIT_MOST:
             raise convert.refuse("output_limit_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
@@ -142,14 +142,14 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         | pb.GetProcessRequest
         | pb.WaitProcessRequest,
     ) -> RunningProcess:
-        return self._sandboxes.processes(request.sandbox_id).get(request.process_id)
+        return self._table.processes(request.sandbox_id).get(request.process_id)
 
     def _find_working(
         self, request: pb.WriteStdinRequest.StdinStart | pb.SignalProcessRequest | pb.ResizePtyRequest
     ) -> RunningProcess:
         process = self._find(request)
-        if self._sandboxes.get(request.sandbox_id).view.state is State.PAUSED:
-            self._sandboxes.usable(request.sandbox_id)
+        if self._table.get(request.sandbox_id).view.state is State.PAUSED:
+            self._table.usable(request.sandbox_id)
         return process
 
 

@@ -14,17 +14,17 @@ from penstock.sandbox.v1 import sandbox_service_pb2_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox import files
-from penstock_sandbox.forks import Forks
-from penstock_sandbox.model import Snapshot
+from penstock_sandbox.domain.model import Snapshot
 from penstock_sandbox.rpc import convert
-from penstock_sandbox.rpc.pages import page
+from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
-from penstock_sandbox.sandboxes import Sandboxes
-from penstock_sandbox.snapshots import CommandStarted, Snapshots
+from penstock_sandbox.sandboxes.manager import Sandboxes
+from penstock_sandbox.snapshots.forks import Forks
+from penstock_sandbox.snapshots.manager import CommandStarted, Snapshots
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _MOST_CHILDREN = 256
-# Of the time that a caller left, for waiting in a queue: the rest is for making the sandbox, or to hear of the refusal.
+# Fraction of a caller's deadline that may be spent in a queue: the rest is for the create, or for the error response.
 _PART_OF_DEADLINE = 0.8
 
 
@@ -45,22 +45,22 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.CreateSandboxResponse(sandbox=convert.sandbox_to(sandbox))
 
     async def GetSandbox(self, request: pb.GetSandboxRequest, context: Context) -> pb.GetSandboxResponse:  # noqa: N802
-        return pb.GetSandboxResponse(sandbox=convert.sandbox_to(self._sandboxes.get(request.sandbox_id).view))
+        return pb.GetSandboxResponse(sandbox=convert.sandbox_to(self._sandboxes.table.get(request.sandbox_id).view))
 
     async def GetDataPlane(self, request: pb.GetDataPlaneRequest, context: Context) -> pb.GetDataPlaneResponse:  # noqa: N802
-        # Processes and files are served where sandboxes are.
-        self._sandboxes.get(request.sandbox_id)
+        # The service that holds the sandboxes serves their processes and files.
+        self._sandboxes.table.get(request.sandbox_id)
         return pb.GetDataPlaneResponse()
 
     async def ListSandboxes(self, request: pb.ListSandboxesRequest, context: Context) -> pb.ListSandboxesResponse:  # noqa: N802
-        found = self._sandboxes.matching(dict(request.labels))
+        found = self._sandboxes.table.matching(dict(request.labels))
         shown, token = page(found, lambda one: (one.created_at, one.id), request.page_size, request.page_token)
         return pb.ListSandboxesResponse(sandboxes=map(convert.sandbox_to, shown), next_page_token=token)
 
     async def WatchSandbox(  # noqa: N802
         self, request: pb.WatchSandboxRequest, context: Context
     ) -> AsyncIterator[pb.WatchSandboxResponse]:
-        async for view in self._sandboxes.watch(request.sandbox_id):
+        async for view in self._sandboxes.table.watch(request.sandbox_id):
             yield pb.WatchSandboxResponse(sandbox=convert.sandbox_to(view))
 
     async def WatchSandboxes(  # noqa: N802
@@ -68,8 +68,10 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     ) -> AsyncIterator[pb.WatchSandboxesResponse]:
         interval, most = terms_from(request)
         while True:
-            found = self._sandboxes.matching(dict(request.labels))
-            yield pb.WatchSandboxesResponse(sandboxes=await usages(self._sandboxes, found[:most]), count=len(found))
+            found = self._sandboxes.table.matching(dict(request.labels))
+            yield pb.WatchSandboxesResponse(
+                sandboxes=await usages(self._sandboxes.table, found[:most]), count=len(found)
+            )
             await asyncio.sleep(interval)
 
     async def DeleteSandbox(self, request: pb.DeleteSandboxRequest, context: Context) -> pb.DeleteSandboxResponse:  # noqa: N802
@@ -82,7 +84,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.DeleteSandboxesResponse(sandbox_ids=await self._sandboxes.delete_labelled(dict(request.labels)))
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:  # noqa: N802
-        ends_at = await self._sandboxes.renew(request.sandbox_id, times.seconds(request.lease))
+        ends_at = await self._sandboxes.leases.renew(request.sandbox_id, times.seconds(request.lease))
         return pb.RenewLeaseResponse(expire_time=times.timestamp(ends_at))
 
     async def ListBackends(self, request: pb.ListBackendsRequest, context: Context) -> pb.ListBackendsResponse:  # noqa: N802
@@ -162,13 +164,13 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.ResumeSandboxResponse()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
-        _, handle, _ = self._sandboxes.usable(request.sandbox_id)
+        _, handle, _ = self._sandboxes.table.usable(request.sandbox_id)
         return stats_to(await handle.stats())
 
     async def DiffSandbox(  # noqa: N802
         self, request: pb.DiffSandboxRequest, context: Context
     ) -> AsyncIterator[pb.DiffSandboxResponse]:
-        _, handle, _ = self._sandboxes.usable(request.sandbox_id)
+        _, handle, _ = self._sandboxes.table.usable(request.sandbox_id)
         below = [files.absolute(handle, path) for path in request.below]
         limit = files.tree_limit(request.max_bytes if request.HasField("max_bytes") else None)
         async with aclosing(files.diff(handle, below, limit)) as pieces:

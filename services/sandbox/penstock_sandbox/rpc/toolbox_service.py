@@ -9,14 +9,14 @@ import grpc
 
 from penstock.sandbox.v1 import toolbox_service_pb2 as pb
 from penstock.sandbox.v1 import toolbox_service_pb2_grpc
-from penstock_chassis import times
-from penstock_sandbox.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
+from penstock.values import reader, writer
+from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
 from penstock_sandbox.rpc import convert
-from penstock_sandbox.rpc.pages import page
-from penstock_sandbox.toolboxes import Toolboxes
+from penstock_sandbox.rpc.convert import page
+from penstock_sandbox.toolboxes.manager import Toolboxes
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_RUNTIMES = {pb.RUNTIME_KIND_PYTHON: RuntimeKind.PYTHON, pb.RUNTIME_KIND_NODE: RuntimeKind.NODE}
+_RUNTIMES = (pb.RUNTIME_KIND_PYTHON, pb.RUNTIME_KIND_NODE)
 
 
 class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
@@ -49,25 +49,12 @@ def _spec(spec: pb.ToolboxSpec) -> ToolboxSpec:
     for index, runtime in enumerate(spec.runtimes):
         if runtime.kind not in _RUNTIMES:
             raise convert.refuse(f"spec.runtimes[{index}].kind", "must be PYTHON or NODE")
-    return ToolboxSpec(
-        name=spec.name,
-        runtimes=tuple(
-            Runtime(_RUNTIMES[runtime.kind], runtime.min_version, runtime.below_version) for runtime in spec.runtimes
-        ),
-        npm_packages=tuple(spec.npm_packages),
-        files=tuple(
-            ToolboxFile(file.path, file.content, file.mode if file.HasField("mode") else None) for file in spec.files
-        ),
-        path_directories=tuple(spec.path_directories),
-        python_packages=tuple(spec.python_packages),
-    )
+    return _read_spec(spec)
 
 
-def _toolbox(toolbox: Toolbox) -> pb.Toolbox:
-    return pb.Toolbox(
-        toolbox_id=toolbox.id,
-        name=toolbox.name,
-        mount_path=toolbox.mount_path,
-        size_bytes=toolbox.size,
-        create_time=times.timestamp(toolbox.created_at),
-    )
+_read_spec = reader(ToolboxSpec, pb.ToolboxSpec)
+_toolbox = writer(
+    Toolbox,
+    pb.Toolbox,
+    renamed={"id": "toolbox_id", "size": "size_bytes", "created_at": "create_time"},
+)

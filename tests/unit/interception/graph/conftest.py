@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock_codec import Codec, tiny
+from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec.chat import FinishReason, Sampling
 from penstock_interception.graph import LogprobsMode, Plan, Sampled, VersionSpan
 
@@ -16,7 +16,7 @@ TEXTS = ["You are a shell agent. Read the note, then write the file. List the fi
 
 @pytest.fixture(scope="session")
 def codec() -> Codec:
-    return Codec.load(tiny.build(TEXTS))
+    return Codec.load(tiny_tokenizer.build(TEXTS))
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def sample(codec: Codec) -> Callable[..., Sampled]:
     """A completion of `text`: sample(plan, text, finish=None, version=0)."""
 
     def make(plan: Plan, text: str, finish: FinishReason | None = None, version: int = 0) -> Sampled:
-        ids = np.asarray(tiny.bytewise(text), dtype=np.int32)
+        ids = np.asarray(tiny_tokenizer.bytewise(text), dtype=np.int32)
         parsed = codec.parse(ids, prompt_ids=plan.prompt_ids, finish_reason=finish)
         return Sampled(
             message=parsed.message,

@@ -15,7 +15,7 @@ from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart
 from penstock_interception.graph import (
     CallClass,
     CallHints,
-    CommitRecord,
+    GraphRecord,
     LogprobsMode,
     Sampled,
     SamplePolicy,
@@ -53,6 +53,7 @@ PLAIN = Sampled(
 )
 
 
+@pytest.mark.requirement("R83")
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -77,7 +78,7 @@ PLAIN = Sampled(
 def test_a_completion_that_does_not_add_up_is_refused_and_changes_nothing(
     codec: Codec, change: dict[str, object], field: str
 ) -> None:
-    """R83: equal lengths, ids in the vocabulary, logprobs finite and <= 0, versions without a gap; fields are named."""
+    """Equal lengths, ids in the vocabulary, logprobs finite and <= 0, versions without a gap; fields are named."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     head = graph.chain_head
@@ -89,14 +90,16 @@ def test_a_completion_that_does_not_add_up_is_refused_and_changes_nothing(
     graph.commit("c", plan, PLAIN)
 
 
+@pytest.mark.requirement("R83")
 def test_a_models_larger_vocabulary_is_heeded(codec: Codec) -> None:
-    """R83: models pad their vocabulary beyond the tokenizer's."""
+    """Models pad their vocabulary beyond the tokenizer's."""
     graph = TokenGraph("r", codec, vocab_size=codec.vocab_size + 10)
     graph.commit("c", graph.plan(START), replace(PLAIN, token_ids=ids(20, 21, codec.vocab_size + 9)))
 
 
+@pytest.mark.requirement("R29")
 def test_a_call_is_committed_once(codec: Codec) -> None:
-    """R29: a second commit of a call is an error."""
+    """A second commit of a call is an error."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     graph.commit("c", plan, PLAIN)
@@ -104,27 +107,31 @@ def test_a_call_is_committed_once(codec: Codec) -> None:
         graph.commit("c", plan, PLAIN)
 
 
+@pytest.mark.requirement("R4")
 def test_a_plan_of_another_rollout_is_refused(codec: Codec) -> None:
-    """R4: rollouts do not mix."""
+    """Rollouts do not mix."""
     plan = TokenGraph("other", codec).plan(START)
     with pytest.raises(FailedPrecondition):
         TokenGraph("r", codec).commit("c", plan, PLAIN)
 
 
+@pytest.mark.requirement("R33")
 def test_an_empty_conversation_is_refused(codec: Codec) -> None:
-    """R33: typed, before anything is rendered."""
+    """Typed, before anything is rendered."""
     with pytest.raises(InvalidArgument):
         TokenGraph("r", codec).plan([])
 
 
+@pytest.mark.requirement("R33")
 def test_a_conversation_that_the_template_cannot_take_is_refused_by_the_codec(codec: Codec) -> None:
-    """R33: the codec's error comes through with its reason."""
+    """The codec's error comes through with its reason."""
     with pytest.raises(CodecError):
         TokenGraph("r", codec).plan(START, [Tool("bash", "", "[]")])
 
 
+@pytest.mark.requirement("R22")
 def test_planning_changes_nothing_and_commits_may_come_in_any_order(codec: Codec, sample: Sampler) -> None:
-    """R22: concurrent calls on several lines are safe."""
+    """Concurrent calls on several lines are safe."""
     graph = TokenGraph("r", codec)
     first = graph.plan(START, [BASH])
     side = graph.plan([Message.user("Title?")])
@@ -143,8 +150,9 @@ def test_planning_changes_nothing_and_commits_may_come_in_any_order(codec: Codec
     assert classes["side"] is CallClass.TITLE
 
 
+@pytest.mark.requirement("R22", "R32")
 def test_plans_may_be_made_in_threads_while_calls_are_committed(codec: Codec, sample: Sampler) -> None:
-    """R22, R32: tokenising off the loop sees a graph that grows meanwhile, and every prompt is still exact."""
+    """Tokenising off the loop sees a graph that grows meanwhile, and every prompt is still exact."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START, [BASH])
     graph.commit("0", plan, sample(plan, CALL))
@@ -158,8 +166,9 @@ def test_plans_may_be_made_in_threads_while_calls_are_committed(codec: Codec, sa
     assert len(graph.branches()) == 60
 
 
+@pytest.mark.requirement("R85")
 def test_two_calls_that_continue_one_turn_differently_are_two_branches(codec: Codec, sample: Sampler) -> None:
-    """R85: whoever commits second opens the branch."""
+    """Whoever commits second opens the branch."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     graph.commit("a", plan, sample(plan, ANSWER))
@@ -177,8 +186,9 @@ def test_two_calls_that_continue_one_turn_differently_are_two_branches(codec: Co
     assert [turn.untrained for turn in edit_sample.turns] == ["SHARED", ""]
 
 
-def test_replies_with_equal_text_are_told_apart_by_their_reasoning(codec: Codec, sample: Sampler) -> None:
-    """R82: of two attempts with the same visible answer the echoed reasoning picks the right one."""
+@pytest.mark.requirement("R82")
+def test_replies_with_equal_text_differ_by_their_reasoning(codec: Codec, sample: Sampler) -> None:
+    """Of two attempts with the same visible answer the echoed reasoning picks the right one."""
     graph = TokenGraph("r", codec)
     for name, thought in (("a", "one"), ("b", "two")):
         plan = graph.plan(START)
@@ -188,8 +198,9 @@ def test_replies_with_equal_text_are_told_apart_by_their_reasoning(codec: Codec,
         assert plan.parent_call_id == name
 
 
-def test_an_empty_reply_that_the_client_left_out_is_still_part_of_the_line(codec: Codec, sample: Sampler) -> None:
-    """R82: a turn cut off inside its reasoning shows nothing, and clients drop it from the history."""
+@pytest.mark.requirement("R82")
+def test_empty_reply_left_out_by_the_client_stays_in_the_line(codec: Codec, sample: Sampler) -> None:
+    """A turn cut off inside its reasoning shows nothing, and clients drop it from the history."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     graph.commit("a", plan, sample(plan, "<think>\nhm", finish=FinishReason.LENGTH))
@@ -198,8 +209,9 @@ def test_an_empty_reply_that_the_client_left_out_is_still_part_of_the_line(codec
     assert graph.plan(START).call_class is CallClass.RETRY
 
 
+@pytest.mark.requirement("R85")
 def test_other_tools_make_another_root(codec: Codec, sample: Sampler) -> None:
-    """R85: the tool list is part of the root's key."""
+    """The tool list is part of the root's key."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START, [BASH])
     graph.commit("a", plan, sample(plan, ANSWER))
@@ -210,9 +222,10 @@ def test_other_tools_make_another_root(codec: Codec, sample: Sampler) -> None:
     assert (summary.parent_call_id, summary.call_class) == (None, CallClass.COMPACTION)
 
 
+@pytest.mark.requirement("R85")
 @pytest.mark.parametrize("call_class", list(CallClass))
 def test_a_class_that_the_ingress_knows_is_believed(codec: Codec, sample: Sampler, call_class: CallClass) -> None:
-    """R85: specs and headers know better than shapes."""
+    """Specs and headers know better than shapes."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START, [BASH], CallHints(call_class=call_class))
     graph.commit("a", plan, sample(plan, ANSWER))
@@ -220,8 +233,9 @@ def test_a_class_that_the_ingress_knows_is_believed(codec: Codec, sample: Sample
     assert bool(graph.samples()[0].loss_mask.any()) is (call_class in SamplePolicy().classes)
 
 
+@pytest.mark.requirement("R85")
 def test_a_probe_and_another_session_are_recognised(codec: Codec, sample: Sampler) -> None:
-    """R85: one token asked for is a probe; another session of the agent is a sub-agent."""
+    """One token asked for is a probe; another session of the agent is a sub-agent."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START, [BASH], CallHints(session="s1"))
     graph.commit("a", plan, sample(plan, ANSWER))
@@ -231,8 +245,9 @@ def test_a_probe_and_another_session_are_recognised(codec: Codec, sample: Sample
     assert graph.plan(task, [BASH], CallHints(session="s1")).call_class is CallClass.COMPACTION
 
 
+@pytest.mark.requirement("R84")
 def test_a_truncated_turn_is_context_unless_the_policy_says_otherwise(codec: Codec, sample: Sampler) -> None:
-    """R84: an unusable turn stays as context."""
+    """An unusable turn stays as context."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     graph.commit("a", plan, sample(plan, "I will", finish=FinishReason.LENGTH))
@@ -243,6 +258,7 @@ def test_a_truncated_turn_is_context_unless_the_policy_says_otherwise(codec: Cod
     assert (int(only.loss_mask.sum()), only.weight) == (6, 1.0)
 
 
+@pytest.mark.requirement("R21", "R84")
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -252,8 +268,8 @@ def test_a_truncated_turn_is_context_unless_the_policy_says_otherwise(codec: Cod
         ({"finish_reason": FinishReason.CONTENT_FILTER}, "UNUSABLE"),
     ],
 )
-def test_what_cannot_be_trained_says_why(codec: Codec, change: dict[str, object], why: str) -> None:
-    """R21, R84: injected and unusable turns are context, with the reason."""
+def test_untrainable_calls_state_their_reason(codec: Codec, change: dict[str, object], why: str) -> None:
+    """Injected and unusable turns are context, with the reason."""
     graph = TokenGraph("r", codec)
     graph.commit("a", graph.plan(START), replace(PLAIN, **change))  # type: ignore[arg-type]
     (only,) = graph.samples()
@@ -262,8 +278,9 @@ def test_what_cannot_be_trained_says_why(codec: Codec, change: dict[str, object]
     assert [turn.untrained for turn in only.turns] == [why]
 
 
+@pytest.mark.requirement("R87")
 def test_versions_follow_the_tokens_that_they_sampled(codec: Codec, sample: Sampler) -> None:
-    """R87: version spans over a sample's tokens; context between turns belongs to no version."""
+    """Version spans over a sample's tokens; context between turns belongs to no version."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     graph.commit("a", plan, replace(PLAIN, message=Message.assistant("x")))
@@ -279,8 +296,9 @@ def test_versions_follow_the_tokens_that_they_sampled(codec: Codec, sample: Samp
     assert only.prompt_count == start
 
 
+@pytest.mark.requirement("R85")
 def test_a_source_without_tokens_still_has_calls_and_branches(codec: Codec) -> None:
-    """R85: text-only capture keeps the shape, and gives no samples."""
+    """Text-only capture keeps the shape, and gives no samples."""
     graph = TokenGraph("r", None)
     answer = Sampled(Message.assistant("ok", ToolCallPart("c", "bash", "{}")), FinishReason.TOOL_CALLS)
     plan = graph.plan(START, [BASH])
@@ -293,8 +311,9 @@ def test_a_source_without_tokens_still_has_calls_and_branches(codec: Codec) -> N
     assert graph.samples() == ()
 
 
+@pytest.mark.requirement("R83")
 def test_a_turn_that_came_without_tokens_breaks_exactness_and_says_so(codec: Codec, sample: Sampler) -> None:
-    """R83: one text-only answer among exact ones opens a branch with the reason."""
+    """One text-only answer among exact ones opens a branch with the reason."""
     graph = TokenGraph("r", codec)
     graph.commit("a", graph.plan(START), Sampled(Message.assistant("ok"), FinishReason.STOP))
     plan = graph.plan([*START, Message.assistant("ok"), MORE])
@@ -306,8 +325,9 @@ def test_a_turn_that_came_without_tokens_breaks_exactness_and_says_so(codec: Cod
     assert int(only.loss_mask.sum()) == len(ANSWER) - len("<|im_end|>") + 1
 
 
+@pytest.mark.requirement("R84")
 def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample: Sampler) -> None:
-    """R84: an answer without tokens takes nothing away from those before it."""
+    """An answer without tokens takes nothing away from those before it."""
     graph = TokenGraph("r", codec)
     plan = graph.plan(START)
     graph.commit("a", plan, sample(plan, ANSWER))
@@ -318,8 +338,9 @@ def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample:
     assert int(only.loss_mask.sum()) == graph.calls["a"].sampled.count
 
 
+@pytest.mark.requirement("R23", "R85")
 def test_a_long_history_that_was_edited_is_stored_once(codec: Codec, sample: Sampler) -> None:
-    """R23, R85: a new root shares the tokens that it has in common with another line."""
+    """A new root shares the tokens that it has in common with another line."""
     graph = TokenGraph("r", codec)
     long = [Message.system("You are a shell agent. " * 200), Message.user("Read the note.")]
     plan = graph.plan(long, [BASH])
@@ -337,8 +358,9 @@ def test_a_long_history_that_was_edited_is_stored_once(codec: Codec, sample: Sam
     assert [turn.call_id for turn in second.turns] == ["b"]
 
 
+@pytest.mark.requirement("R23")
 def test_a_graph_keeps_eight_bytes_for_a_token(codec: Codec, sample: Sampler) -> None:
-    """R23: each id and each logprob is kept once, however long the conversation grows."""
+    """Each id and each logprob is kept once, however long the conversation grows."""
     graph = TokenGraph("r", codec)
     messages = list(START)
     for turn in range(40):
@@ -353,10 +375,10 @@ def test_a_graph_keeps_eight_bytes_for_a_token(codec: Codec, sample: Sampler) ->
     assert kept <= 8 * graph.path("39").size
 
 
-def build(codec: Codec, sample: Sampler) -> tuple[TokenGraph, list[CommitRecord]]:
+def build(codec: Codec, sample: Sampler) -> tuple[TokenGraph, list[GraphRecord]]:
     """A graph with turns, a side line, a retry and an edit, and its records."""
     graph = TokenGraph("r", codec)
-    records: list[CommitRecord] = []
+    records: list[GraphRecord] = []
 
     def call(name: str, messages: list[Message], text: str, tools: tuple[Tool, ...] = (BASH,)) -> Message:
         plan = graph.plan(messages, tools, CallHints(session="s"))
@@ -373,10 +395,11 @@ def build(codec: Codec, sample: Sampler) -> tuple[TokenGraph, list[CommitRecord]
     return graph, records
 
 
+@pytest.mark.requirement("R85")
 def test_a_graph_comes_back_from_its_records(codec: Codec, sample: Sampler) -> None:
     """Decision 7, R85: after a crash the same graph: calls, branches, samples, chain, and the next plan."""
     graph, records = build(codec, sample)
-    again = TokenGraph.restore("r", codec, [CommitRecord.from_bytes(record.to_bytes()) for record in records])
+    again = TokenGraph.restore("r", codec, [GraphRecord.from_bytes(record.to_bytes()) for record in records])
     assert again.chain_head == graph.chain_head
     assert again.branches() == graph.branches()
     assert again.call_classes() == graph.call_classes()
@@ -397,9 +420,10 @@ def test_a_graph_comes_back_from_its_records(codec: Codec, sample: Sampler) -> N
     assert graph.plan(follow, [BASH]).prompt_ids.tolist() == again.plan(follow, [BASH]).prompt_ids.tolist()
 
 
+@pytest.mark.requirement("R82", "R83")
 @pytest.mark.parametrize("kind", ["missing", "swapped", "twice", "token", "logprob", "version", "rollout"])
 def test_a_chain_that_was_tampered_with_is_found_out(codec: Codec, sample: Sampler, kind: str) -> None:
-    """R82, R83: every trained token was sampled under exactly that context, or the chain does not hold."""
+    """Every trained token was sampled under exactly that context, or the chain does not hold."""
     _, records = build(codec, sample)
     sampled = records[0].sampled
     tokens, logprobs = sampled.token_ids, sampled.logprobs
@@ -423,19 +447,21 @@ def test_a_chain_that_was_tampered_with_is_found_out(codec: Codec, sample: Sampl
     assert caught.value.reason == "GRAPH_CHAIN_BROKEN"
 
 
+@pytest.mark.requirement("R83")
 def test_a_damaged_record_is_refused(codec: Codec, sample: Sampler) -> None:
-    """R83: whatever a disk returns, the error is typed."""
+    """Whatever a disk returns, the error is typed."""
     _, records = build(codec, sample)
     data = records[0].to_bytes()
     renamed = data.replace(b'"keep"', b'"kept"')
     for damaged in (b"", data[:3], data[:20], data[:-1], data + b"\0", b"XXXX" + data[4:], renamed):
         with pytest.raises(DataLoss) as caught:
-            CommitRecord.from_bytes(damaged)
+            GraphRecord.from_bytes(damaged)
         assert caught.value.reason == "GRAPH_RECORD_DAMAGED"
 
 
+@pytest.mark.requirement("R82")
 def test_a_call_sent_back_with_no_arguments_at_all_is_no_edit(codec: Codec) -> None:
-    """R82: some clients write an empty string where the model wrote `{}`."""
+    """Some clients write an empty string where the model wrote `{}`."""
     fingerprints = Fingerprints(with_call_ids=False)
     keys = {fingerprints.key(Message.assistant("", ToolCallPart("c", "f", text))) for text in ("{}", "", " ", "{ }")}
     assert len(keys) == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +21,9 @@ from penstock_codec.chat import (
     Tool,
     ToolCallPart,
 )
-from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
-from penstock_interception.graph.fingerprint import Fingerprints, Keyed, canonical_json
+from penstock_interception import cache
+from penstock_interception.graph import GraphRecord, Plan, Sampled, TokenGraph
+from penstock_interception.graph.fingerprint import Fingerprints, canonical_json
 
 Sampler = Callable[..., Sampled]
 
@@ -81,21 +83,24 @@ def mangled(message: Message, draw: Callable[[st.SearchStrategy[Any]], Any]) -> 
     return [Message(message.role, tuple(parts))]
 
 
+@pytest.mark.requirement("R82", "R84", "R85")
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_every_prompt_starts_with_what_was_seen_and_sampled(codec: Codec, sample: Sampler, data: st.DataObject) -> None:
-    """R82, R84, R85: for any conversation and any echo; and the records rebuild the graph, each token trained once."""
+    """For any conversation and any echo; and the records rebuild the graph, each token trained once."""
     graph = TokenGraph("r", codec)
-    records: list[CommitRecord] = []
+    records: list[GraphRecord] = []
     messages = list(START)
     seen: list[int] = []
-    keyed = Keyed()
     for turn in range(data.draw(st.integers(1, 5))):
         if data.draw(st.integers(0, 3)) == 0:
             side = graph.plan([Message.system("You name chats."), Message.user(f"Title {turn}?")])
             records.append(graph.commit(f"side-{turn}", side, sample(side, "Notes<|im_end|>")))
-        plan, keyed = graph.plan_on(messages, [BASH], before=keyed)
-        afresh = graph.plan(messages, [BASH])
+        cache.PARSED_BODIES.keep("r", b"", [{}], messages)  # as the ingress does it
+        if data.draw(st.booleans()):
+            cache.PARSED_BODIES.forget("r")
+        plan = graph.plan(messages, [BASH])
+        afresh = TokenGraph.restore("r", codec, records).plan(messages, [BASH])
         assert (plan.key, plan.parent_call_id) == (afresh.key, afresh.parent_call_id)
         assert plan.prompt_sha256 == afresh.prompt_sha256
         assert plan.prompt_ids[: len(seen)].tolist() == seen
@@ -123,17 +128,18 @@ def test_every_prompt_starts_with_what_was_seen_and_sampled(codec: Codec, sample
         untrained = node.sampled.finish_reason.truncated or name.startswith("side")
         assert trained.get(name, 0) == (0 if untrained else node.sampled.count)
 
-    again = TokenGraph.restore("r", codec, [CommitRecord.from_bytes(record.to_bytes()) for record in records])
+    again = TokenGraph.restore("r", codec, [GraphRecord.from_bytes(record.to_bytes()) for record in records])
     assert again.chain_head == graph.chain_head
     assert again.branches() == graph.branches()
 
 
+@pytest.mark.requirement("R22", "R85")
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_order_of_plans_and_commits_keeps_the_graph_whole(
     codec: Codec, sample: Sampler, data: st.DataObject
 ) -> None:
-    """R22, R85: interleaved lines, forks and repeats: every call stays, in one branch, with one class."""
+    """Interleaved lines, forks and repeats: every call stays, in one branch, with one class."""
     graph = TokenGraph("r", codec)
     histories = [START, [Message.user("Title?")]]
     open_plans: list[tuple[Plan, list[Message]]] = []
@@ -158,16 +164,18 @@ def test_any_order_of_plans_and_commits_keeps_the_graph_whole(
     assert not leaves or abs(sum(item.weight for item in leaves) - (1.0 if masks else 0.0)) < 1e-9
 
 
+@pytest.mark.requirement("R82")
 @given(value=VALUES, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
 def test_arguments_are_compared_as_values(value: object, indent: int | None, ascii_only: bool) -> None:
-    """R82: spacing and escapes do not matter."""
+    """Spacing and escapes do not matter."""
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     assert canonical_json(text) == canonical_json(json.dumps(value, sort_keys=True, separators=(",", ":")))
 
 
+@pytest.mark.requirement("R80")
 @given(text=st.text(max_size=60))
 def test_any_text_has_a_key(text: str) -> None:
-    """R80: arguments that are no JSON, and text that is no Unicode, stand for themselves."""
+    """Arguments that are no JSON, and text that is no Unicode, stand for themselves."""
     call = Message.assistant(text, ToolCallPart(text, text, text))
     keys = Fingerprints(with_call_ids=True)
     assert keys.key(call) == keys.key(call)

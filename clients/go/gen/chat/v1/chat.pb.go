@@ -4,11 +4,11 @@
 // 	protoc        v6.31.1
 // source: penstock/chat/v1/chat.proto
 
-// The vocabulary of a conversation, the same whatever dialect an agent speaks.
+// The vocabulary of a conversation, the same for every dialect.
 //
-// Conventions of every penstock package: durations and times are google.protobuf types; a field is `optional` wherever
-// "unset" differs from its zero; enums are closed and their zero is UNSPECIFIED, which a server refuses unless a comment
-// says otherwise; identifiers are lower-case hexadecimal strings of 128 random bits or client-chosen strings that match
+// Conventions of every penstock package: Durations and times are google.protobuf types. A field is `optional` wherever
+// "unset" differs from its zero. Enums are closed and their zero is UNSPECIFIED, which a server refuses unless a comment
+// allows it. Identifiers are lower-case hexadecimal strings of 128 random bits, or client-chosen strings that match
 // [a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}.
 
 package chatv1
@@ -28,13 +28,13 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Who speaks.
+// Role is the role of a message's author.
 type Role int32
 
 const (
 	Role_ROLE_UNSPECIFIED Role = 0
 	Role_ROLE_SYSTEM      Role = 1
-	// OpenAI's newer name for instructions above the user's. Kept apart so that a body can be written back as it came.
+	// OpenAI's newer name for instructions above the user's, kept apart so that a body can be written back unchanged.
 	Role_ROLE_DEVELOPER Role = 2
 	Role_ROLE_USER      Role = 3
 	Role_ROLE_ASSISTANT Role = 4
@@ -88,7 +88,7 @@ func (Role) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_chat_v1_chat_proto_rawDescGZIP(), []int{0}
 }
 
-// Why a completion ended.
+// FinishReason is why a completion ended.
 type FinishReason int32
 
 const (
@@ -99,7 +99,7 @@ const (
 	FinishReason_FINISH_REASON_LENGTH FinishReason = 2
 	// It ended with tool calls.
 	FinishReason_FINISH_REASON_TOOL_CALLS FinishReason = 3
-	// Aborted by whoever asked for it; the tokens so far are exact but the turn is not complete. Never an answer to an agent.
+	// Aborted by the requester. The tokens so far are exact but the turn is incomplete. Never an answer to an agent.
 	FinishReason_FINISH_REASON_ABORT FinishReason = 4
 	// Withheld by a provider's filter.
 	FinishReason_FINISH_REASON_CONTENT_FILTER FinishReason = 5
@@ -152,14 +152,14 @@ func (FinishReason) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_chat_v1_chat_proto_rawDescGZIP(), []int{1}
 }
 
-// How free the model is.
+// Mode is how free the model's choice is.
 type ToolChoice_Mode int32
 
 const (
 	ToolChoice_MODE_UNSPECIFIED ToolChoice_Mode = 0
 	ToolChoice_MODE_AUTO        ToolChoice_Mode = 1
 	ToolChoice_MODE_NONE        ToolChoice_Mode = 2
-	// Any tool, but one at least.
+	// Any tool, but at least one.
 	ToolChoice_MODE_REQUIRED ToolChoice_Mode = 3
 	// The tool named below.
 	ToolChoice_MODE_NAMED ToolChoice_Mode = 4
@@ -210,12 +210,12 @@ func (ToolChoice_Mode) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_chat_v1_chat_proto_rawDescGZIP(), []int{8, 0}
 }
 
-// One message of a conversation: a role and its parts in the order in which the agent or the model wrote them.
+// Message is one message of a conversation: a role and its parts, in the order in which the agent or the model wrote them.
 type Message struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Role  Role                   `protobuf:"varint,1,opt,name=role,proto3,enum=penstock.chat.v1.Role" json:"role,omitempty"`
 	Parts []*Part                `protobuf:"bytes,2,rep,name=parts,proto3" json:"parts,omitempty"`
-	// The speaker's name where the dialect has one; empty otherwise.
+	// The author's name, if the dialect has one; empty otherwise.
 	Name          string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -272,7 +272,7 @@ func (x *Message) GetName() string {
 	return ""
 }
 
-// One part of a message.
+// Part is one part of a message.
 type Part struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Part:
@@ -403,7 +403,7 @@ func (*Part_ToolCall) isPart_Part() {}
 
 func (*Part_ToolResult) isPart_Part() {}
 
-// Plain text.
+// Text is plain text.
 type Text struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Text          string                 `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
@@ -448,11 +448,11 @@ func (x *Text) GetText() string {
 	return ""
 }
 
-// What a model thought before it answered, where the dialect or the template keeps it apart.
+// Reasoning is what a model thought before it answered, if the dialect or the template keeps it apart.
 type Reasoning struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Text  string                 `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
-	// A provider's opaque signature over the reasoning, to be echoed verbatim; empty when there is none.
+	// A provider's opaque signature over the reasoning, to be sent back verbatim. Empty = none.
 	Signature     []byte `protobuf:"bytes,2,opt,name=signature,proto3" json:"signature,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -502,7 +502,7 @@ func (x *Reasoning) GetSignature() []byte {
 	return nil
 }
 
-// An image, inline or by reference.
+// Image is an image, inline or by reference.
 type Image struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// IANA media type, for example image/png.
@@ -594,13 +594,13 @@ func (*Image_Data) isImage_Source() {}
 
 func (*Image_Url) isImage_Source() {}
 
-// A model's request to run a tool.
+// ToolCall is a model's request to run a tool.
 type ToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The id by which the result answers this call, unique in its conversation.
+	// The id that the result refers to, unique in its conversation.
 	Id   string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// The arguments exactly as the model wrote them: normally a JSON object, but whatever was sampled.
+	// The arguments exactly as the model wrote them: usually a JSON object, but any sampled text is possible.
 	ArgumentsJson string `protobuf:"bytes,3,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -657,7 +657,7 @@ func (x *ToolCall) GetArgumentsJson() string {
 	return ""
 }
 
-// What a tool gave back.
+// ToolResult is the result of a tool.
 type ToolResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ToolCall.id of the call that this answers.
@@ -720,14 +720,14 @@ func (x *ToolResult) GetIsError() bool {
 	return false
 }
 
-// A tool that the model may call.
+// Tool is a tool that the model may call.
 type Tool struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Name        string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Description string                 `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
-	// JSON schema of the arguments, as JSON text, byte for byte as the agent sent it: it is rendered into the prompt.
+	// JSON schema of the arguments, as JSON text, byte for byte as the agent sent it, because it is rendered into the prompt.
 	ParametersJsonSchema string `protobuf:"bytes,3,opt,name=parameters_json_schema,json=parametersJsonSchema,proto3" json:"parameters_json_schema,omitempty"`
-	// Whether the provider was asked to enforce the schema while sampling.
+	// Whether the provider shall enforce the schema while sampling.
 	Strict        *bool `protobuf:"varint,4,opt,name=strict,proto3,oneof" json:"strict,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -791,7 +791,7 @@ func (x *Tool) GetStrict() bool {
 	return false
 }
 
-// Which tools the model must or may use.
+// ToolChoice is which tools the model must or may use.
 type ToolChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Mode  ToolChoice_Mode        `protobuf:"varint,1,opt,name=mode,proto3,enum=penstock.chat.v1.ToolChoice_Mode" json:"mode,omitempty"`
@@ -853,7 +853,8 @@ func (x *ToolChoice) GetParallelToolCalls() bool {
 	return false
 }
 
-// How to sample. Every field has presence: unset means "the engine's default", which Completion.sampling_used reports.
+// Sampling is how to sample. Every field has presence: unset means "the engine's default", which Completion.sampling_used
+// reports.
 type Sampling struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 0 = greedy. Range [0, 5].
@@ -864,30 +865,30 @@ type Sampling struct {
 	TopK *int32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3,oneof" json:"top_k,omitempty"`
 	// Range [0, 1].
 	MinP *float64 `protobuf:"fixed64,4,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`
-	// Most tokens to sample, at least 1.
+	// The most tokens to sample, at least 1.
 	MaxTokens *int32 `protobuf:"varint,5,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
-	// Fewest tokens to sample before a stop counts.
+	// The fewest tokens to sample before a stop counts.
 	MinTokens *int32 `protobuf:"varint,6,opt,name=min_tokens,json=minTokens,proto3,oneof" json:"min_tokens,omitempty"`
 	// Texts that end the completion.
 	Stop []string `protobuf:"bytes,7,rep,name=stop,proto3" json:"stop,omitempty"`
-	// Token ids that end the completion, beside the model's own.
+	// Token ids that end the completion, besides the model's own.
 	StopTokenIds []int32 `protobuf:"varint,8,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	// The same seed, prompt, weights and sampling give the same tokens on engines that declare it.
+	// On engines that declare `seed`, the same seed, prompt, weights and sampling give the same tokens.
 	Seed              *int64   `protobuf:"varint,9,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
 	PresencePenalty   *float64 `protobuf:"fixed64,10,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
 	FrequencyPenalty  *float64 `protobuf:"fixed64,11,opt,name=frequency_penalty,json=frequencyPenalty,proto3,oneof" json:"frequency_penalty,omitempty"`
 	RepetitionPenalty *float64 `protobuf:"fixed64,12,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
 	// Completions per prompt. Only 1 is accepted where a conversation is captured.
 	N *int32 `protobuf:"varint,13,opt,name=n,proto3,oneof" json:"n,omitempty"`
-	// How many alternatives' logprobs to report beside the sampled token's, 0 to 20.
+	// How many alternatives' logprobs to report besides the sampled token's, 0 to 20.
 	TopLogprobs *int32 `protobuf:"varint,14,opt,name=top_logprobs,json=topLogprobs,proto3,oneof" json:"top_logprobs,omitempty"`
-	// Whether the template's thinking mode is asked for.
+	// Whether to use the template's thinking mode.
 	Thinking *bool `protobuf:"varint,15,opt,name=thinking,proto3,oneof" json:"thinking,omitempty"`
-	// Most tokens of reasoning, where the engine can bound them.
+	// The most tokens of reasoning, if the engine can limit them.
 	ThinkingBudgetTokens *int32 `protobuf:"varint,16,opt,name=thinking_budget_tokens,json=thinkingBudgetTokens,proto3,oneof" json:"thinking_budget_tokens,omitempty"`
-	// A response format as the OpenAI API writes it ({"type": "json_schema", ...}), JSON text, byte for byte as it was asked
-	// for; unset = free text. Engines with structured output also take {"type": "regex", "regex": "..."}, {"type": "choice",
-	// "choice": ["...", ...]} and {"type": "grammar", "grammar": "..."}.
+	// A response format of the OpenAI API ({"type": "json_schema", ...}), as JSON text, byte for byte as requested. Unset =
+	// free text. Engines with structured output also accept {"type": "regex", "regex": "..."}, {"type": "choice", "choice":
+	// ["...", ...]} and {"type": "grammar", "grammar": "..."}.
 	ResponseFormatJson *string `protobuf:"bytes,17,opt,name=response_format_json,json=responseFormatJson,proto3,oneof" json:"response_format_json,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -1042,7 +1043,7 @@ func (x *Sampling) GetResponseFormatJson() string {
 	return ""
 }
 
-// What a completion cost, in tokens.
+// Usage is what a completion cost, in tokens.
 type Usage struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	PromptTokens     int64                  `protobuf:"varint,1,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`

@@ -22,7 +22,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// What a logprob is the logarithm of.
+// LogprobsMode is the distribution that logprobs refer to.
 type LogprobsMode int32
 
 const (
@@ -31,7 +31,7 @@ const (
 	LogprobsMode_LOGPROBS_MODE_RAW LogprobsMode = 1
 	// The distribution that was sampled from: after temperature, top-k, top-p, min-p and penalties.
 	LogprobsMode_LOGPROBS_MODE_PROCESSED LogprobsMode = 2
-	// Written by a test script. Never trained on: a trajectory that holds them is graded unusable.
+	// Written by a test script. Never trained on: a trajectory with them is graded unusable.
 	LogprobsMode_LOGPROBS_MODE_SCRIPTED LogprobsMode = 3
 )
 
@@ -78,10 +78,10 @@ func (LogprobsMode) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_chat_v1_completion_proto_rawDescGZIP(), []int{0}
 }
 
-// Which weights sampled a run of tokens: [start, end) within the span that carries it.
+// PolicyVersionSpan is the weights that sampled a run of tokens: [start, end) within its span.
 type PolicyVersionSpan struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The trainer's version of the weights; it only grows.
+	// The trainer's version of the weights. It only grows.
 	PolicyVersion int64  `protobuf:"varint,1,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	Start         uint32 `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
 	End           uint32 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
@@ -140,11 +140,11 @@ func (x *PolicyVersionSpan) GetEnd() uint32 {
 	return 0
 }
 
-// Sampled tokens, exactly as the engine sampled them: every one, the stop token included if it was sampled, and those of a
-// matched stop text up to the one that completed it. (The text that an agent is shown ends before the stop.)
+// TokenSpan is sampled tokens, exactly as the engine sampled them. It has every one, the stop token included if it was
+// sampled, and those of a matched stop text up to the one that completed it. (The text for the agent ends before the stop.)
 //
 // Encoding: `token_ids` is `count` little-endian int32, 4 bytes each; `logprobs` is `count` little-endian float32, or empty
-// where the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
+// if the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
 type TokenSpan struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	TokenIds []byte                 `protobuf:"bytes,1,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
@@ -152,9 +152,9 @@ type TokenSpan struct {
 	// Natural logarithms, finite and <= 0.
 	Logprobs     []byte       `protobuf:"bytes,3,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
 	LogprobsMode LogprobsMode `protobuf:"varint,4,opt,name=logprobs_mode,json=logprobsMode,proto3,enum=penstock.chat.v1.LogprobsMode" json:"logprobs_mode,omitempty"`
-	// Ascending, without gaps, covering [0, count). Empty = unknown, which is refused where a rollout bounds its policy version.
+	// Ascending, without gaps, covering [0, count). Empty = unknown, which is refused if a rollout bounds its policy version.
 	Versions []*PolicyVersionSpan `protobuf:"bytes,5,rep,name=versions,proto3" json:"versions,omitempty"`
-	// Alternatives, when Sampling.top_logprobs asked for them: count * top_count entries, a row per token.
+	// Alternatives, if Sampling.top_logprobs asked for them: count * top_count entries, one row per token.
 	TopTokenIds   []byte `protobuf:"bytes,6,opt,name=top_token_ids,json=topTokenIds,proto3" json:"top_token_ids,omitempty"`
 	TopLogprobs   []byte `protobuf:"bytes,7,opt,name=top_logprobs,json=topLogprobs,proto3" json:"top_logprobs,omitempty"`
 	TopCount      uint32 `protobuf:"varint,8,opt,name=top_count,json=topCount,proto3" json:"top_count,omitempty"`
@@ -248,7 +248,7 @@ func (x *TokenSpan) GetTopCount() uint32 {
 	return 0
 }
 
-// Where the time of a completion went. Unset = not measured.
+// Timings are the durations of a completion's parts. Unset = not measured.
 type Timings struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Queued        *durationpb.Duration   `protobuf:"bytes,1,opt,name=queued,proto3" json:"queued,omitempty"`
@@ -309,23 +309,23 @@ func (x *Timings) GetDecode() *durationpb.Duration {
 	return nil
 }
 
-// One completion: what an engine or a trainer answers a call with.
+// Completion is an engine's or a trainer's answer to a call.
 //
-// It holds tokens (`span`), from which the text, reasoning and tool calls are parsed by the service; or, from a source that
-// has no tokens, a `message`. With both, the span is what is trained on and the message what the agent is shown.
+// It has tokens (`span`), from which the service parses text, reasoning and tool calls, or, from a source without tokens, a
+// `message`. With both, the span is trained on and the agent gets the message.
 type Completion struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	Span         *TokenSpan             `protobuf:"bytes,1,opt,name=span,proto3,oneof" json:"span,omitempty"`
 	Message      *Message               `protobuf:"bytes,2,opt,name=message,proto3,oneof" json:"message,omitempty"`
 	FinishReason FinishReason           `protobuf:"varint,3,opt,name=finish_reason,json=finishReason,proto3,enum=penstock.chat.v1.FinishReason" json:"finish_reason,omitempty"`
-	// The stop that ended it; unset when none did.
+	// The stop that ended it. Unset = none.
 	//
 	// Types that are valid to be assigned to MatchedStop:
 	//
 	//	*Completion_StopTokenId
 	//	*Completion_StopText
 	MatchedStop isCompletion_MatchedStop `protobuf_oneof:"matched_stop"`
-	// The sampling as it was used, defaults filled in; unset when the answerer does not say.
+	// The sampling that was used, with defaults filled in. Unset = unknown.
 	SamplingUsed *Sampling `protobuf:"bytes,6,opt,name=sampling_used,json=samplingUsed,proto3,oneof" json:"sampling_used,omitempty"`
 	// For example "numpy", "vllm".
 	Engine        string `protobuf:"bytes,7,opt,name=engine,proto3" json:"engine,omitempty"`

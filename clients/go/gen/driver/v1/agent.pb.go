@@ -4,7 +4,7 @@
 // 	protoc        v6.31.1
 // source: penstock/driver/v1/agent.proto
 
-// Agents as data: all that the driver needs to know to run one.
+// Agents are data: an AgentSpec holds all that the driver needs to run one.
 
 package driverv1
 
@@ -27,11 +27,11 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Kinds of agent events.
+// AgentEventKind is the kind of an agent event.
 type AgentEventKind int32
 
 const (
-	// In a rule: such a line makes no event. For lines that repeat what others say.
+	// In a rule: such a line makes no event. For lines that repeat the content of others.
 	AgentEventKind_AGENT_EVENT_KIND_UNSPECIFIED AgentEventKind = 0
 	AgentEventKind_AGENT_EVENT_KIND_ASSISTANT   AgentEventKind = 1
 	AgentEventKind_AGENT_EVENT_KIND_REASONING   AgentEventKind = 2
@@ -39,7 +39,7 @@ const (
 	AgentEventKind_AGENT_EVENT_KIND_TOOL_RESULT AgentEventKind = 4
 	AgentEventKind_AGENT_EVENT_KIND_ERROR       AgentEventKind = 5
 	AgentEventKind_AGENT_EVENT_KIND_DONE        AgentEventKind = 6
-	// A line that no rule matched, or no JSON.
+	// A line that is not JSON or that no rule matched.
 	AgentEventKind_AGENT_EVENT_KIND_OTHER AgentEventKind = 7
 )
 
@@ -94,7 +94,7 @@ func (AgentEventKind) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_agent_proto_rawDescGZIP(), []int{0}
 }
 
-// The ways.
+// Method is the way of delivery.
 type InstructionDelivery_Method int32
 
 const (
@@ -103,9 +103,9 @@ const (
 	InstructionDelivery_METHOD_FILE InstructionDelivery_Method = 1
 	// Written to standard input, which is then closed.
 	InstructionDelivery_METHOD_STDIN InstructionDelivery_Method = 2
-	// One argument, {{instruction}}. Only for agents that offer nothing else; at most 100 KiB.
+	// As one argument, {{instruction}}, for agents without another way. At most 100 KiB.
 	InstructionDelivery_METHOD_ARGV InstructionDelivery_Method = 3
-	// A member {{instruction}} of a config file in JSON or TOML.
+	// As a member {{instruction}} of a config file in JSON or TOML.
 	InstructionDelivery_METHOD_CONFIG InstructionDelivery_Method = 4
 )
 
@@ -154,7 +154,7 @@ func (InstructionDelivery_Method) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_agent_proto_rawDescGZIP(), []int{2, 0}
 }
 
-// The kinds of value.
+// Type is the type of an option's values.
 type AgentOption_Type int32
 
 const (
@@ -210,17 +210,17 @@ func (AgentOption_Type) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_agent_proto_rawDescGZIP(), []int{5, 0}
 }
 
-// Which output holds them.
+// Source is the output that has the events.
 type EventMapping_Source int32
 
 const (
 	EventMapping_SOURCE_UNSPECIFIED EventMapping_Source = 0
-	// The agent reports nothing that can be read.
+	// The agent reports nothing that can be parsed.
 	EventMapping_SOURCE_NONE EventMapping_Source = 1
-	// A JSON object a line on standard output; a line that is none is the object {line} to the rules, as below.
+	// One JSON object per line on standard output. Rules see any other line as the object {line}, as below.
 	EventMapping_SOURCE_STDOUT_JSON_LINES EventMapping_Source = 2
-	// Lines of text on standard output: the rules see each as the object {line}, without its end and without the sequences by which
-	// terminals are told colours.
+	// Lines of text on standard output. Rules see each as the object {line}, without its end and without terminal colour
+	// sequences.
 	EventMapping_SOURCE_STDOUT_LINES EventMapping_Source = 3
 )
 
@@ -267,13 +267,13 @@ func (EventMapping_Source) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_agent_proto_rawDescGZIP(), []int{6, 0}
 }
 
-// The description of an agent. Pure data: registering one changes no code, and the driver knows no agent by name.
+// AgentSpec describes an agent. It is pure data: registering one changes no code, and the driver knows no agent by name.
 //
-// Templates: in `argv`, `env`, `text` and the strings of `json` and `toml`, `{{name}}` is replaced by a value: base_url, api_key,
-// model, home, workdir, instruction_path, instruction, toolbox, rollout_id, wall_time_seconds, and option.NAME for each
-// option. A value that is a whole `{{name}}` keeps its type in JSON and TOML files; inserted values are data and are never
-// read again as templates, shell or syntax. api_key may not stand in argv. An element of argv, an environment variable, an object
-// member or a text file that uses an option that was not given is left out.
+// Templates: in `argv`, `env`, `text` and the strings of `json` and `toml`, `{{name}}` is replaced by a value: base_url,
+// api_key, model, home, workdir, instruction_path, instruction, toolbox, rollout_id, wall_time_seconds, and option.NAME for
+// each option. A value that is a whole `{{name}}` keeps its type in JSON and TOML files. Inserted values are data and are
+// never parsed as templates, shell or syntax. api_key must not appear in argv. An element of argv, an environment variable,
+// an object member or a text file is left out if it uses an option without a value.
 type AgentSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Identifier, unique in the registry.
@@ -282,34 +282,34 @@ type AgentSpec struct {
 	Description string `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
 	// The agent's own version, for example the npm package's.
 	Version string `protobuf:"bytes,3,opt,name=version,proto3" json:"version,omitempty"`
-	// What must be installed. Its name is set by the driver.
+	// What must be installed. The driver sets its name.
 	Toolbox *v1.ToolboxSpec `protobuf:"bytes,4,opt,name=toolbox,proto3" json:"toolbox,omitempty"`
-	// Whether the agent or its installation needs root inside; refused on a backend that has none (R46).
+	// Whether the agent or its installation needs root in the sandbox. Refused on a backend without root (R46).
 	NeedsRoot bool `protobuf:"varint,5,opt,name=needs_root,json=needsRoot,proto3" json:"needs_root,omitempty"`
 	// The program and its arguments. Never a shell line.
 	Argv        []string             `protobuf:"bytes,6,rep,name=argv,proto3" json:"argv,omitempty"`
 	Instruction *InstructionDelivery `protobuf:"bytes,7,opt,name=instruction,proto3" json:"instruction,omitempty"`
 	Files       []*ConfigFile        `protobuf:"bytes,8,rep,name=files,proto3" json:"files,omitempty"`
 	Env         map[string]string    `protobuf:"bytes,9,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// In order of preference; the first that the gate speaks is used.
+	// In order of preference. The first that the gate supports is used.
 	Dialects []v11.Dialect `protobuf:"varint,10,rep,packed,name=dialects,proto3,enum=penstock.trajectory.v1.Dialect" json:"dialects,omitempty"`
-	// Set when the agent can use MCP servers.
+	// Set if the agent can use MCP servers.
 	Mcp       *McpConfig      `protobuf:"bytes,11,opt,name=mcp,proto3,oneof" json:"mcp,omitempty"`
 	Options   []*AgentOption  `protobuf:"bytes,12,rep,name=options,proto3" json:"options,omitempty"`
 	Events    *EventMapping   `protobuf:"bytes,13,opt,name=events,proto3" json:"events,omitempty"`
 	Artifacts []*ArtifactSpec `protobuf:"bytes,14,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
-	// Arguments appended when the rollout opts in to skipping the agent's permission prompts (R68).
+	// Arguments appended if the rollout chooses to skip the agent's permission prompts (R68).
 	SkipPermissionsArgv []string          `protobuf:"bytes,15,rep,name=skip_permissions_argv,json=skipPermissionsArgv,proto3" json:"skip_permissions_argv,omitempty"`
 	SkipPermissionsEnv  map[string]string `protobuf:"bytes,16,rep,name=skip_permissions_env,json=skipPermissionsEnv,proto3" json:"skip_permissions_env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	AuxiliaryCalls      *AuxiliaryCalls   `protobuf:"bytes,17,opt,name=auxiliary_calls,json=auxiliaryCalls,proto3" json:"auxiliary_calls,omitempty"`
-	// A command that shows that the installation works, for example ["opencode", "--version"].
+	// A command that proves the installation works, for example ["opencode", "--version"].
 	CheckArgv []string `protobuf:"bytes,18,rep,name=check_argv,json=checkArgv,proto3" json:"check_argv,omitempty"`
-	// Exit codes that mean that the agent finished its work; empty = 0 only.
+	// Exit codes with which the agent finished its work. Empty = 0 only.
 	SuccessExitCodes []int32 `protobuf:"varint,19,rep,packed,name=success_exit_codes,json=successExitCodes,proto3" json:"success_exit_codes,omitempty"`
-	// How long the agent may run when the rollout does not say.
+	// The agent's time limit if the rollout sets none.
 	DefaultTimeout *durationpb.Duration `protobuf:"bytes,20,opt,name=default_timeout,json=defaultTimeout,proto3" json:"default_timeout,omitempty"`
-	// What a scripted model says to it where the agent is certified; unset = it is offered a tool that runs commands, and an answer
-	// without a tool call ends its work.
+	// How a scripted model certifies the agent. Unset = the model calls a tool that runs commands, and an answer without a
+	// tool call ends the agent's work.
 	Trial         *AgentTrial `protobuf:"bytes,21,opt,name=trial,proto3,oneof" json:"trial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -492,15 +492,15 @@ func (x *AgentSpec) GetTrial() *AgentTrial {
 	return nil
 }
 
-// How a model of few words gets an agent to run `{{command}}`, a line for a shell that needs no quoting anywhere, or to write the
-// text `{{word}}` into the file out.txt of its working directory, and then to end.
+// AgentTrial makes an agent run `{{command}}`, a shell line that needs no quoting, or write the text `{{word}}` to the file
+// out.txt of its working directory, and then end.
 type AgentTrial struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The text of an answer that does it; empty = a call of the tool that takes a command.
+	// The text of an answer that makes it do the work. Empty = a call of the tool that takes a command.
 	Work string `protobuf:"bytes,1,opt,name=work,proto3" json:"work,omitempty"`
-	// The text of an answer that ends the agent's work; empty = any.
+	// The text of an answer that ends the agent's work. Empty = any text.
 	End string `protobuf:"bytes,2,opt,name=end,proto3" json:"end,omitempty"`
-	// Instead of `end`: a command that ends it, run as the work is.
+	// Instead of `end`: a command that ends it, run like the work.
 	EndCommand    string `protobuf:"bytes,3,opt,name=end_command,json=endCommand,proto3" json:"end_command,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -557,7 +557,7 @@ func (x *AgentTrial) GetEndCommand() string {
 	return ""
 }
 
-// How the instruction reaches the agent.
+// InstructionDelivery is how the instruction reaches the agent.
 type InstructionDelivery struct {
 	state  protoimpl.MessageState     `protogen:"open.v1"`
 	Method InstructionDelivery_Method `protobuf:"varint,1,opt,name=method,proto3,enum=penstock.driver.v1.InstructionDelivery_Method" json:"method,omitempty"`
@@ -611,7 +611,7 @@ func (x *InstructionDelivery) GetPath() string {
 	return ""
 }
 
-// A file written before the agent starts.
+// ConfigFile is a file written before the agent starts.
 type ConfigFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Relative to the home directory; templates are allowed.
@@ -729,13 +729,13 @@ type ConfigFile_Toml struct {
 }
 
 type ConfigFile_Text struct {
-	// Templates insert text as it is: what can hold anything (api_key, instruction, a string option without choices) may only be
-	// the end of the text.
+	// Templates insert text unquoted. Values that may contain anything (api_key, instruction, a string option without
+	// choices) may only be at the end of the text.
 	Text string `protobuf:"bytes,4,opt,name=text,proto3,oneof"`
 }
 
 type ConfigFile_JsonList struct {
-	// JSON whose top level is a list. What is JSON can be read as YAML too.
+	// JSON whose top level is a list. JSON can be read as YAML too.
 	JsonList *structpb.ListValue `protobuf:"bytes,6,opt,name=json_list,json=jsonList,proto3,oneof"`
 }
 
@@ -747,16 +747,16 @@ func (*ConfigFile_Text) isConfigFile_Content() {}
 
 func (*ConfigFile_JsonList) isConfigFile_Content() {}
 
-// How MCP servers are told to the agent.
+// McpConfig is how the agent's configuration lists MCP servers.
 type McpConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Relative to the home directory. The driver merges into the ConfigFile of the same path, if there is one.
+	// Relative to the home directory. The driver merges the servers into the ConfigFile of the same path, if there is one.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// Where in the file the servers go, for example "mcp" or "mcpServers": a path of object keys separated by dots.
+	// Where in the file the servers are listed, for example "mcp" or "mcpServers": object keys separated by dots.
 	Key string `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
-	// A JMESPath expression from {name, command, args, env, url, headers} to the agent's own entry for one server. headers, an
-	// object, holds the credential of the gate's own server, which offers host tools, and is null for others; an entry that leaves
-	// it out makes rollouts that are offered host tools refused for this agent (AGENT_WITHOUT_MCP).
+	// A JMESPath expression from {name, command, args, env, url, headers} to the agent's own entry for one server. headers is
+	// an object with the credential of the gate's own server, which offers host tools; for other servers it is null. With an
+	// entry that leaves headers out, rollouts that are offered host tools are refused for this agent (AGENT_WITHOUT_MCP).
 	Entry         string `protobuf:"bytes,3,opt,name=entry,proto3" json:"entry,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -813,15 +813,15 @@ func (x *McpConfig) GetEntry() string {
 	return ""
 }
 
-// An option that a rollout may set. Every one takes effect through a template; one that is not listed is refused (R63).
+// AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused (R63).
 type AgentOption struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Name        string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Description string                 `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
 	Type        AgentOption_Type       `protobuf:"varint,3,opt,name=type,proto3,enum=penstock.driver.v1.AgentOption_Type" json:"type,omitempty"`
-	// Allowed values; empty = any of the type.
+	// Allowed values. Empty = any value of the type.
 	Choices []*structpb.Value `protobuf:"bytes,4,rep,name=choices,proto3" json:"choices,omitempty"`
-	// Unset = the option has no value unless given.
+	// Unset = no value unless the rollout sets one.
 	DefaultValue  *structpb.Value `protobuf:"bytes,5,opt,name=default_value,json=defaultValue,proto3,oneof" json:"default_value,omitempty"`
 	Minimum       *float64        `protobuf:"fixed64,6,opt,name=minimum,proto3,oneof" json:"minimum,omitempty"`
 	Maximum       *float64        `protobuf:"fixed64,7,opt,name=maximum,proto3,oneof" json:"maximum,omitempty"`
@@ -908,11 +908,11 @@ func (x *AgentOption) GetMaximum() float64 {
 	return 0
 }
 
-// How the agent's output becomes events.
+// EventMapping parses the agent's output into events.
 type EventMapping struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Source EventMapping_Source    `protobuf:"varint,1,opt,name=source,proto3,enum=penstock.driver.v1.EventMapping_Source" json:"source,omitempty"`
-	// Tried in order; the first whose `when` holds makes the event.
+	// Tried in order. The first whose `when` is true makes the event.
 	Rules         []*EventRule `protobuf:"bytes,2,rep,name=rules,proto3" json:"rules,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -962,15 +962,15 @@ func (x *EventMapping) GetRules() []*EventRule {
 	return nil
 }
 
-// One rule of an EventMapping.
+// EventRule is one rule of an EventMapping.
 type EventRule struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A JMESPath expression on the line's object that is true for lines of this kind.
+	// A JMESPath expression on the line's object, true for lines of this kind.
 	When string         `protobuf:"bytes,1,opt,name=when,proto3" json:"when,omitempty"`
 	Kind AgentEventKind `protobuf:"varint,2,opt,name=kind,proto3,enum=penstock.driver.v1.AgentEventKind" json:"kind,omitempty"`
-	// JMESPath expressions on the object, by field of the event's data; one that gives null is left out. By convention: text;
-	// id, name, arguments; output, exit_code, is_error; message; reason, and in the last DONE event failed = true where the agent
-	// says that it failed, which is then a failure of the agent whatever its exit code.
+	// JMESPath expressions on the object, by field of the event's data. A field whose expression gives null is left out. By
+	// convention: text; id, name, arguments; output, exit_code, is_error; message; reason. failed = true in the last DONE
+	// event means that the agent reported a failure: a failure of the agent, whatever its exit code.
 	Fields        map[string]string `protobuf:"bytes,3,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1027,15 +1027,15 @@ func (x *EventRule) GetFields() map[string]string {
 	return nil
 }
 
-// A file to fetch after the run.
+// ArtifactSpec is a file to fetch after the run.
 type ArtifactSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Relative to the home directory, or absolute.
 	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// Whether its absence is a failure of the rollout.
+	// Whether a missing file fails the rollout.
 	Required bool `protobuf:"varint,3,opt,name=required,proto3" json:"required,omitempty"`
-	// More is cut; unset = 1 MiB, which is the most.
+	// The rest is cut off. Unset = 1 MiB, the maximum.
 	MaxBytes      *int64 `protobuf:"varint,4,opt,name=max_bytes,json=maxBytes,proto3,oneof" json:"max_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1099,7 +1099,7 @@ func (x *ArtifactSpec) GetMaxBytes() int64 {
 	return 0
 }
 
-// How to recognise what is not the agent's main conversation.
+// AuxiliaryCalls recognise calls outside the agent's main conversation. See CallHints.
 type AuxiliaryCalls struct {
 	state                   protoimpl.MessageState `protogen:"open.v1"`
 	TitleSystemPrompts      []string               `protobuf:"bytes,1,rep,name=title_system_prompts,json=titleSystemPrompts,proto3" json:"title_system_prompts,omitempty"`

@@ -22,16 +22,16 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// What a finding says.
+// Outcome is the kind of a finding.
 type CheckAgentResponse_Outcome int32
 
 const (
 	CheckAgentResponse_OUTCOME_UNSPECIFIED CheckAgentResponse_Outcome = 0
-	// A line about work that goes on.
+	// A line about work in progress.
 	CheckAgentResponse_OUTCOME_PROGRESS CheckAgentResponse_Outcome = 1
 	CheckAgentResponse_OUTCOME_OK       CheckAgentResponse_Outcome = 2
 	CheckAgentResponse_OUTCOME_FAILED   CheckAgentResponse_Outcome = 3
-	// It works, and could be better.
+	// It works, but could be better.
 	CheckAgentResponse_OUTCOME_WARNING CheckAgentResponse_Outcome = 4
 )
 
@@ -80,11 +80,11 @@ func (CheckAgentResponse_Outcome) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_agent_service_proto_rawDescGZIP(), []int{10, 0}
 }
 
-// A registered agent.
+// Agent is a registered agent.
 type Agent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Spec  *AgentSpec             `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
-	// A digest of the spec's content. Opaque: computed by the service only, compared and passed back by clients.
+	// Digest of the spec's content. Opaque: computed by the service, compared and passed back by clients.
 	SpecSha256    string                 `protobuf:"bytes,2,opt,name=spec_sha256,json=specSha256,proto3" json:"spec_sha256,omitempty"`
 	BuiltIn       bool                   `protobuf:"varint,3,opt,name=built_in,json=builtIn,proto3" json:"built_in,omitempty"`
 	RegisterTime  *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=register_time,json=registerTime,proto3" json:"register_time,omitempty"`
@@ -261,7 +261,7 @@ func (x *ListAgentsResponse) GetNextPageToken() string {
 type GetAgentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// A version that some rollout used; empty = the newest.
+	// A version that some rollout used. Empty = the newest.
 	SpecSha256    string `protobuf:"bytes,2,opt,name=spec_sha256,json=specSha256,proto3" json:"spec_sha256,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -532,11 +532,11 @@ func (*DeleteAgentResponse) Descriptor() ([]byte, []int) {
 type CheckAgentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Sandbox backend; empty = the default.
+	// Sandbox backend. Empty = the default.
 	Backend string `protobuf:"bytes,2,opt,name=backend,proto3" json:"backend,omitempty"`
-	// A spec that need not be registered, instead of a name.
+	// A spec to check instead of a name. It need not be registered.
 	Spec *AgentSpec `protobuf:"bytes,3,opt,name=spec,proto3,oneof" json:"spec,omitempty"`
-	// Whether only the spec is read, and nothing installed.
+	// Whether only the spec is checked, and nothing installed.
 	SpecOnly      bool `protobuf:"varint,4,opt,name=spec_only,json=specOnly,proto3" json:"spec_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -606,7 +606,7 @@ type CheckAgentResponse struct {
 	// "spec", "install", "start".
 	Step    string                     `protobuf:"bytes,1,opt,name=step,proto3" json:"step,omitempty"`
 	Outcome CheckAgentResponse_Outcome `protobuf:"varint,2,opt,name=outcome,proto3,enum=penstock.driver.v1.CheckAgentResponse_Outcome" json:"outcome,omitempty"`
-	// What was found and, when it failed, what to do.
+	// What was found and, if it failed, what to do.
 	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -30,19 +30,20 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type AgentServiceClient interface {
-	// All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66).
+	// ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
 	ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error)
+	// GetAgent returns an agent.
 	// Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
 	GetAgent(ctx context.Context, in *GetAgentRequest, opts ...grpc.CallOption) (*GetAgentResponse, error)
-	// Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-	// that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+	// RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+	// running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
 	// Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
 	RegisterAgent(ctx context.Context, in *RegisterAgentRequest, opts ...grpc.CallOption) (*RegisterAgentResponse, error)
-	// Idempotent.
+	// DeleteAgent removes an agent from the registry. Idempotent.
 	// Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
 	DeleteAgent(ctx context.Context, in *DeleteAgentRequest, opts ...grpc.CallOption) (*DeleteAgentResponse, error)
-	// Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-	// A spec that does not hold is a finding for each mistake. Nothing is registered.
+	// CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+	// finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
 	CheckAgent(ctx context.Context, in *CheckAgentRequest, opts ...grpc.CallOption) (AgentService_CheckAgentClient, error)
 }
@@ -132,19 +133,20 @@ func (x *agentServiceCheckAgentClient) Recv() (*CheckAgentResponse, error) {
 // All implementations must embed UnimplementedAgentServiceServer
 // for forward compatibility
 type AgentServiceServer interface {
-	// All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66).
+	// ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
 	ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error)
+	// GetAgent returns an agent.
 	// Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
 	GetAgent(context.Context, *GetAgentRequest) (*GetAgentResponse, error)
-	// Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-	// that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+	// RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+	// running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
 	// Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
 	RegisterAgent(context.Context, *RegisterAgentRequest) (*RegisterAgentResponse, error)
-	// Idempotent.
+	// DeleteAgent removes an agent from the registry. Idempotent.
 	// Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
 	DeleteAgent(context.Context, *DeleteAgentRequest) (*DeleteAgentResponse, error)
-	// Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-	// A spec that does not hold is a finding for each mistake. Nothing is registered.
+	// CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+	// finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
 	CheckAgent(*CheckAgentRequest, AgentService_CheckAgentServer) error
 	mustEmbedUnimplementedAgentServiceServer()

@@ -28,7 +28,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Where a rollout stands. A phase may be passed over; ENDED is terminal.
+// Phase is a rollout's stage. Phases may be skipped; ENDED is terminal.
 type Phase int32
 
 const (
@@ -99,12 +99,13 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{0}
 }
 
-// Of what kind a failure is: what a trainer does about it. Failure.caused_by says whose doing it was.
+// FailureCause is the kind of a failure, by which a trainer decides what to do. Failure.caused_by is the component at
+// fault.
 type FailureCause int32
 
 const (
 	FailureCause_FAILURE_CAUSE_UNSPECIFIED FailureCause = 0
-	// A service, a sandbox, the network. Says nothing about the policy: keep it out of baselines.
+	// A service, a sandbox, the network. It is no evidence about the policy: keep it out of baselines.
 	FailureCause_FAILURE_CAUSE_INFRASTRUCTURE FailureCause = 1
 	// The task's setup.
 	FailureCause_FAILURE_CAUSE_TASK FailureCause = 2
@@ -116,7 +117,7 @@ const (
 	FailureCause_FAILURE_CAUSE_BUDGET FailureCause = 5
 	// The verifier.
 	FailureCause_FAILURE_CAUSE_VERIFIER FailureCause = 6
-	// Nobody answered a model call, or the answerer failed.
+	// A model call was not answered, or its answerer failed.
 	FailureCause_FAILURE_CAUSE_MODEL     FailureCause = 7
 	FailureCause_FAILURE_CAUSE_CANCELLED FailureCause = 8
 )
@@ -174,7 +175,7 @@ func (FailureCause) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{1}
 }
 
-// Who made a rollout fail: the one to look at. docs/errors.md has every reason with its party.
+// Party is the component at fault for a failure. docs/errors.md lists the party of every reason.
 type Party int32
 
 const (
@@ -188,11 +189,12 @@ const (
 	Party_PARTY_SANDBOX Party = 4
 	// The interception service.
 	Party_PARTY_GATE Party = 5
-	// Whoever answers the model calls: an inference service, an upstream, or the trainer.
+	// The answerer of the model calls: an inference service, an upstream, or the trainer.
 	Party_PARTY_ENGINE Party = 6
-	// Somebody who may: who cancelled, stopped a service, killed the agent, set the group's policy, or configured what cannot work.
+	// A person's decision: a cancellation, a stopped service, a killed agent, the group's policy, or a configuration that
+	// cannot work.
 	Party_PARTY_OPERATOR Party = 7
-	// A limit of model calls that the rollout or its run was given.
+	// A limit on the model calls of the rollout or its run.
 	Party_PARTY_BUDGET Party = 8
 	// The driver itself.
 	Party_PARTY_DRIVER Party = 9
@@ -253,12 +255,12 @@ func (Party) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{2}
 }
 
-// Where a verifier worked.
+// GradingPlace is where a verifier ran.
 type GradingPlace int32
 
 const (
 	GradingPlace_GRADING_PLACE_UNSPECIFIED GradingPlace = 0
-	// The agent's own sandbox, after its death.
+	// The agent's own sandbox, after the agent's death.
 	GradingPlace_GRADING_PLACE_AGENT_SANDBOX GradingPlace = 1
 	// See Verifier.fresh_fork.
 	GradingPlace_GRADING_PLACE_FRESH_FORK GradingPlace = 2
@@ -305,31 +307,32 @@ func (GradingPlace) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{3}
 }
 
-// What an agent shall do, and how one sees whether it did.
+// Task is what an agent shall do, and how the result is graded.
 type Task struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Client-chosen identifier; the same task has the same id in every rollout.
+	// Client-chosen identifier, the same in every rollout of the task.
 	TaskId string `protobuf:"bytes,1,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
-	// Any text of up to 1 MiB; it reaches the agent byte for byte (R67).
+	// Any text of up to 1 MiB. It reaches the agent byte for byte (R67).
 	Instruction string `protobuf:"bytes,2,opt,name=instruction,proto3" json:"instruction,omitempty"`
-	// Put into the working directory before setup.
+	// Written to the working directory before setup.
 	Files []*v1.SeedFile `protobuf:"bytes,3,rep,name=files,proto3" json:"files,omitempty"`
-	// Run once, in order, when the prepared state is made that all rollouts of this content share; it sees neither the gate nor the
-	// agent's configuration. The first that fails ends the rollout (R57, R58). Where a backend cannot share, it is run in each.
+	// Run once, in order, when the prepared state that all rollouts of this content share is made. Setup sees neither the
+	// gate nor the agent's configuration. If a command fails, the rollout ends (R57, R58). On a backend that cannot share,
+	// setup runs in each rollout.
 	Setup []*v1.Command `protobuf:"bytes,4,rep,name=setup,proto3" json:"setup,omitempty"`
 	// Unset = the rollout is not graded.
 	Verifier *Verifier `protobuf:"bytes,5,opt,name=verifier,proto3,oneof" json:"verifier,omitempty"`
 	// Environment of setup and agent, not of the verifier.
 	Env map[string]string `protobuf:"bytes,6,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Carried through to the trajectory.
+	// Copied to the trajectory.
 	Metadata *structpb.Struct `protobuf:"bytes,7,opt,name=metadata,proto3" json:"metadata,omitempty"`
-	// Keep what the agent changed in its working directory, as an artifact `changes.diff`: a unified diff of at most 256 KiB, before
-	// anything is verified. For people, on every backend; nothing is graded by it. A directory of more than 32 MiB or 20,000 entries
-	// is not compared, which a Progress says.
+	// Keep the agent's changes in its working directory as an artifact `changes.diff`: a unified diff of at most 256 KiB,
+	// made before anything is verified. It is for people, on every backend, and no grade depends on it. A directory of more
+	// than 32 MiB or 20,000 entries is not compared; a Progress reports that.
 	KeepDiff bool `protobuf:"varint,8,opt,name=keep_diff,json=keepDiff,proto3" json:"keep_diff,omitempty"`
-	// Keep the small files that lie in the agent's working directory when it is dead, before anything is verified: those of up to 64 KiB
-	// at most one directory below it, the first 32 by path, 512 KiB together, each as an artifact `files/PATH`. How many more there are is
-	// told in a Progress. Files whose path has a part that begins with a dot are left out, links too.
+	// Keep small files of the agent's working directory, each as an artifact `files/PATH`. They are read after the agent's
+	// death and before anything is verified: files of up to 64 KiB, at most one directory down, the first 32 by path, 512 KiB
+	// together. A Progress reports how many more there are. Links and paths with a part that begins with a dot are left out.
 	KeepFiles     bool `protobuf:"varint,9,opt,name=keep_files,json=keepFiles,proto3" json:"keep_files,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -428,44 +431,45 @@ func (x *Task) GetKeepFiles() bool {
 	return false
 }
 
-// How a reward is made. All of it happens after the agent and everything that it started are dead: after a rollout that completed
-// and after failures of cause TIMEOUT, BUDGET and AGENT, never after others. A verifier command that was killed for memory or
-// time has not passed; one that could not be run, or whose sandbox was lost, is a failure of the infrastructure and no reward.
+// Verifier makes a reward, after the agent and all its processes are dead. It runs after a completed rollout and after
+// failures of cause TIMEOUT, BUDGET and AGENT, never after others. A command that was killed for memory or time has not
+// passed. A command that could not be run, or whose sandbox was lost, is a failure of the infrastructure, without a reward.
 type Verifier struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Written after the agent's death; what stood in their place, links included, is removed first (R75, R76).
+	// Written after the agent's death. What was at their paths, links included, is removed first (R75, R76).
 	Files []*v1.SeedFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
-	// Run in order, every one, whatever the others gave.
+	// Run in order. All run, whatever the results of the others.
 	Commands []*v1.Command `protobuf:"bytes,2,rep,name=commands,proto3" json:"commands,omitempty"`
-	// Exactly one is set.
+	// Exactly one must be set.
 	//
 	// Types that are valid to be assigned to Reward:
 	//
 	//	*Verifier_RewardFile
 	//	*Verifier_PassedShare
 	Reward isVerifier_Reward `protobuf_oneof:"reward"`
-	// Default [0, 1]. A reward outside, or not finite, is a failure of the verifier (R73).
+	// Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier (R73).
 	RangeMin *float64 `protobuf:"fixed64,5,opt,name=range_min,json=rangeMin,proto3,oneof" json:"range_min,omitempty"`
 	RangeMax *float64 `protobuf:"fixed64,6,opt,name=range_max,json=rangeMax,proto3,oneof" json:"range_max,omitempty"`
-	// For each command that does not say. Unset = 2 min.
+	// For each command without a timeout of its own. Unset = 2 min.
 	CommandTimeout *durationpb.Duration `protobuf:"bytes,7,opt,name=command_timeout,json=commandTimeout,proto3" json:"command_timeout,omitempty"`
-	// Grade in a fresh fork of the prepared state plus the agent's changes (true), or in the agent's sandbox (false), where
-	// whatever the agent could change there is what grades it. Unset = in a fresh fork where the backend can (capability diff),
-	// else in the agent's sandbox; the rollout's spec and Outcome.grading say which. True where the backend cannot is refused
-	// (CAPABILITY_MISSING) before anything starts. What is taken over are files, directories and links below `changes_below`,
-	// deletions included; links that lead out of them and other kinds of file are left out, which Grading.changes tells. A
-	// terminal episode is graded in its own sandbox: true is refused there.
-	// In the agent's sandbox a rollout whose agent, not being root, changed the system's programs or settings is not graded, where
-	// the backend can tell (GRADING_BLOCKED).
+	// True = grade in a fresh fork of the prepared state plus the agent's changes. False = grade in the agent's sandbox,
+	// where the agent could change whatever grades it. Unset = a fresh fork if the backend can make one (capability diff),
+	// else the agent's sandbox; the rollout's spec and Outcome.grading have the choice. True is refused (CAPABILITY_MISSING)
+	// before anything starts if the backend cannot do it. It is also refused for a terminal episode, which is graded in its
+	// own sandbox.
+	// Changes are files, directories and links below `changes_below`, deletions included. Links that lead out of them and
+	// other kinds of file are left out; Grading.changes counts them.
+	// In the agent's sandbox, a rollout is not graded if its agent, not being root, changed the system's programs or
+	// settings, where the backend can detect that (GRADING_BLOCKED).
 	FreshFork *bool `protobuf:"varint,8,opt,name=fresh_fork,json=freshFork,proto3,oneof" json:"fresh_fork,omitempty"`
-	// What is put back into the prepared state before grading, the agent's additions removed: paths relative to the working
-	// directory, absolute, or beginning with "~/"; `*`, `?` and `[...]` within a name, `**` for any number of directories. A path that
-	// is a directory means all that is in it. In place and with fresh_fork alike (R76).
+	// Paths to restore from the prepared state before grading; the agent's additions there are removed. Paths are relative to
+	// the working directory, absolute, or begin with "~/". `*`, `?` and `[...]` match within a name, `**` any number of
+	// directories. A directory stands for all its content. Both in place and with fresh_fork (R76).
 	Restore []string `protobuf:"bytes,9,rep,name=restore,proto3" json:"restore,omitempty"`
-	// With fresh_fork: the directories whose changes are taken over, absolute or relative to the working directory. Empty = the
-	// working directory. Not empty = a fresh fork, and refused with fresh_fork false.
+	// With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
+	// working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused.
 	ChangesBelow []string `protobuf:"bytes,10,rep,name=changes_below,json=changesBelow,proto3" json:"changes_below,omitempty"`
-	// With reward_file: the components that it must have, each finite and in its range. Not empty = it may have no others.
+	// With reward_file: the required components, each finite and in its range. Not empty = other components are refused.
 	ComponentRanges map[string]*RewardRange `protobuf:"bytes,11,rep,name=component_ranges,json=componentRanges,proto3" json:"component_ranges,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -605,7 +609,7 @@ func (*Verifier_RewardFile) isVerifier_Reward() {}
 
 func (*Verifier_PassedShare) isVerifier_Reward() {}
 
-// From min to max, both included and finite.
+// RewardRange is from min to max, both included and finite.
 type RewardRange struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Min           float64                `protobuf:"fixed64,1,opt,name=min,proto3" json:"min,omitempty"`
@@ -658,10 +662,10 @@ func (x *RewardRange) GetMax() float64 {
 	return 0
 }
 
-// The commands write the reward to a file that the service creates, empty, where the agent never could: its path is in
-// the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward": NUMBER, "components":
-// {NAME: NUMBER}}. Empty = a failure of the verifier, and so is anything else: other or repeated names, numbers that are not finite
-// or not in their range, more than 64 KiB or 256 components.
+// RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
+// access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
+// NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
+// names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
 type RewardFile struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -698,7 +702,7 @@ func (*RewardFile) Descriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{3}
 }
 
-// The reward is range_min + (range_max - range_min) * passed / total, a command being passed when it exits with 0.
+// RewardPassedShare computes range_min + (range_max - range_min) * passed / total. A command has passed if it exits with 0.
 type RewardPassedShare struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -735,12 +739,12 @@ func (*RewardPassedShare) Descriptor() ([]byte, []int) {
 	return file_penstock_driver_v1_rollout_proto_rawDescGZIP(), []int{4}
 }
 
-// Which agent, and how it is set up.
+// AgentChoice is which agent runs, and its options.
 type AgentChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A name of the registry.
+	// A name in the registry.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// The hash of the spec that is meant; empty = the newest.
+	// The hash of the wanted version of the spec. Empty = the newest.
 	SpecSha256 string `protobuf:"bytes,2,opt,name=spec_sha256,json=specSha256,proto3" json:"spec_sha256,omitempty"`
 	// Values for the spec's options, by name.
 	Options *structpb.Struct `protobuf:"bytes,3,opt,name=options,proto3" json:"options,omitempty"`
@@ -816,7 +820,7 @@ func (x *AgentChoice) GetMcpServers() []*McpServer {
 	return nil
 }
 
-// An MCP server for the agent, started inside the sandbox or reached at a URL that the network policy allows.
+// McpServer is an MCP server for the agent, started inside the sandbox or reached at a URL that the network policy allows.
 type McpServer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -907,8 +911,8 @@ func (*McpServer_Stdio_) isMcpServer_Transport() {}
 
 func (*McpServer_Url) isMcpServer_Transport() {}
 
-// What the rollout may choose about its sandbox; the operator's policy bounds it (R54). While the agent runs it reaches its model
-// endpoint and nothing else, whatever is chosen.
+// SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy (R54). Whatever it chooses,
+// a running agent reaches its model endpoint only.
 type SandboxChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Empty = the sandbox service's default.
@@ -916,13 +920,13 @@ type SandboxChoice struct {
 	// Empty = the backend's default.
 	Image     string        `protobuf:"bytes,2,opt,name=image,proto3" json:"image,omitempty"`
 	Resources *v1.Resources `protobuf:"bytes,3,opt,name=resources,proto3" json:"resources,omitempty"`
-	// What setup may reach; cut before the agent starts. Unset = nothing.
+	// What setup may reach. It is cut before the agent starts. Unset = nothing.
 	SetupNetwork *v1.NetworkPolicy `protobuf:"bytes,4,opt,name=setup_network,json=setupNetwork,proto3" json:"setup_network,omitempty"`
-	// The account that executes the agent, setup and the verifier, as SandboxSpec.user. Empty = the backend's ordinary user. One
-	// that the backend or the image has not fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
+	// The account that runs the agent, setup and the verifier, as in SandboxSpec.user. Empty = the backend's ordinary user.
+	// An account that the backend or the image lacks fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
 	User string `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`
-	// Only with a kernel of its own, as SandboxSpec.own_kernel: gVisor or a virtual machine. On a backend that has none the rollout
-	// fails with CAPABILITY_MISSING before anything runs.
+	// Require a kernel of the sandbox's own (gVisor or a virtual machine), as in SandboxSpec.own_kernel. On a backend without
+	// one, the rollout fails with CAPABILITY_MISSING before anything runs.
 	OwnKernel     bool `protobuf:"varint,6,opt,name=own_kernel,json=ownKernel,proto3" json:"own_kernel,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1000,7 +1004,7 @@ func (x *SandboxChoice) GetOwnKernel() bool {
 	return false
 }
 
-// How long each part of a rollout may take. Unset = the driver's default, which GetRollout shows.
+// Limits are time limits of the parts of a rollout. Unset = the driver's default, which GetRollout returns.
 type Limits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Installation and snapshot. Default 15 min.
@@ -1073,7 +1077,7 @@ func (x *Limits) GetVerify() *durationpb.Duration {
 	return nil
 }
 
-// Everything that defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's.
+// RolloutSpec defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's.
 type RolloutSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Task  *Task                  `protobuf:"bytes,1,opt,name=task,proto3" json:"task,omitempty"`
@@ -1088,17 +1092,18 @@ type RolloutSpec struct {
 	// Groups rollouts of one training run.
 	RunId  *string           `protobuf:"bytes,9,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
 	Labels map[string]string `protobuf:"bytes,10,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Given to the agent's option "seed" where its spec has one, refused otherwise (R63); in a group, seed + index.
+	// Value of the agent's option "seed"; refused if its spec has none (R63). In a group, seed + index.
 	Seed *int64 `protobuf:"varint,11,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
-	// Replaces, field by field, what the agent asks for.
+	// Replaces fields of the agent's sampling.
 	SamplingOverride *v12.Sampling `protobuf:"bytes,12,opt,name=sampling_override,json=samplingOverride,proto3,oneof" json:"sampling_override,omitempty"`
-	// Of all rollouts of the run; needs run_id. As in OpenRolloutRequest: the first rollout that gives them fixes them.
+	// Budgets of all rollouts of the run; they need run_id. As in OpenRolloutRequest, the first rollout that sets them fixes
+	// them.
 	RunBudgets *v11.RunBudgets `protobuf:"bytes,13,opt,name=run_budgets,json=runBudgets,proto3" json:"run_budgets,omitempty"`
-	// Of the token that the agent gets for the gate.
+	// Terms of the agent key.
 	TokenTerms *v11.TokenTerms `protobuf:"bytes,14,opt,name=token_terms,json=tokenTerms,proto3" json:"token_terms,omitempty"`
-	// How often the rollout may be tried in all, 1 to 10; unset = 1. An attempt whose failure is retriable is given up and the rollout
-	// begins anew, in a sandbox of its own and with nothing captured; it keeps its id and its place in the group. What the policy did is
-	// never tried again: only failures of cause INFRASTRUCTURE and MODEL are retriable.
+	// The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
+	// empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
+	// what the policy did is never retried.
 	MaxAttempts   *int32 `protobuf:"varint,15,opt,name=max_attempts,json=maxAttempts,proto3,oneof" json:"max_attempts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1239,7 +1244,7 @@ func (x *RolloutSpec) GetMaxAttempts() int32 {
 	return 0
 }
 
-// Why a rollout did not complete.
+// Failure is why a rollout did not complete.
 type Failure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Cause FailureCause           `protobuf:"varint,1,opt,name=cause,proto3,enum=penstock.driver.v1.FailureCause" json:"cause,omitempty"`
@@ -1247,7 +1252,7 @@ type Failure struct {
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
 	// For people: what happened and what to do.
 	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
-	// Whether the same rollout may well succeed if tried again.
+	// Whether the same rollout may succeed if it is tried again.
 	Retriable     bool  `protobuf:"varint,4,opt,name=retriable,proto3" json:"retriable,omitempty"`
 	Phase         Phase `protobuf:"varint,5,opt,name=phase,proto3,enum=penstock.driver.v1.Phase" json:"phase,omitempty"`
 	CausedBy      Party `protobuf:"varint,6,opt,name=caused_by,json=causedBy,proto3,enum=penstock.driver.v1.Party" json:"caused_by,omitempty"`
@@ -1327,7 +1332,7 @@ func (x *Failure) GetCausedBy() Party {
 	return Party_PARTY_UNSPECIFIED
 }
 
-// The end of an agent's process, as the sandbox saw it (R59).
+// AgentExit is the end of an agent's process, as observed by the sandbox (R59).
 type AgentExit struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Exit  *v1.Exit               `protobuf:"bytes,1,opt,name=exit,proto3" json:"exit,omitempty"`
@@ -1381,15 +1386,15 @@ func (x *AgentExit) GetStderrTail() []byte {
 	return nil
 }
 
-// How a rollout ended.
+// Outcome is how a rollout ended.
 type Outcome struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Unset = COMPLETED: the agent ended by itself with a success code, and the verifier, if any, gave a reward.
+	// Unset = COMPLETED: the agent ended with a success code, and the verifier, if any, gave a reward.
 	Failure *Failure `protobuf:"bytes,1,opt,name=failure,proto3,oneof" json:"failure,omitempty"`
 	// Unset = not graded, which is not zero. A rollout that failed by TIMEOUT, BUDGET or AGENT may still be graded.
 	Reward    *v13.Reward `protobuf:"bytes,2,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
 	AgentExit *AgentExit  `protobuf:"bytes,3,opt,name=agent_exit,json=agentExit,proto3,oneof" json:"agent_exit,omitempty"`
-	// Set when a verifier began, whether or not a reward came of it.
+	// Set once a verifier began, with or without a reward.
 	Grading       *Grading `protobuf:"bytes,4,opt,name=grading,proto3,oneof" json:"grading,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1453,18 +1458,18 @@ func (x *Outcome) GetGrading() *Grading {
 	return nil
 }
 
-// How a rollout was graded, and what the verifier printed.
+// Grading is how a rollout was graded, with the verifier's output.
 type Grading struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Place GradingPlace           `protobuf:"varint,1,opt,name=place,proto3,enum=penstock.driver.v1.GradingPlace" json:"place,omitempty"`
-	// Commands that ended with exit code 0, of those that the verifier has.
+	// Commands that exited with code 0, and all commands of the verifier.
 	Passed int32 `protobuf:"varint,2,opt,name=passed,proto3" json:"passed,omitempty"`
 	Total  int32 `protobuf:"varint,3,opt,name=total,proto3" json:"total,omitempty"`
-	// Those that ran, in order, at most the first 64; the events have all of them.
+	// Commands that ran, in order, at most the first 64. The events have all of them.
 	Commands []*Grading_Command `protobuf:"bytes,4,rep,name=commands,proto3" json:"commands,omitempty"`
-	// With FRESH_FORK, once they have been taken over.
+	// With FRESH_FORK, once the changes have been copied.
 	Changes *Grading_Changes `protobuf:"bytes,5,opt,name=changes,proto3,oneof" json:"changes,omitempty"`
-	// Paths that Verifier.restore put back or removed.
+	// Paths that Verifier.restore restored or removed.
 	Restored      int32 `protobuf:"varint,6,opt,name=restored,proto3" json:"restored,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1542,14 +1547,14 @@ func (x *Grading) GetRestored() int32 {
 	return 0
 }
 
-// A rollout.
+// Rollout is one run of an agent on a task.
 type Rollout struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	GroupId   *string                `protobuf:"bytes,2,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
 	// Position in its group.
 	Index int32 `protobuf:"varint,3,opt,name=index,proto3" json:"index,omitempty"`
-	// As applied, defaults filled in; without upstream keys, values of secret_env and contents of files.
+	// As applied, with defaults filled in; without upstream keys, values of secret_env and contents of files.
 	Spec  *RolloutSpec `protobuf:"bytes,4,opt,name=spec,proto3" json:"spec,omitempty"`
 	Phase Phase        `protobuf:"varint,5,opt,name=phase,proto3,enum=penstock.driver.v1.Phase" json:"phase,omitempty"`
 	// Unset until ENDED.
@@ -1558,13 +1563,13 @@ type Rollout struct {
 	EndTime    *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
 	// Time spent in each phase so far.
 	PhaseTimes []*PhaseTime `protobuf:"bytes,9,rep,name=phase_times,json=phaseTimes,proto3" json:"phase_times,omitempty"`
-	// Hash of the agent spec that is used.
+	// Hash of the agent spec in use.
 	AgentSpecSha256 string `protobuf:"bytes,10,opt,name=agent_spec_sha256,json=agentSpecSha256,proto3" json:"agent_spec_sha256,omitempty"`
-	// How its sandbox relates to the group's others.
+	// How its sandbox was copied from the group's prepared state.
 	ForkKind v1.ForkKind `protobuf:"varint,11,opt,name=fork_kind,json=forkKind,proto3,enum=penstock.sandbox.v1.ForkKind" json:"fork_kind,omitempty"`
 	// Sequence number of its newest event.
 	LastSequence int64 `protobuf:"varint,12,opt,name=last_sequence,json=lastSequence,proto3" json:"last_sequence,omitempty"`
-	// How often it was begun; `outcome` is that of the last attempt, the others are told by AttemptFailed.
+	// Attempts started. `outcome` is the last attempt's; AttemptFailed events report the others.
 	Attempts      int32 `protobuf:"varint,13,opt,name=attempts,proto3" json:"attempts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1691,7 +1696,7 @@ func (x *Rollout) GetAttempts() int32 {
 	return 0
 }
 
-// A rollout in one row: what tables and curves of many rollouts need, without its spec.
+// RolloutSummary is a rollout in one row, for tables and curves of many rollouts, without its spec.
 type RolloutSummary struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
@@ -1707,11 +1712,11 @@ type RolloutSummary struct {
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// Unset until ENDED.
 	EndTime *timestamppb.Timestamp `protobuf:"bytes,10,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
-	// As Rollout.attempts.
+	// See Rollout.attempts.
 	Attempts int32 `protobuf:"varint,11,opt,name=attempts,proto3" json:"attempts,omitempty"`
-	// As Outcome.failure; unset = it runs, or completed.
+	// See Outcome.failure. Unset = it runs, or completed.
 	Failure *Failure `protobuf:"bytes,12,opt,name=failure,proto3,oneof" json:"failure,omitempty"`
-	// As Outcome.reward.
+	// See Outcome.reward.
 	Reward        *v13.Reward `protobuf:"bytes,13,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
 	Calls         *CallSums   `protobuf:"bytes,14,opt,name=calls,proto3" json:"calls,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1846,15 +1851,15 @@ func (x *RolloutSummary) GetCalls() *CallSums {
 	return nil
 }
 
-// Sums over the model calls of a rollout that have ended, of all attempts, as far as the driver has been told of them while the
-// rollout ran: what the agent's last moment brought may be missing. GetTrajectory has all.
+// CallSums are sums over the ended model calls of a rollout, of all attempts. The driver counts them while the rollout
+// runs, so calls of the agent's last moment may be missing. GetTrajectory has all.
 type CallSums struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	Calls        int32                  `protobuf:"varint,1,opt,name=calls,proto3" json:"calls,omitempty"`
 	PromptTokens int64                  `protobuf:"varint,2,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// Sampled tokens.
 	CompletionTokens int64 `protobuf:"varint,3,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
-	// The oldest and the newest policy version that answered; unset = none was told.
+	// The oldest and the newest policy version that answered. Unset = unknown.
 	OldestPolicyVersion *int64 `protobuf:"varint,4,opt,name=oldest_policy_version,json=oldestPolicyVersion,proto3,oneof" json:"oldest_policy_version,omitempty"`
 	NewestPolicyVersion *int64 `protobuf:"varint,5,opt,name=newest_policy_version,json=newestPolicyVersion,proto3,oneof" json:"newest_policy_version,omitempty"`
 	unknownFields       protoimpl.UnknownFields
@@ -1979,10 +1984,10 @@ func (x *PhaseTime) GetDuration() *durationpb.Duration {
 	return nil
 }
 
-// What a group does about rollouts that lag behind.
+// StragglerPolicy is what a group does with slow rollouts.
 type StragglerPolicy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From the quorum-th result on the others get this long, then they are cancelled. Unset = they are waited for.
+	// Time that the others have after the quorum-th result, until they are cancelled. Unset = no limit.
 	Grace         *durationpb.Duration `protobuf:"bytes,1,opt,name=grace,proto3" json:"grace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2025,26 +2030,26 @@ func (x *StragglerPolicy) GetGrace() *durationpb.Duration {
 	return nil
 }
 
-// A group: rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or, without a verifier,
-// one that completed. With `size` results the rest are cancelled (reason GROUP_COMPLETE).
+// Group is a set of rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or,
+// without a verifier, a completed one. Once there are `size` results, the rest are cancelled (reason GROUP_COMPLETE).
 type Group struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	GroupId string                 `protobuf:"bytes,1,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
-	// As Rollout.spec.
+	// See Rollout.spec.
 	Spec *RolloutSpec `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
 	// Wanted results.
 	Size int32 `protobuf:"varint,3,opt,name=size,proto3" json:"size,omitempty"`
-	// Further rollouts started at once, so that `size` results come although some fail.
+	// Extra rollouts started at once, so that failures do not reduce the results below `size`.
 	Spares int32 `protobuf:"varint,4,opt,name=spares,proto3" json:"spares,omitempty"`
-	// Results with which the group counts as complete; default size.
+	// Results that make the group complete. Default size.
 	Quorum     int32            `protobuf:"varint,5,opt,name=quorum,proto3" json:"quorum,omitempty"`
 	Stragglers *StragglerPolicy `protobuf:"bytes,6,opt,name=stragglers,proto3" json:"stragglers,omitempty"`
 	RolloutIds []string         `protobuf:"bytes,7,rep,name=rollout_ids,json=rolloutIds,proto3" json:"rollout_ids,omitempty"`
 	EndedCount int32            `protobuf:"varint,8,opt,name=ended_count,json=endedCount,proto3" json:"ended_count,omitempty"`
-	// All rollouts have ended.
+	// Whether all rollouts have ended.
 	Ended      bool                   `protobuf:"varint,9,opt,name=ended,proto3" json:"ended,omitempty"`
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,10,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	// It has `quorum` results at least, and all rollouts have ended.
+	// Whether all rollouts have ended with at least `quorum` results.
 	Complete bool `protobuf:"varint,11,opt,name=complete,proto3" json:"complete,omitempty"`
 	// In the order in which they ended, at most `size`.
 	ResultRolloutIds []string               `protobuf:"bytes,12,rep,name=result_rollout_ids,json=resultRolloutIds,proto3" json:"result_rollout_ids,omitempty"`
@@ -2174,7 +2179,7 @@ func (x *Group) GetEndTime() *timestamppb.Timestamp {
 	return nil
 }
 
-// One thing that happened in a rollout.
+// RolloutEvent is an event of a rollout.
 type RolloutEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// From 1, without gaps within a rollout.
@@ -2361,7 +2366,7 @@ type RolloutEvent_Artifact struct {
 }
 
 type RolloutEvent_Progress struct {
-	// A line about work that goes on, for people.
+	// A line about work in progress, for people.
 	Progress *Progress `protobuf:"bytes,9,opt,name=progress,proto3,oneof"`
 }
 
@@ -2371,7 +2376,7 @@ type RolloutEvent_Ended struct {
 }
 
 type RolloutEvent_AgentExited struct {
-	// The agent's process has ended, by itself or not, and all that it started is dead.
+	// The agent's process has ended, and all its descendants are dead.
 	AgentExited *AgentExit `protobuf:"bytes,11,opt,name=agent_exited,json=agentExited,proto3,oneof"`
 }
 
@@ -2397,11 +2402,11 @@ func (*RolloutEvent_AgentExited) isRolloutEvent_Event() {}
 
 func (*RolloutEvent_AttemptFailed) isRolloutEvent_Event() {}
 
-// A rollout entered a phase.
+// PhaseChanged states that a rollout entered a phase.
 type PhaseChanged struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Phase Phase                  `protobuf:"varint,1,opt,name=phase,proto3,enum=penstock.driver.v1.Phase" json:"phase,omitempty"`
-	// How long the phase before it took; unset for the first.
+	// Duration of the previous phase. Unset for the first.
 	PreviousDuration *durationpb.Duration `protobuf:"bytes,2,opt,name=previous_duration,json=previousDuration,proto3" json:"previous_duration,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -2451,7 +2456,8 @@ func (x *PhaseChanged) GetPreviousDuration() *durationpb.Duration {
 	return nil
 }
 
-// An attempt failed in a way that may pass, and the rollout begins anew (RolloutSpec.max_attempts): the next phase is PREPARING.
+// AttemptFailed states that an attempt failed for a transient reason, and the rollout starts again
+// (RolloutSpec.max_attempts). The next phase is PREPARING.
 type AttemptFailed struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// From 1.
@@ -2505,7 +2511,7 @@ func (x *AttemptFailed) GetFailure() *Failure {
 	return nil
 }
 
-// A setup or verifier command ended.
+// CommandFinished states that a setup or verifier command ended.
 type CommandFinished struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Phase Phase                  `protobuf:"varint,1,opt,name=phase,proto3,enum=penstock.driver.v1.Phase" json:"phase,omitempty"`
@@ -2592,7 +2598,7 @@ func (x *CommandFinished) GetStderrTail() []byte {
 	return nil
 }
 
-// What an agent reported, parsed by its spec while it runs (R71).
+// AgentEvent is an event that an agent reported, parsed by its spec while it runs (R71).
 type AgentEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  AgentEventKind         `protobuf:"varint,1,opt,name=kind,proto3,enum=penstock.driver.v1.AgentEventKind" json:"kind,omitempty"`
@@ -2654,7 +2660,7 @@ func (x *AgentEvent) GetRawLine() []byte {
 	return nil
 }
 
-// A model call ended.
+// CallFinished states that a model call ended.
 type CallFinished struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Without tokens and bodies.
@@ -2700,7 +2706,7 @@ func (x *CallFinished) GetCall() *v13.Call {
 	return nil
 }
 
-// A file that was fetched.
+// ArtifactCollected is a file that was fetched.
 type ArtifactCollected struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -2815,12 +2821,12 @@ func (x *Progress) GetMessage() string {
 	return ""
 }
 
-// A program that speaks MCP on its standard streams.
+// Stdio is a program that serves MCP on its standard streams.
 type McpServer_Stdio struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Args  []string               `protobuf:"bytes,1,rep,name=args,proto3" json:"args,omitempty"`
 	Env   map[string]string      `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// For values that must appear in no log and no answer.
+	// For secrets, which appear in no log and no answer.
 	SecretEnv     map[string]string `protobuf:"bytes,3,rep,name=secret_env,json=secretEnv,proto3" json:"secret_env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2877,7 +2883,7 @@ func (x *McpServer_Stdio) GetSecretEnv() map[string]string {
 	return nil
 }
 
-// A verifier command that ran.
+// Command is a verifier command that ran.
 type Grading_Command struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Exit  *v1.Exit               `protobuf:"bytes,1,opt,name=exit,proto3" json:"exit,omitempty"`
@@ -2939,15 +2945,15 @@ func (x *Grading_Command) GetStderrTail() []byte {
 	return nil
 }
 
-// What was taken over from the agent's sandbox.
+// Changes are what was copied from the agent's sandbox.
 type Grading_Changes struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// New or changed files, links and directories, and the bytes of the files.
 	Entries   int32 `protobuf:"varint,1,opt,name=entries,proto3" json:"entries,omitempty"`
 	SizeBytes int64 `protobuf:"varint,2,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
-	// Paths that the agent removed, or put something else in place of.
+	// Paths that the agent removed or replaced.
 	Removed int32 `protobuf:"varint,3,opt,name=removed,proto3" json:"removed,omitempty"`
-	// Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be carried.
+	// Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be copied.
 	LeftOut int32 `protobuf:"varint,4,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	// At most 32 of those, absolute.
 	LeftOutPaths  []string `protobuf:"bytes,5,rep,name=left_out_paths,json=leftOutPaths,proto3" json:"left_out_paths,omitempty"`

@@ -28,7 +28,8 @@ type CreateRolloutRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	Spec      *RolloutSpec           `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
-	// Client-chosen identifier, never used before; empty = assigned. Chosen, it lets a trainer's session select it beforehand.
+	// Client-chosen identifier, never used before. With one, a trainer's session can select the rollout in advance. Empty =
+	// the service assigns one.
 	RolloutId     string `protobuf:"bytes,3,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -220,13 +221,13 @@ func (x *GetRolloutResponse) GetRollout() *Rollout {
 	return nil
 }
 
-// Which rollouts: those that match every condition that is set.
+// RolloutFilter selects rollouts. A rollout must match every condition that is set.
 type RolloutFilter struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	RunId   *string                `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
 	GroupId *string                `protobuf:"bytes,2,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
 	Labels  map[string]string      `protobuf:"bytes,3,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Only ended, or only unended, ones.
+	// True = ended ones only. False = running ones only.
 	Ended         *bool   `protobuf:"varint,4,opt,name=ended,proto3,oneof" json:"ended,omitempty"`
 	TaskId        *string `protobuf:"bytes,5,opt,name=task_id,json=taskId,proto3,oneof" json:"task_id,omitempty"`
 	Agent         *string `protobuf:"bytes,6,opt,name=agent,proto3,oneof" json:"agent,omitempty"`
@@ -425,7 +426,7 @@ func (x *ListRolloutsResponse) GetNextPageToken() string {
 type WatchRolloutRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
-	// Events with a greater sequence number; 0 = all.
+	// Events with a greater sequence number. 0 = all.
 	AfterSequence int64 `protobuf:"varint,2,opt,name=after_sequence,json=afterSequence,proto3" json:"after_sequence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -551,7 +552,7 @@ type WatchRolloutResponse_Event struct {
 }
 
 type WatchRolloutResponse_Heartbeat struct {
-	// Every 10 s of silence.
+	// After every 10 s of silence.
 	Heartbeat *WatchHeartbeat `protobuf:"bytes,2,opt,name=heartbeat,proto3,oneof"`
 }
 
@@ -559,7 +560,7 @@ func (*WatchRolloutResponse_Event) isWatchRolloutResponse_Message() {}
 
 func (*WatchRolloutResponse_Heartbeat) isWatchRolloutResponse_Message() {}
 
-// Nothing happened; the watched work goes on.
+// WatchHeartbeat states that the stream is alive.
 type WatchHeartbeat struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -600,7 +601,8 @@ func (*WatchHeartbeat) Descriptor() ([]byte, []int) {
 type WatchRolloutsRequest struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Filter *RolloutFilter         `protobuf:"bytes,1,opt,name=filter,proto3" json:"filter,omitempty"`
-	// Of those that have ended before, the newest this many are told: 0 to 10000; unset = 1000. Those that run are told all.
+	// How many of the rollouts that had ended before are sent, newest first: 0 to 10000; unset = 1000. Running ones are all
+	// sent.
 	EndedLimit *int32 `protobuf:"varint,2,opt,name=ended_limit,json=endedLimit,proto3,oneof" json:"ended_limit,omitempty"`
 	// Shortest time between two messages with changes: 100 ms to 1 min; unset = 250 ms.
 	Interval      *durationpb.Duration `protobuf:"bytes,3,opt,name=interval,proto3" json:"interval,omitempty"`
@@ -659,14 +661,14 @@ func (x *WatchRolloutsRequest) GetInterval() *durationpb.Duration {
 	return nil
 }
 
-// See WatchRollouts. One without any row, id and flag comes after every 10 s of silence.
+// See WatchRollouts. A message without rows, ids and flag is sent after every 10 s of silence.
 type WatchRolloutsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As they stand; at most 256.
+	// Present states; at most 256.
 	Rollouts []*RolloutSummary `protobuf:"bytes,1,rep,name=rollouts,proto3" json:"rollouts,omitempty"`
-	// Told before and matching no more, or deleted; of those that were deleted, some that were not told too.
+	// Rollouts that were sent and no longer match, or were deleted. Deleted ones may include some that were never sent.
 	GoneRolloutIds []string `protobuf:"bytes,2,rep,name=gone_rollout_ids,json=goneRolloutIds,proto3" json:"gone_rollout_ids,omitempty"`
-	// All that were there at the beginning have been told, with this message at the latest.
+	// True once all rollouts that existed at the start have been sent, this message included.
 	SnapshotComplete bool `protobuf:"varint,3,opt,name=snapshot_complete,json=snapshotComplete,proto3" json:"snapshot_complete,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -1006,7 +1008,8 @@ type CreateGroupRequest struct {
 	// 1 to size; unset = size.
 	Quorum     *int32           `protobuf:"varint,5,opt,name=quorum,proto3,oneof" json:"quorum,omitempty"`
 	Stragglers *StragglerPolicy `protobuf:"bytes,6,opt,name=stragglers,proto3" json:"stragglers,omitempty"`
-	// Client-chosen identifier of at most 120 characters, never used before; empty = assigned. Its rollouts are GROUP_ID-INDEX.
+	// Client-chosen identifier of at most 120 characters, never used before. Empty = the service assigns one. Its rollouts
+	// are GROUP_ID-INDEX.
 	GroupId       string `protobuf:"bytes,7,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1229,7 +1232,7 @@ func (x *GetGroupResponse) GetGroup() *Group {
 // See ListGroups.
 type ListGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As in ListRollouts.
+	// See ListRollouts.
 	PageSize      int32   `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string  `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	RunId         *string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
@@ -1345,7 +1348,7 @@ func (x *ListGroupsResponse) GetNextPageToken() string {
 type WatchGroupRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	GroupId string                 `protobuf:"bytes,1,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
-	// By rollout id; one that is absent is streamed from its first event.
+	// By rollout id. A rollout without a position is streamed from its first event.
 	AfterSequences map[string]int64 `protobuf:"bytes,2,rep,name=after_sequences,json=afterSequences,proto3" json:"after_sequences,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Send phase changes and ends only.
 	Summary       bool `protobuf:"varint,3,opt,name=summary,proto3" json:"summary,omitempty"`
@@ -1494,7 +1497,7 @@ type WatchGroupResponse_Heartbeat struct {
 }
 
 type WatchGroupResponse_Group struct {
-	// When a rollout has ended; always the last message.
+	// After each end of a rollout; always the last message.
 	Group *Group `protobuf:"bytes,3,opt,name=group,proto3,oneof"`
 }
 
@@ -1780,7 +1783,7 @@ type GetTrajectoryRequest struct {
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	// Whether Call.request_body is filled.
 	IncludeBodies bool `protobuf:"varint,2,opt,name=include_bodies,json=includeBodies,proto3" json:"include_bodies,omitempty"`
-	// Samples only: calls and branches are left out. What a trainer in a hurry wants.
+	// Only samples, without calls and branches, for a trainer that needs no more.
 	SamplesOnly   bool `protobuf:"varint,3,opt,name=samples_only,json=samplesOnly,proto3" json:"samples_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1938,7 +1941,7 @@ func (x *ExportTrajectoriesRequest) GetIncludeBodies() bool {
 // See ExportTrajectories.
 type ExportTrajectoriesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A fragment of the trajectory of the rollout that it names; a new rollout_id begins the next one.
+	// A fragment of the trajectory of the rollout that it names. A new rollout_id begins the next trajectory.
 	Trajectory *v1.Trajectory `protobuf:"bytes,1,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
 	// How the rollout ended, with its first fragment.
 	Outcome       *Outcome `protobuf:"bytes,2,opt,name=outcome,proto3" json:"outcome,omitempty"`

@@ -42,61 +42,64 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type RolloutServiceClient interface {
-	// Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-	// the backend, reachability of gate, sandbox service and model source.
+	// CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+	// backend, reachability of gate, sandbox service and model source.
 	//
-	// Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-	// (REQUEST_ID_REUSED).
+	// Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+	// ALREADY_EXISTS (REQUEST_ID_REUSED).
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-	// cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-	// RetryInfo); for the model source those of RolloutGateService.CheckSource.
+	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+	// agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+	// with RetryInfo); for the model source those of RolloutGateService.CheckSource.
 	CreateRollout(ctx context.Context, in *CreateRolloutRequest, opts ...grpc.CallOption) (*CreateRolloutResponse, error)
+	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(ctx context.Context, in *GetRolloutRequest, opts ...grpc.CallOption) (*GetRolloutResponse, error)
-	// Rollouts, newest first.
+	// ListRollouts lists rollouts, newest first.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
-	// Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	WatchRollout(ctx context.Context, in *WatchRolloutRequest, opts ...grpc.CallOption) (RolloutService_WatchRolloutClient, error)
-	// Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-	// between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-	// that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+	// WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+	// end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+	// rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
 	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	WatchRollouts(ctx context.Context, in *WatchRolloutsRequest, opts ...grpc.CallOption) (RolloutService_WatchRolloutsClient, error)
-	// Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+	// WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	WaitRollout(ctx context.Context, in *WaitRolloutRequest, opts ...grpc.CallOption) (*WaitRolloutResponse, error)
-	// Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+	// CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+	// outcome.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CancelRollout(ctx context.Context, in *CancelRolloutRequest, opts ...grpc.CallOption) (*CancelRolloutResponse, error)
-	// Removes an ended rollout with its events and trajectory. Idempotent.
+	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
-	// Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout.
+	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
 	CreateGroup(ctx context.Context, in *CreateGroupRequest, opts ...grpc.CallOption) (*CreateGroupResponse, error)
+	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	GetGroup(ctx context.Context, in *GetGroupRequest, opts ...grpc.CallOption) (*GetGroupResponse, error)
-	// Groups, newest first.
+	// ListGroups lists groups, newest first.
 	ListGroups(ctx context.Context, in *ListGroupsRequest, opts ...grpc.CallOption) (*ListGroupsResponse, error)
-	// Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-	// the position of each rollout.
+	// WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+	// Resumable by the position of each rollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	WatchGroup(ctx context.Context, in *WatchGroupRequest, opts ...grpc.CallOption) (RolloutService_WatchGroupClient, error)
-	// As WaitRollout, for the group.
+	// WaitGroup waits for a group. See WaitRollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	WaitGroup(ctx context.Context, in *WaitGroupRequest, opts ...grpc.CallOption) (*WaitGroupResponse, error)
-	// As CancelRollout, for each.
+	// CancelGroup cancels each rollout of a group. See CancelRollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	CancelGroup(ctx context.Context, in *CancelGroupRequest, opts ...grpc.CallOption) (*CancelGroupResponse, error)
-	// As DeleteRollout, for each.
+	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteGroup(ctx context.Context, in *DeleteGroupRequest, opts ...grpc.CallOption) (*DeleteGroupResponse, error)
-	// An ended rollout's trajectory, in fragments that merge.
+	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
 	// was opened).
 	GetTrajectory(ctx context.Context, in *GetTrajectoryRequest, opts ...grpc.CallOption) (RolloutService_GetTrajectoryClient, error)
-	// The trajectories of every ended rollout that matches, one after another.
+	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
 	ExportTrajectories(ctx context.Context, in *ExportTrajectoriesRequest, opts ...grpc.CallOption) (RolloutService_ExportTrajectoriesClient, error)
 }
 
@@ -397,61 +400,64 @@ func (x *rolloutServiceExportTrajectoriesClient) Recv() (*ExportTrajectoriesResp
 // All implementations must embed UnimplementedRolloutServiceServer
 // for forward compatibility
 type RolloutServiceServer interface {
-	// Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-	// the backend, reachability of gate, sandbox service and model source.
+	// CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+	// backend, reachability of gate, sandbox service and model source.
 	//
-	// Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-	// (REQUEST_ID_REUSED).
+	// Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+	// ALREADY_EXISTS (REQUEST_ID_REUSED).
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-	// cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-	// RetryInfo); for the model source those of RolloutGateService.CheckSource.
+	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+	// agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+	// with RetryInfo); for the model source those of RolloutGateService.CheckSource.
 	CreateRollout(context.Context, *CreateRolloutRequest) (*CreateRolloutResponse, error)
+	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(context.Context, *GetRolloutRequest) (*GetRolloutResponse, error)
-	// Rollouts, newest first.
+	// ListRollouts lists rollouts, newest first.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
-	// Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	WatchRollout(*WatchRolloutRequest, RolloutService_WatchRolloutServer) error
-	// Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-	// between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-	// that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+	// WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+	// end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+	// rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
 	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	WatchRollouts(*WatchRolloutsRequest, RolloutService_WatchRolloutsServer) error
-	// Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+	// WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	WaitRollout(context.Context, *WaitRolloutRequest) (*WaitRolloutResponse, error)
-	// Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+	// CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+	// outcome.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CancelRollout(context.Context, *CancelRolloutRequest) (*CancelRolloutResponse, error)
-	// Removes an ended rollout with its events and trajectory. Idempotent.
+	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
-	// Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout.
+	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
 	CreateGroup(context.Context, *CreateGroupRequest) (*CreateGroupResponse, error)
+	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	GetGroup(context.Context, *GetGroupRequest) (*GetGroupResponse, error)
-	// Groups, newest first.
+	// ListGroups lists groups, newest first.
 	ListGroups(context.Context, *ListGroupsRequest) (*ListGroupsResponse, error)
-	// Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-	// the position of each rollout.
+	// WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+	// Resumable by the position of each rollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	WatchGroup(*WatchGroupRequest, RolloutService_WatchGroupServer) error
-	// As WaitRollout, for the group.
+	// WaitGroup waits for a group. See WaitRollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	WaitGroup(context.Context, *WaitGroupRequest) (*WaitGroupResponse, error)
-	// As CancelRollout, for each.
+	// CancelGroup cancels each rollout of a group. See CancelRollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	CancelGroup(context.Context, *CancelGroupRequest) (*CancelGroupResponse, error)
-	// As DeleteRollout, for each.
+	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteGroup(context.Context, *DeleteGroupRequest) (*DeleteGroupResponse, error)
-	// An ended rollout's trajectory, in fragments that merge.
+	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
 	// was opened).
 	GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error
-	// The trajectories of every ended rollout that matches, one after another.
+	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
 	ExportTrajectories(*ExportTrajectoriesRequest, RolloutService_ExportTrajectoriesServer) error
 	mustEmbedUnimplementedRolloutServiceServer()
 }

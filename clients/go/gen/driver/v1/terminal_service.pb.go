@@ -25,27 +25,27 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// An episode.
+// Terminal is an episode.
 type Terminal struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	TerminalId string                 `protobuf:"bytes,1,opt,name=terminal_id,json=terminalId,proto3" json:"terminal_id,omitempty"`
 	// Without values of secret_env and contents of files.
 	Task *Task `protobuf:"bytes,2,opt,name=task,proto3" json:"task,omitempty"`
-	// Steps that were begun, the answer included.
+	// Steps that were started, the answer included.
 	StepCount int32 `protobuf:"varint,3,opt,name=step_count,json=stepCount,proto3" json:"step_count,omitempty"`
 	Ended     bool  `protobuf:"varint,4,opt,name=ended,proto3" json:"ended,omitempty"`
 	// Unset = not graded.
 	Reward     *v1.Reward             `protobuf:"bytes,5,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	// Set when it ended without a reward that was due.
+	// Set if it ended without a reward that its verifier should have given.
 	Failure *Failure          `protobuf:"bytes,7,opt,name=failure,proto3,oneof" json:"failure,omitempty"`
 	Labels  map[string]string `protobuf:"bytes,8,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The task's setup commands, as they ran when the state was prepared that episodes of this content share; none where the
+	// The task's setup commands, from when the prepared state that episodes of this content share was made. Empty if the
 	// driver found that state prepared.
 	SetupCommands []*CommandFinished `protobuf:"bytes,9,rep,name=setup_commands,json=setupCommands,proto3" json:"setup_commands,omitempty"`
-	// The verifier's, after a final answer.
+	// The verifier's commands, after a final answer.
 	VerifierCommands []*CommandFinished `protobuf:"bytes,10,rep,name=verifier_commands,json=verifierCommands,proto3" json:"verifier_commands,omitempty"`
-	// Empty once it has ended and the sandbox is gone.
+	// Empty once it has ended and the sandbox is deleted.
 	SandboxId string `protobuf:"bytes,11,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	// When an open episode ends by itself.
 	ExpireTime    *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
@@ -181,15 +181,15 @@ type OpenTerminalRequest struct {
 	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	Task      *Task                  `protobuf:"bytes,2,opt,name=task,proto3" json:"task,omitempty"`
 	Sandbox   *SandboxChoice         `protobuf:"bytes,3,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
-	// From READY to the final answer; then it ends with the failure EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min.
+	// From READY to the final answer. At its end, the episode fails with EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min.
 	WallTime *durationpb.Duration `protobuf:"bytes,4,opt,name=wall_time,json=wallTime,proto3" json:"wall_time,omitempty"`
-	// For each command; unset = 2 min.
+	// For each command. Unset = 2 min.
 	CommandTimeout *durationpb.Duration `protobuf:"bytes,5,opt,name=command_timeout,json=commandTimeout,proto3" json:"command_timeout,omitempty"`
 	Labels         map[string]string    `protobuf:"bytes,6,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Bytes of each stream in an observation: the first half and the last half of the limit when there is more. Unset = 64 KiB; at
-	// most 1 MiB.
+	// The most bytes of each stream in an observation. Of longer output, it has the first half and the last half of the
+	// limit. Unset = 64 KiB; at most 1 MiB.
 	OutputLimitBytes *int64 `protobuf:"varint,7,opt,name=output_limit_bytes,json=outputLimitBytes,proto3,oneof" json:"output_limit_bytes,omitempty"`
-	// Most commands; a final answer may still follow. Unset = 240, which is also the most.
+	// The most commands; a final answer may still follow. Unset = 240, the maximum.
 	MaxSteps      *int32 `protobuf:"varint,8,opt,name=max_steps,json=maxSteps,proto3,oneof" json:"max_steps,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -329,10 +329,10 @@ func (x *OpenTerminalResponse) GetTerminal() *Terminal {
 // See Step.
 type StepRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// On the first message; the same or empty on later ones.
+	// On the first message. Later ones repeat it or leave it empty.
 	TerminalId string `protobuf:"bytes,1,opt,name=terminal_id,json=terminalId,proto3" json:"terminal_id,omitempty"`
-	// Client-chosen, 1 to 120 letters, digits and . _ -; a repeated id gets the first answer again, until a day after
-	// the episode's end. Empty = assigned.
+	// Client-chosen, 1 to 120 letters, digits and . _ -. A repeated id returns the first answer, until a day after the
+	// episode's end. Empty = the service assigns one.
 	StepId string `protobuf:"bytes,2,opt,name=step_id,json=stepId,proto3" json:"step_id,omitempty"`
 	// Types that are valid to be assigned to Action:
 	//
@@ -417,13 +417,13 @@ type isStepRequest_Action interface {
 }
 
 type StepRequest_Command struct {
-	// Without user and secret_env. Its env and cwd stay, as `export` and `cd` would make them; an argv sees the shell's
-	// state and leaves it as it is. Its timeout takes the place of command_timeout.
+	// Without user and secret_env. Its env and cwd persist, as after `export` and `cd`. An argv command sees the shell's
+	// state and does not change it. Its timeout overrides command_timeout.
 	Command *v11.Command `protobuf:"bytes,3,opt,name=command,proto3,oneof"`
 }
 
 type StepRequest_FinalAnswer struct {
-	// Given to the verifier in the file named by PENSTOCK_FINAL_ANSWER_FILE; may be empty.
+	// The verifier reads it from the file named by PENSTOCK_FINAL_ANSWER_FILE. May be empty.
 	FinalAnswer string `protobuf:"bytes,4,opt,name=final_answer,json=finalAnswer,proto3,oneof"`
 }
 
@@ -435,11 +435,11 @@ func (*StepRequest_FinalAnswer) isStepRequest_Action() {}
 type StepResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	StepId string                 `protobuf:"bytes,1,opt,name=step_id,json=stepId,proto3" json:"step_id,omitempty"`
-	// Of a command.
+	// A command's result.
 	Result *v11.RunResult `protobuf:"bytes,2,opt,name=result,proto3,oneof" json:"result,omitempty"`
 	Ended  bool           `protobuf:"varint,3,opt,name=ended,proto3" json:"ended,omitempty"`
 	Reward *v1.Reward     `protobuf:"bytes,4,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
-	// As Terminal.failure.
+	// See Terminal.failure.
 	Failure       *Failure `protobuf:"bytes,5,opt,name=failure,proto3,oneof" json:"failure,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -29,26 +29,27 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type TerminalServiceClient interface {
-	// Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-	// nothing, and may be tried again with the same id.
+	// OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+	// failed call has made nothing and may be repeated with the same id.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
 	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
 	// DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
 	OpenTerminal(ctx context.Context, in *OpenTerminalRequest, opts ...grpc.CallOption) (*OpenTerminalResponse, error)
-	// Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-	// runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-	// everything that the commands started is dead. Steps of several streams are done one after another.
+	// Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+	// the commands are dead before the verifier starts. Steps of several streams run one after another.
 	//
-	// The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-	// all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-	// and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-	// was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-	// (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+	// The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+	// bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+	// options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+	// background processes run on, except after a timeout. Its standard input is empty.
+	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
 	Step(ctx context.Context, opts ...grpc.CallOption) (TerminalService_StepClient, error)
-	// Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-	// episode included.
+	// CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+	// stopped. Idempotent, for an unknown episode too.
 	CloseTerminal(ctx context.Context, in *CloseTerminalRequest, opts ...grpc.CallOption) (*CloseTerminalResponse, error)
+	// GetTerminal returns an episode.
 	// Errors: NOT_FOUND (TERMINAL_UNKNOWN).
 	GetTerminal(ctx context.Context, in *GetTerminalRequest, opts ...grpc.CallOption) (*GetTerminalResponse, error)
 }
@@ -127,26 +128,27 @@ func (c *terminalServiceClient) GetTerminal(ctx context.Context, in *GetTerminal
 // All implementations must embed UnimplementedTerminalServiceServer
 // for forward compatibility
 type TerminalServiceServer interface {
-	// Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-	// nothing, and may be tried again with the same id.
+	// OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+	// failed call has made nothing and may be repeated with the same id.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
 	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
 	// DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
 	OpenTerminal(context.Context, *OpenTerminalRequest) (*OpenTerminalResponse, error)
-	// Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-	// runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-	// everything that the commands started is dead. Steps of several streams are done one after another.
+	// Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+	// the commands are dead before the verifier starts. Steps of several streams run one after another.
 	//
-	// The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-	// all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-	// and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-	// was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-	// (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+	// The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+	// bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+	// options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+	// background processes run on, except after a timeout. Its standard input is empty.
+	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
 	Step(TerminalService_StepServer) error
-	// Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-	// episode included.
+	// CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+	// stopped. Idempotent, for an unknown episode too.
 	CloseTerminal(context.Context, *CloseTerminalRequest) (*CloseTerminalResponse, error)
+	// GetTerminal returns an episode.
 	// Errors: NOT_FOUND (TERMINAL_UNKNOWN).
 	GetTerminal(context.Context, *GetTerminalRequest) (*GetTerminalResponse, error)
 	mustEmbedUnimplementedTerminalServiceServer()

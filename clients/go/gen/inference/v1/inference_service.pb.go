@@ -4,7 +4,7 @@
 // 	protoc        v6.31.1
 // source: penstock/inference/v1/inference_service.proto
 
-// Tokens in, tokens and logprobs out; weights and their versions. Knows no rollout.
+// Inference is tokens in, tokens and logprobs out, and weights with versions. It knows no rollout.
 
 package inferencev1
 
@@ -25,16 +25,16 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// What becomes of generations in flight when the engine stops for a while.
+// PauseMode is what happens to generations in flight while the engine pauses.
 type PauseMode int32
 
 const (
 	PauseMode_PAUSE_MODE_UNSPECIFIED PauseMode = 0
 	// They end with FINISH_REASON_ABORT.
 	PauseMode_PAUSE_MODE_ABORT PauseMode = 1
-	// They are finished first.
+	// They end before the pause.
 	PauseMode_PAUSE_MODE_WAIT PauseMode = 2
-	// They are frozen and go on afterwards, on the caches that they have.
+	// They are frozen and continue afterwards with their caches.
 	PauseMode_PAUSE_MODE_KEEP PauseMode = 3
 )
 
@@ -81,14 +81,14 @@ func (PauseMode) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_inference_v1_inference_service_proto_rawDescGZIP(), []int{0}
 }
 
-// How the bytes of a push are to be read.
+// WeightFormat is the format of a push's bytes.
 type WeightFormat int32
 
 const (
 	WeightFormat_WEIGHT_FORMAT_UNSPECIFIED WeightFormat = 0
 	// The chunks together are one safetensors file with every tensor of the model.
 	WeightFormat_WEIGHT_FORMAT_SAFETENSORS WeightFormat = 1
-	// The same, with some of the tensors; the others stay.
+	// The same, with some of the tensors. The others stay.
 	WeightFormat_WEIGHT_FORMAT_SAFETENSORS_PARTIAL WeightFormat = 2
 )
 
@@ -133,10 +133,11 @@ func (WeightFormat) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_inference_v1_inference_service_proto_rawDescGZIP(), []int{1}
 }
 
-// What an engine can do.
+// EngineCapabilities are what an engine can do.
 type EngineCapabilities struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Token ids in and out. Without it Generate takes a ChatPrompt only, and answers with a message and no span.
+	// Whether it takes and returns token ids. Without them Generate accepts a ChatPrompt only, and returns a message without
+	// a span.
 	TokenIds bool `protobuf:"varint,1,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	Logprobs bool `protobuf:"varint,2,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// Tokens carry exact policy version spans across an update in flight.
@@ -144,14 +145,14 @@ type EngineCapabilities struct {
 	InFlightUpdate bool `protobuf:"varint,4,opt,name=in_flight_update,json=inFlightUpdate,proto3" json:"in_flight_update,omitempty"`
 	Adapters       bool `protobuf:"varint,5,opt,name=adapters,proto3" json:"adapters,omitempty"`
 	Score          bool `protobuf:"varint,6,opt,name=score,proto3" json:"score,omitempty"`
-	// The same seed gives the same tokens, whoever else is being served.
+	// Whether the same seed gives the same tokens, whatever other requests run.
 	Seed             bool `protobuf:"varint,7,opt,name=seed,proto3" json:"seed,omitempty"`
 	Abort            bool `protobuf:"varint,8,opt,name=abort,proto3" json:"abort,omitempty"`
 	StructuredOutput bool `protobuf:"varint,9,opt,name=structured_output,json=structuredOutput,proto3" json:"structured_output,omitempty"`
 	Sleep            bool `protobuf:"varint,10,opt,name=sleep,proto3" json:"sleep,omitempty"`
-	// Names of the chat.v1.Sampling fields that are honoured; any other that is set is refused.
+	// Names of the chat.v1.Sampling fields that are supported. Any other set field is refused.
 	SamplingFields []string `protobuf:"bytes,11,rep,name=sampling_fields,json=samplingFields,proto3" json:"sampling_fields,omitempty"`
-	// What InitTransfer takes as its backend; empty = no transfer.
+	// Backends that InitTransfer accepts. Empty = no transfer.
 	TransferBackends []string `protobuf:"bytes,12,rep,name=transfer_backends,json=transferBackends,proto3" json:"transfer_backends,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -314,27 +315,27 @@ type GetInfoResponse struct {
 	// For example "numpy", "vllm", "openai", "scripted".
 	Engine        string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
 	EngineVersion string `protobuf:"bytes,2,opt,name=engine_version,json=engineVersion,proto3" json:"engine_version,omitempty"`
-	// The model's name, as shown to agents.
+	// The model's name for agents.
 	Model        string              `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	Capabilities *EngineCapabilities `protobuf:"bytes,4,opt,name=capabilities,proto3" json:"capabilities,omitempty"`
-	// Longest prompt and completion together, in tokens; 0 = not known, where there are no token ids.
+	// The most tokens of prompt and completion together. 0 = unknown, for engines without token ids.
 	MaxContextTokens int32 `protobuf:"varint,5,opt,name=max_context_tokens,json=maxContextTokens,proto3" json:"max_context_tokens,omitempty"`
 	VocabularySize   int32 `protobuf:"varint,6,opt,name=vocabulary_size,json=vocabularySize,proto3" json:"vocabulary_size,omitempty"`
 	// Tokens that end a completion by themselves.
 	StopTokenIds []int32 `protobuf:"varint,7,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	// SHA-256; empty when there is no tokenizer.
+	// SHA-256. Empty = no tokenizer.
 	TokenizerSha256    []byte          `protobuf:"bytes,8,opt,name=tokenizer_sha256,json=tokenizerSha256,proto3" json:"tokenizer_sha256,omitempty"`
 	ChatTemplateSha256 []byte          `protobuf:"bytes,9,opt,name=chat_template_sha256,json=chatTemplateSha256,proto3" json:"chat_template_sha256,omitempty"`
 	LogprobsMode       v1.LogprobsMode `protobuf:"varint,10,opt,name=logprobs_mode,json=logprobsMode,proto3,enum=penstock.chat.v1.LogprobsMode" json:"logprobs_mode,omitempty"`
-	// 0 too where nobody said which weights an endpoint serves: the spans of its completions then name no version.
+	// Also 0 if an endpoint's weights are unknown. The spans of its completions then name no version.
 	PolicyVersion int64 `protobuf:"varint,11,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	Paused        bool  `protobuf:"varint,12,opt,name=paused,proto3" json:"paused,omitempty"`
 	// For example "float32".
 	Dtype          string `protobuf:"bytes,13,opt,name=dtype,proto3" json:"dtype,omitempty"`
 	ParameterCount int64  `protobuf:"varint,14,opt,name=parameter_count,json=parameterCount,proto3" json:"parameter_count,omitempty"`
-	// Name of the parser that turns sampled tokens into tool calls, for example "hermes".
+	// Name of the parser that reads tool calls from sampled tokens, for example "hermes".
 	ToolCallParser string `protobuf:"bytes,15,opt,name=tool_call_parser,json=toolCallParser,proto3" json:"tool_call_parser,omitempty"`
-	// The same for reasoning; empty = none.
+	// The same for reasoning. Empty = none.
 	ReasoningParser string `protobuf:"bytes,16,opt,name=reasoning_parser,json=reasoningParser,proto3" json:"reasoning_parser,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -519,7 +520,7 @@ func (*GetTokenizerRequest) Descriptor() ([]byte, []int) {
 	return file_penstock_inference_v1_inference_service_proto_rawDescGZIP(), []int{3}
 }
 
-// See GetTokenizer. Each file is one or more messages in a row.
+// See GetTokenizer. Each file is one or more consecutive messages.
 type GetTokenizerResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// tokenizer.json, chat_template.jinja, tokenizer_config.json, generation_config.json.
@@ -583,12 +584,12 @@ func (x *GetTokenizerResponse) GetSha256() []byte {
 	return nil
 }
 
-// Which weights may answer.
+// PolicyVersionBound limits which weights may answer.
 type PolicyVersionBound struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At least this version; the request waits in the queue until it is in force.
+	// The lowest version. The request waits in the queue until it is in force.
 	MinVersion *int64 `protobuf:"varint,1,opt,name=min_version,json=minVersion,proto3,oneof" json:"min_version,omitempty"`
-	// Exactly this one; refused when it is not in force.
+	// The only version. The request is refused if it is not in force.
 	ExactVersion  *int64 `protobuf:"varint,2,opt,name=exact_version,json=exactVersion,proto3,oneof" json:"exact_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -643,7 +644,7 @@ type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Client-chosen identifier.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Requests of one session are kept on one replica and reuse its cache; empty = none.
+	// Requests of one session go to one replica and reuse its cache. Empty = none.
 	SessionId string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// Types that are valid to be assigned to Prompt:
 	//
@@ -651,10 +652,10 @@ type GenerateRequest struct {
 	//	*GenerateRequest_Chat
 	Prompt   isGenerateRequest_Prompt `protobuf_oneof:"prompt"`
 	Sampling *v1.Sampling             `protobuf:"bytes,5,opt,name=sampling,proto3" json:"sampling,omitempty"`
-	// Name of a loaded adapter; empty = the base weights. Versions are then the adapter's.
+	// Name of a loaded adapter; versions are then the adapter's. Empty = the base weights.
 	Adapter string              `protobuf:"bytes,6,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	Version *PolicyVersionBound `protobuf:"bytes,7,opt,name=version,proto3" json:"version,omitempty"`
-	// Without it, one `done` carries all tokens.
+	// False = one `done` carries all tokens.
 	Stream        bool `protobuf:"varint,8,opt,name=stream,proto3" json:"stream,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -775,14 +776,14 @@ func (*GenerateRequest_TokenIds) isGenerateRequest_Prompt() {}
 
 func (*GenerateRequest_Chat) isGenerateRequest_Prompt() {}
 
-// A prompt as messages.
+// ChatPrompt is a prompt as messages.
 type ChatPrompt struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Messages []*v1.Message          `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
 	Tools    []*v1.Tool             `protobuf:"bytes,2,rep,name=tools,proto3" json:"tools,omitempty"`
-	// The template's thinking mode; unset = its default.
+	// The template's thinking mode. Unset = its default.
 	Thinking *bool `protobuf:"varint,3,opt,name=thinking,proto3,oneof" json:"thinking,omitempty"`
-	// Further variables of the template, a JSON object; empty = none.
+	// More variables of the template, a JSON object. Empty = none.
 	TemplateOptionsJson string `protobuf:"bytes,4,opt,name=template_options_json,json=templateOptionsJson,proto3" json:"template_options_json,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache
@@ -945,13 +946,13 @@ func (*GenerateResponse_Delta) isGenerateResponse_Event() {}
 
 func (*GenerateResponse_Done) isGenerateResponse_Event() {}
 
-// The first token is about to be sampled.
+// GenerateStarted states that the first token is about to be sampled.
 type GenerateStarted struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	PolicyVersion int64                  `protobuf:"varint,1,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	// Prompt tokens served from a cache.
 	CachedTokens int32 `protobuf:"varint,2,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
-	// The prompt's length, which a ChatPrompt does not tell.
+	// The prompt's length in tokens, unknown to the sender of a ChatPrompt.
 	PromptTokens  int32 `protobuf:"varint,3,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1008,7 +1009,7 @@ func (x *GenerateStarted) GetPromptTokens() int32 {
 	return 0
 }
 
-// Tokens since the last event.
+// GenerateDelta is the tokens since the last event.
 type GenerateDelta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Versions are relative to this span.
@@ -1054,12 +1055,12 @@ func (x *GenerateDelta) GetSpan() *v1.TokenSpan {
 	return nil
 }
 
-// The end of a generation.
+// GenerateDone is the end of a generation.
 type GenerateDone struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its span holds all tokens, deltas included.
+	// Its span has all tokens, deltas included.
 	Completion *v1.Completion `protobuf:"bytes,1,opt,name=completion,proto3" json:"completion,omitempty"`
-	// The prompt that was used (little-endian int32), when it was asked for as a ChatPrompt.
+	// The prompt's tokens (little-endian int32), if it was a ChatPrompt.
 	PromptTokenIds []byte `protobuf:"bytes,2,opt,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -1114,12 +1115,12 @@ type ScoreRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Little-endian int32; at least 2 tokens.
 	TokenIds []byte `protobuf:"bytes,1,opt,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// First token whose logprob is wanted, at least 1.
+	// First token to score, at least 1.
 	Start   uint32 `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
 	Adapter string `protobuf:"bytes,3,opt,name=adapter,proto3" json:"adapter,omitempty"`
-	// Logprobs are of the distribution at this temperature; unset = 1.
+	// Temperature of the distribution. Unset = 1.
 	Temperature *float64 `protobuf:"fixed64,4,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
-	// The weights that must score, those of the adapter where one is named; unset = those that are in force.
+	// The version of the weights that must score, the adapter's if one is named. Unset = the version in force.
 	ExactVersion  *int64 `protobuf:"varint,5,opt,name=exact_version,json=exactVersion,proto3,oneof" json:"exact_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1347,7 +1348,7 @@ func (*AbortRequest_All) isAbortRequest_Target() {}
 // See Abort.
 type AbortResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Generations that were in flight and now are not.
+	// How many generations were in flight and were aborted.
 	AbortedCount  int32 `protobuf:"varint,1,opt,name=aborted_count,json=abortedCount,proto3" json:"aborted_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1864,7 +1865,7 @@ func (x *UpdateWeightsResponse) GetPhases() *UpdatePhases {
 	return nil
 }
 
-// Where the time of an update went.
+// UpdatePhases are the durations of an update's parts.
 type UpdatePhases struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transfer      *durationpb.Duration   `protobuf:"bytes,1,opt,name=transfer,proto3" json:"transfer,omitempty"`
@@ -1930,7 +1931,7 @@ type InitTransferRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For example "nccl", "ipc".
 	Backend string `protobuf:"bytes,1,opt,name=backend,proto3" json:"backend,omitempty"`
-	// What that means needs, as JSON.
+	// The backend's options, as JSON.
 	OptionsJson   string `protobuf:"bytes,2,opt,name=options_json,json=optionsJson,proto3" json:"options_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2024,7 +2025,7 @@ type StartTransferRequest struct {
 	PolicyVersion int64                  `protobuf:"varint,2,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	// Unspecified = KEEP.
 	Mode PauseMode `protobuf:"varint,3,opt,name=mode,proto3,enum=penstock.inference.v1.PauseMode" json:"mode,omitempty"`
-	// Given up after this long without TransferTensors. Unset = 5 min.
+	// The transfer is given up after this long without TransferTensors. Unset = 5 min.
 	IdleTimeout   *durationpb.Duration `protobuf:"bytes,4,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2136,7 +2137,7 @@ func (x *StartTransferResponse) GetTransferId() string {
 // See TransferTensors.
 type TransferTensorsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What the backend needs to take the tensors over, as JSON.
+	// What the backend needs to receive the tensors, as JSON.
 	DescriptorJson string `protobuf:"bytes,1,opt,name=descriptor_json,json=descriptorJson,proto3" json:"descriptor_json,omitempty"`
 	TransferId     string `protobuf:"bytes,2,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
 	unknownFields  protoimpl.UnknownFields
@@ -2227,7 +2228,7 @@ func (*TransferTensorsResponse) Descriptor() ([]byte, []int) {
 // See FinishTransfer.
 type FinishTransferRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// False = give up: the old weights stay.
+	// False = give up; the old weights stay.
 	Commit        bool   `protobuf:"varint,1,opt,name=commit,proto3" json:"commit,omitempty"`
 	TransferId    string `protobuf:"bytes,2,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2331,7 +2332,7 @@ func (x *FinishTransferResponse) GetPhases() *UpdatePhases {
 	return nil
 }
 
-// An adapter.
+// Adapter is a loaded adapter.
 type Adapter struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -2886,7 +2887,7 @@ type ParseResponse struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	Message      *v1.Message            `protobuf:"bytes,1,opt,name=message,proto3" json:"message,omitempty"`
 	FinishReason v1.FinishReason        `protobuf:"varint,2,opt,name=finish_reason,json=finishReason,proto3,enum=penstock.chat.v1.FinishReason" json:"finish_reason,omitempty"`
-	// Tool calls that could not be read and were left as text.
+	// Tool calls that could not be parsed and stay as text.
 	MalformedToolCalls int32 `protobuf:"varint,3,opt,name=malformed_tool_calls,json=malformedToolCalls,proto3" json:"malformed_tool_calls,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -2943,11 +2944,11 @@ func (x *ParseResponse) GetMalformedToolCalls() int32 {
 	return 0
 }
 
-// The gap between a trainer's and the engine's logprobs of tokens that the engine sampled: d = trainer - engine, in nats;
-// ratio = exp(d). All figures are finite.
+// LogprobGap is the difference between a trainer's and the engine's logprobs of tokens that the engine sampled: d = trainer
+// - engine, in nats; ratio = exp(d). All figures are finite.
 type LogprobGap struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// That sampled the tokens; at least 0.
+	// The version that sampled the tokens; at least 0.
 	PolicyVersion int64 `protobuf:"varint,1,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	// At least 1.
 	Tokens int64 `protobuf:"varint,2,opt,name=tokens,proto3" json:"tokens,omitempty"`
@@ -3201,9 +3202,9 @@ type WatchStatsResponse struct {
 	PolicyVersion      int64                  `protobuf:"varint,7,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	// Share of the key-value cache in use, 0 to 1; the mean over replicas.
 	CacheUse float64 `protobuf:"fixed64,8,opt,name=cache_use,json=cacheUse,proto3" json:"cache_use,omitempty"`
-	// What trainers reported, oldest version first.
+	// Reports of trainers, oldest version first.
 	Gaps []*LogprobGap `protobuf:"bytes,9,rep,name=gaps,proto3" json:"gaps,omitempty"`
-	// Each replica, where several stand behind the service; empty when there is one engine. The figures above are their sums.
+	// Each replica of a service with several; empty with one engine. The figures above are their sums.
 	Replicas      []*ReplicaStats `protobuf:"bytes,10,rep,name=replicas,proto3" json:"replicas,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3309,18 +3310,18 @@ func (x *WatchStatsResponse) GetReplicas() []*ReplicaStats {
 	return nil
 }
 
-// One of the replicas behind a service. Counters are since the service started, over all lives of the replica.
+// ReplicaStats is one replica of a service. Counters are since the service started, over all restarts of the replica.
 type ReplicaStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For example "r0".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// False while it is being started again; it then gets no requests.
+	// False while it restarts; it then gets no requests.
 	Live bool `protobuf:"varint,2,opt,name=live,proto3" json:"live,omitempty"`
-	// How often it was started again.
+	// How often it was restarted.
 	Restarts int32 `protobuf:"varint,3,opt,name=restarts,proto3" json:"restarts,omitempty"`
 	Running  int32 `protobuf:"varint,4,opt,name=running,proto3" json:"running,omitempty"`
 	Waiting  int32 `protobuf:"varint,5,opt,name=waiting,proto3" json:"waiting,omitempty"`
-	// What routing weighs, in tokens: prompts to compute and tokens to sample of all requests that it has.
+	// The load that routing compares, in tokens: prompts to compute and tokens to sample of all its requests.
 	LoadTokens         int64 `protobuf:"varint,6,opt,name=load_tokens,json=loadTokens,proto3" json:"load_tokens,omitempty"`
 	SampledTokens      int64 `protobuf:"varint,7,opt,name=sampled_tokens,json=sampledTokens,proto3" json:"sampled_tokens,omitempty"`
 	CachedPromptTokens int64 `protobuf:"varint,8,opt,name=cached_prompt_tokens,json=cachedPromptTokens,proto3" json:"cached_prompt_tokens,omitempty"`
@@ -3423,7 +3424,7 @@ func (x *ReplicaStats) GetCacheUse() float64 {
 	return 0
 }
 
-// Several requests.
+// RequestIds lists requests.
 type AbortRequest_RequestIds struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RequestIds    []string               `protobuf:"bytes,1,rep,name=request_ids,json=requestIds,proto3" json:"request_ids,omitempty"`
@@ -3471,17 +3472,17 @@ func (x *AbortRequest_RequestIds) GetRequestIds() []string {
 // Always the first.
 type UpdateWeightsRequest_UpdateBegin struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Greater than the version in force.
+	// Must be greater than the version in force.
 	PolicyVersion int64        `protobuf:"varint,1,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	Format        WeightFormat `protobuf:"varint,2,opt,name=format,proto3,enum=penstock.inference.v1.WeightFormat" json:"format,omitempty"`
 	// Unspecified = KEEP.
 	Mode PauseMode `protobuf:"varint,3,opt,name=mode,proto3,enum=penstock.inference.v1.PauseMode" json:"mode,omitempty"`
-	// Bytes to come, for refusing early; unset = unknown.
+	// Bytes to come, so that a large push is refused early. Unset = unknown.
 	SizeBytes *int64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3,oneof" json:"size_bytes,omitempty"`
-	// SHA-256 of all chunks, if known: a repeated push is then answered without being read.
+	// SHA-256 of all chunks, if known. A repeated push is then answered without being read.
 	Sha256 []byte `protobuf:"bytes,5,opt,name=sha256,proto3,oneof" json:"sha256,omitempty"`
-	// Instead of chunks: a path under the operator's weights directory (setting weights_dir), of a safetensors file or of a
-	// directory of them. The files must stay as they are while their weights are in force. Empty = chunks follow.
+	// Instead of chunks: a safetensors file, or a directory of them, under the operator's weights directory (setting
+	// weights_dir). The files must not change while their weights are in force. Empty = chunks follow.
 	Path          string `protobuf:"bytes,6,opt,name=path,proto3" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3610,12 +3611,12 @@ type LoadAdapterRequest_AdapterBegin struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	PolicyVersion int64                  `protobuf:"varint,2,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
-	// adapter_config.json as PEFT writes it: rank, alpha, target modules.
+	// adapter_config.json in PEFT's format: rank, alpha, target modules.
 	AdapterConfigJson string `protobuf:"bytes,3,opt,name=adapter_config_json,json=adapterConfigJson,proto3" json:"adapter_config_json,omitempty"`
 	// Instead of chunks: a path under the operator's adapter directory.
 	Path string `protobuf:"bytes,4,opt,name=path,proto3" json:"path,omitempty"`
-	// What becomes of completions by the version that this replaces: WAIT = they end first, ABORT = they are aborted.
-	// Unspecified = KEEP: they go on by the version that they began with, and their spans say so.
+	// What happens to completions of the version that this replaces. WAIT = they end first. ABORT = they are aborted.
+	// Unspecified = KEEP: they continue with the version that they began with, recorded in their spans.
 	Mode          PauseMode `protobuf:"varint,5,opt,name=mode,proto3,enum=penstock.inference.v1.PauseMode" json:"mode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

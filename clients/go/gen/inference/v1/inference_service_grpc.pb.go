@@ -4,7 +4,7 @@
 // - protoc             v6.31.1
 // source: penstock/inference/v1/inference_service.proto
 
-// Tokens in, tokens and logprobs out; weights and their versions. Knows no rollout.
+// Inference is tokens in, tokens and logprobs out, and weights with versions. It knows no rollout.
 
 package inferencev1
 
@@ -48,76 +48,78 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type InferenceServiceClient interface {
-	// What is served, what it can do, and which weights are in force.
-	// An engine that asks somebody else's endpoint fails as that does, here and in Generate and Score:
-	// UNAVAILABLE (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
+	// GetInfo returns the model, its capabilities, and the weights in force.
+	// An engine that calls a remote endpoint fails as that endpoint does, here and in Generate and Score: UNAVAILABLE
+	// (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
 	// (UPSTREAM_RATE_LIMIT, with RetryInfo), FAILED_PRECONDITION (UPSTREAM_KEY_REFUSED, UPSTREAM_MODEL_UNKNOWN,
 	// UPSTREAM_ANSWER_INVALID, UPSTREAM_ANSWER_TOO_LARGE, UPSTREAM_PROMPT_CHANGED).
 	GetInfo(ctx context.Context, in *GetInfoRequest, opts ...grpc.CallOption) (*GetInfoResponse, error)
-	// Streams the files from which text becomes tokens: tokenizer.json, the chat template and their configuration.
+	// GetTokenizer streams the files that turn text into tokens: tokenizer.json, the chat template and their configuration.
 	// Errors: FAILED_PRECONDITION (TOKENIZER_ABSENT).
 	GetTokenizer(ctx context.Context, in *GetTokenizerRequest, opts ...grpc.CallOption) (InferenceService_GetTokenizerClient, error)
-	// Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
-	// aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
-	// An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-	// When the engine, or a replica, dies, the request goes on elsewhere or when it runs again: anew if no token was told, else
-	// behind the tokens told. Where these would bind the rest (a seed, presence or frequency penalties, stop texts, a response
-	// format) it ends with UNAVAILABLE (ENGINE_DIED, with RetryInfo), as at the third death under one request.
+	// Generate samples one completion: `started`, then `delta` if the request asked for a stream, then `done`. Cancelling the
+	// RPC aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT). An abort
+	// by another caller is not an error: `done` has FINISH_REASON_ABORT and the tokens so far.
+	// If the engine or a replica dies, the request continues on another one or after the restart: from the start if no token
+	// was sent, else after the tokens that were sent. If these would bind the rest (a seed, presence or frequency penalties,
+	// stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
+	// during one request.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
 	// INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (InferenceService_GenerateClient, error)
-	// Logprobs of given tokens under the present weights.
-	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force),
-	// INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+	// Score returns logprobs of given tokens under the present weights.
+	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
+	// (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
-	// Aborts generations; idempotent.
+	// Abort aborts generations. Idempotent.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
-	// Stops generating. New requests wait until Resume. Idempotent.
+	// Pause stops generating. New requests wait until Resume. Idempotent.
 	Pause(ctx context.Context, in *PauseRequest, opts ...grpc.CallOption) (*PauseResponse, error)
-	// Starts again. Idempotent.
+	// Resume ends a pause. Idempotent.
 	Resume(ctx context.Context, in *ResumeRequest, opts ...grpc.CallOption) (*ResumeResponse, error)
-	// Frees the accelerator's memory.
+	// Sleep frees the accelerator's memory.
 	Sleep(ctx context.Context, in *SleepRequest, opts ...grpc.CallOption) (*SleepResponse, error)
-	// Takes it back.
+	// Wake allocates the accelerator's memory again.
 	Wake(ctx context.Context, in *WakeRequest, opts ...grpc.CallOption) (*WakeResponse, error)
-	// Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
-	// version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-	// unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
-	// that was lost can be asked for again.
+	// UpdateWeights replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old
+	// weights and version in force. Requests in flight continue with the new weights from their next token, recorded in their
+	// spans, unless `begin.mode` selects otherwise. A push of the version and digest in force is a success, so that a push
+	// whose answer was lost can be repeated.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
-	// WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
-	// another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
+	// WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED
+	// (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
 	UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (InferenceService_UpdateWeightsClient, error)
-	// The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+	// InitTransfer is the first of four calls for trainers that move weights by their own means (NCCL, IPC). It sets the
+	// means.
 	// Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
 	InitTransfer(ctx context.Context, in *InitTransferRequest, opts ...grpc.CallOption) (*InitTransferResponse, error)
-	// Second: a new version begins.
+	// StartTransfer, the second, begins a new version.
 	// Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
 	StartTransfer(ctx context.Context, in *StartTransferRequest, opts ...grpc.CallOption) (*StartTransferResponse, error)
-	// Third, any number of times: some tensors are ready to be taken over.
+	// TransferTensors, the third, receives tensors that are ready. It may be called any number of times.
 	// Errors: FAILED_PRECONDITION (NO_TRANSFER).
 	TransferTensors(ctx context.Context, in *TransferTensorsRequest, opts ...grpc.CallOption) (*TransferTensorsResponse, error)
-	// Fourth: the version is complete, or given up. Idempotent by transfer_id.
+	// FinishTransfer, the fourth, commits the version or gives it up. Idempotent by transfer_id.
 	// Errors: FAILED_PRECONDITION (NO_TRANSFER).
 	FinishTransfer(ctx context.Context, in *FinishTransferRequest, opts ...grpc.CallOption) (*FinishTransferResponse, error)
-	// Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
-	// that are in force are a success.
+	// LoadAdapter loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. A push
+	// of the version and digest in force is a success.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
 	// DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
 	LoadAdapter(ctx context.Context, opts ...grpc.CallOption) (InferenceService_LoadAdapterClient, error)
-	// Idempotent.
+	// UnloadAdapter unloads an adapter. Idempotent.
 	UnloadAdapter(ctx context.Context, in *UnloadAdapterRequest, opts ...grpc.CallOption) (*UnloadAdapterResponse, error)
-	// Adapters by name.
+	// ListAdapters lists adapters by name.
 	ListAdapters(ctx context.Context, in *ListAdaptersRequest, opts ...grpc.CallOption) (*ListAdaptersResponse, error)
-	// Messages to prompt tokens by the model's template: the codec over the wire, for clients without it.
+	// Render turns messages into prompt tokens by the model's template, for clients without the codec.
 	Render(ctx context.Context, in *RenderRequest, opts ...grpc.CallOption) (*RenderResponse, error)
-	// Sampled tokens to a message.
+	// Parse turns sampled tokens into a message.
 	Parse(ctx context.Context, in *ParseRequest, opts ...grpc.CallOption) (*ParseResponse, error)
-	// Tells how far a trainer's logprobs are from this engine's, for whoever watches (WatchStats). The figures are the
-	// trainer's word. A report of a version replaces the one before it; those of the 8 newest versions are kept, in memory.
+	// ReportGap reports how far a trainer's logprobs are from this engine's, for WatchStats. The service does not check the
+	// figures. A report replaces the previous one of its version. The reports of the 8 newest versions are kept, in memory.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: newer than the weights in force).
 	ReportGap(ctx context.Context, in *ReportGapRequest, opts ...grpc.CallOption) (*ReportGapResponse, error)
-	// The engine's load, at once and then at each interval.
+	// WatchStats streams the engine's load, at once and then at each interval.
 	WatchStats(ctx context.Context, in *WatchStatsRequest, opts ...grpc.CallOption) (InferenceService_WatchStatsClient, error)
 }
 
@@ -462,76 +464,78 @@ func (x *inferenceServiceWatchStatsClient) Recv() (*WatchStatsResponse, error) {
 // All implementations must embed UnimplementedInferenceServiceServer
 // for forward compatibility
 type InferenceServiceServer interface {
-	// What is served, what it can do, and which weights are in force.
-	// An engine that asks somebody else's endpoint fails as that does, here and in Generate and Score:
-	// UNAVAILABLE (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
+	// GetInfo returns the model, its capabilities, and the weights in force.
+	// An engine that calls a remote endpoint fails as that endpoint does, here and in Generate and Score: UNAVAILABLE
+	// (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
 	// (UPSTREAM_RATE_LIMIT, with RetryInfo), FAILED_PRECONDITION (UPSTREAM_KEY_REFUSED, UPSTREAM_MODEL_UNKNOWN,
 	// UPSTREAM_ANSWER_INVALID, UPSTREAM_ANSWER_TOO_LARGE, UPSTREAM_PROMPT_CHANGED).
 	GetInfo(context.Context, *GetInfoRequest) (*GetInfoResponse, error)
-	// Streams the files from which text becomes tokens: tokenizer.json, the chat template and their configuration.
+	// GetTokenizer streams the files that turn text into tokens: tokenizer.json, the chat template and their configuration.
 	// Errors: FAILED_PRECONDITION (TOKENIZER_ABSENT).
 	GetTokenizer(*GetTokenizerRequest, InferenceService_GetTokenizerServer) error
-	// Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
-	// aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
-	// An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-	// When the engine, or a replica, dies, the request goes on elsewhere or when it runs again: anew if no token was told, else
-	// behind the tokens told. Where these would bind the rest (a seed, presence or frequency penalties, stop texts, a response
-	// format) it ends with UNAVAILABLE (ENGINE_DIED, with RetryInfo), as at the third death under one request.
+	// Generate samples one completion: `started`, then `delta` if the request asked for a stream, then `done`. Cancelling the
+	// RPC aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT). An abort
+	// by another caller is not an error: `done` has FINISH_REASON_ABORT and the tokens so far.
+	// If the engine or a replica dies, the request continues on another one or after the restart: from the start if no token
+	// was sent, else after the tokens that were sent. If these would bind the rest (a seed, presence or frequency penalties,
+	// stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
+	// during one request.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
 	// INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
 	Generate(*GenerateRequest, InferenceService_GenerateServer) error
-	// Logprobs of given tokens under the present weights.
-	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force),
-	// INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+	// Score returns logprobs of given tokens under the present weights.
+	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
+	// (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
-	// Aborts generations; idempotent.
+	// Abort aborts generations. Idempotent.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
-	// Stops generating. New requests wait until Resume. Idempotent.
+	// Pause stops generating. New requests wait until Resume. Idempotent.
 	Pause(context.Context, *PauseRequest) (*PauseResponse, error)
-	// Starts again. Idempotent.
+	// Resume ends a pause. Idempotent.
 	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
-	// Frees the accelerator's memory.
+	// Sleep frees the accelerator's memory.
 	Sleep(context.Context, *SleepRequest) (*SleepResponse, error)
-	// Takes it back.
+	// Wake allocates the accelerator's memory again.
 	Wake(context.Context, *WakeRequest) (*WakeResponse, error)
-	// Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
-	// version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-	// unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
-	// that was lost can be asked for again.
+	// UpdateWeights replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old
+	// weights and version in force. Requests in flight continue with the new weights from their next token, recorded in their
+	// spans, unless `begin.mode` selects otherwise. A push of the version and digest in force is a success, so that a push
+	// whose answer was lost can be repeated.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
-	// WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
-	// another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
+	// WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED
+	// (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
 	UpdateWeights(InferenceService_UpdateWeightsServer) error
-	// The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+	// InitTransfer is the first of four calls for trainers that move weights by their own means (NCCL, IPC). It sets the
+	// means.
 	// Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
 	InitTransfer(context.Context, *InitTransferRequest) (*InitTransferResponse, error)
-	// Second: a new version begins.
+	// StartTransfer, the second, begins a new version.
 	// Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
 	StartTransfer(context.Context, *StartTransferRequest) (*StartTransferResponse, error)
-	// Third, any number of times: some tensors are ready to be taken over.
+	// TransferTensors, the third, receives tensors that are ready. It may be called any number of times.
 	// Errors: FAILED_PRECONDITION (NO_TRANSFER).
 	TransferTensors(context.Context, *TransferTensorsRequest) (*TransferTensorsResponse, error)
-	// Fourth: the version is complete, or given up. Idempotent by transfer_id.
+	// FinishTransfer, the fourth, commits the version or gives it up. Idempotent by transfer_id.
 	// Errors: FAILED_PRECONDITION (NO_TRANSFER).
 	FinishTransfer(context.Context, *FinishTransferRequest) (*FinishTransferResponse, error)
-	// Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
-	// that are in force are a success.
+	// LoadAdapter loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. A push
+	// of the version and digest in force is a success.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
 	// DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
 	LoadAdapter(InferenceService_LoadAdapterServer) error
-	// Idempotent.
+	// UnloadAdapter unloads an adapter. Idempotent.
 	UnloadAdapter(context.Context, *UnloadAdapterRequest) (*UnloadAdapterResponse, error)
-	// Adapters by name.
+	// ListAdapters lists adapters by name.
 	ListAdapters(context.Context, *ListAdaptersRequest) (*ListAdaptersResponse, error)
-	// Messages to prompt tokens by the model's template: the codec over the wire, for clients without it.
+	// Render turns messages into prompt tokens by the model's template, for clients without the codec.
 	Render(context.Context, *RenderRequest) (*RenderResponse, error)
-	// Sampled tokens to a message.
+	// Parse turns sampled tokens into a message.
 	Parse(context.Context, *ParseRequest) (*ParseResponse, error)
-	// Tells how far a trainer's logprobs are from this engine's, for whoever watches (WatchStats). The figures are the
-	// trainer's word. A report of a version replaces the one before it; those of the 8 newest versions are kept, in memory.
+	// ReportGap reports how far a trainer's logprobs are from this engine's, for WatchStats. The service does not check the
+	// figures. A report replaces the previous one of its version. The reports of the 8 newest versions are kept, in memory.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: newer than the weights in force).
 	ReportGap(context.Context, *ReportGapRequest) (*ReportGapResponse, error)
-	// The engine's load, at once and then at each interval.
+	// WatchStats streams the engine's load, at once and then at each interval.
 	WatchStats(*WatchStatsRequest, InferenceService_WatchStatsServer) error
 	mustEmbedUnimplementedInferenceServiceServer()
 }

@@ -26,22 +26,22 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// The closed set of reasons.
+// Reason is the closed set of reasons.
 type ResultRejected_Reason int32
 
 const (
 	ResultRejected_REASON_UNSPECIFIED ResultRejected_Reason = 0
-	// No such call for this session.
+	// The session has no such call.
 	ResultRejected_REASON_UNKNOWN_CALL ResultRejected_Reason = 1
-	// Another result came first. (An equal one, whatever its lease, is accepted again.)
+	// Another result came first. (An equal one, under any lease, is accepted again.)
 	ResultRejected_REASON_ALREADY_DELIVERED ResultRejected_Reason = 2
 	// The call is CANCELLED or EXPIRED, or its rollout is closed.
 	ResultRejected_REASON_CALL_ENDED ResultRejected_Reason = 3
-	// It is leased to another session.
+	// The call is leased to another session.
 	ResultRejected_REASON_NOT_LEASED ResultRejected_Reason = 4
-	// The completion breaks a rule; `violations` says which. The call stays leased and may be answered again.
+	// The completion breaks a rule; `violations` states which. The call stays leased and may be answered again.
 	ResultRejected_REASON_INVALID ResultRejected_Reason = 5
-	// Sampled by weights that the rollout does not accept. The call stays leased.
+	// The weights that sampled it are not accepted by the rollout. The call stays leased.
 	ResultRejected_REASON_STALE_POLICY ResultRejected_Reason = 6
 )
 
@@ -94,7 +94,8 @@ func (ResultRejected_Reason) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_intercept_service_proto_rawDescGZIP(), []int{25, 0}
 }
 
-// Which rollouts' calls a session wants: those of gate mode that match every condition that is set; empty = all of them.
+// CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
+// set. Empty = all rollouts.
 type CallSelector struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RunId         *string                `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
@@ -163,13 +164,14 @@ func (x *CallSelector) GetLabels() map[string]string {
 	return nil
 }
 
-// How much a session can hold: a window, not an increment. Freed when a result is acknowledged (accepted, or rejected for
-// good) or the call is cancelled. A call that is larger than `bytes` is sent alone, when nothing else is held.
+// Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
+// (accepted, or rejected for good) or the call is cancelled. A call larger than `bytes` is sent alone, when the session
+// holds no other.
 type Credits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Calls leased and not answered. 0 = no more for now.
+	// Calls leased and not answered. 0 = send no more for now.
 	Calls int32 `protobuf:"varint,1,opt,name=calls,proto3" json:"calls,omitempty"`
-	// Serialised bytes of the same; unset = 32 MiB in Hello, unchanged in a later frame.
+	// Serialised bytes of these calls. Unset = 32 MiB in Hello, unchanged in a later frame.
 	Bytes         *int64 `protobuf:"varint,2,opt,name=bytes,proto3,oneof" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -219,7 +221,7 @@ func (x *Credits) GetBytes() int64 {
 	return 0
 }
 
-// One message of a trainer.
+// InterceptRequest is one message of a trainer.
 type InterceptRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Frame:
@@ -415,23 +417,24 @@ func (*InterceptRequest_ToolResults) isInterceptRequest_Frame() {}
 
 func (*InterceptRequest_Goodbye) isInterceptRequest_Frame() {}
 
-// The trainer's first message.
+// Hello is the trainer's first message.
 type Hello struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Selector *CallSelector          `protobuf:"bytes,1,opt,name=selector,proto3" json:"selector,omitempty"`
 	// At least 1 call.
 	Credits *Credits `protobuf:"bytes,2,opt,name=credits,proto3" json:"credits,omitempty"`
-	// Who this is, for people: shown in listings and logs.
+	// The session's name for people, shown in listings and logs.
 	Identity string `protobuf:"bytes,3,opt,name=identity,proto3" json:"identity,omitempty"`
-	// The newest policy version that the trainer has; unset = it does not say.
+	// The newest policy version of the trainer. Unset = unknown.
 	PolicyVersion *int64 `protobuf:"varint,4,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`
-	// What the calls shall carry beside their tokens.
+	// What calls carry besides their tokens.
 	View *CallView `protobuf:"bytes,5,opt,name=view,proto3" json:"view,omitempty"`
-	// A session that was lost, or whose stream is only half open (which then ends with ABORTED, SESSION_TAKEN_OVER): its calls
-	// stay leased to this one under the same lease ids. Leases survive a restart of the service for the resume window.
+	// A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
+	// calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
+	// window.
 	ResumeSessionId *string `protobuf:"bytes,6,opt,name=resume_session_id,json=resumeSessionId,proto3,oneof" json:"resume_session_id,omitempty"`
-	// With resume_session_id: the calls of that session that the trainer has. Its others are sent again, under the same lease ids:
-	// their frames were lost with the stream or the service. Unset = none is sent again.
+	// With resume_session_id: the calls of that session that the trainer holds. Its other calls are sent again under the same
+	// lease ids, because their frames were lost with the stream or the service. Unset = none is sent again.
 	Held          *HeldCalls `protobuf:"bytes,7,opt,name=held,proto3" json:"held,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -516,7 +519,7 @@ func (x *Hello) GetHeld() *HeldCalls {
 	return nil
 }
 
-// Calls that a trainer has and has not answered, or whose answer was not acknowledged.
+// HeldCalls lists the calls that a trainer holds without an acknowledged answer.
 type HeldCalls struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	CallIds       []string               `protobuf:"bytes,1,rep,name=call_ids,json=callIds,proto3" json:"call_ids,omitempty"`
@@ -561,7 +564,7 @@ func (x *HeldCalls) GetCallIds() []string {
 	return nil
 }
 
-// What a ModelCall carries beside its tokens. Everything costs bytes.
+// CallView selects what a ModelCall carries besides its tokens. Each choice costs bytes.
 type CallView struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Messages      bool                   `protobuf:"varint,1,opt,name=messages,proto3" json:"messages,omitempty"`
@@ -614,7 +617,7 @@ func (x *CallView) GetBody() bool {
 	return false
 }
 
-// Answers. At most 32 MiB a frame.
+// Results answer calls. At most 32 MiB a frame.
 type Results struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Results       []*CallResult          `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
@@ -659,11 +662,12 @@ func (x *Results) GetResults() []*CallResult {
 	return nil
 }
 
-// An answer to one call.
+// CallResult answers one call.
 type CallResult struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	CallId string                 `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
-	// ModelCall.lease_id: an answer under an old lease is accepted only while the call is open and not leased to another.
+	// ModelCall.lease_id. An answer under an old lease is accepted only while the call is open and not leased to another
+	// session.
 	LeaseId string `protobuf:"bytes,2,opt,name=lease_id,json=leaseId,proto3" json:"lease_id,omitempty"`
 	// Types that are valid to be assigned to Result:
 	//
@@ -791,7 +795,7 @@ func (*CallResult_Delegation) isCallResult_Result() {}
 
 func (*CallResult_Release) isCallResult_Result() {}
 
-// Back to the queue, for another session.
+// Release returns a call to the queue, for another session.
 type Release struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -828,13 +832,13 @@ func (*Release) Descriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_intercept_service_proto_rawDescGZIP(), []int{8}
 }
 
-// The trainer cannot answer.
+// CallFailure states that the trainer cannot answer.
 type CallFailure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Stable UPPER_SNAKE, recorded; the agent is told only that the model failed.
+	// Stable UPPER_SNAKE, recorded. The agent sees only that the model failed.
 	Reason  string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
-	// Whether the agent is told to try again (its dialect's 503) or not (its dialect's 400).
+	// True = the agent gets its dialect's retriable error (503). False = a final one (400).
 	Retriable     bool `protobuf:"varint,3,opt,name=retriable,proto3" json:"retriable,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -891,11 +895,11 @@ func (x *CallFailure) GetRetriable() bool {
 	return false
 }
 
-// The rollout's model source shall answer this call. Accepted means journalled: credit and lease are free, and what comes of it
-// is seen by WatchCalls and GetCall.
+// Delegation lets the rollout's model source answer this call. Once it is accepted, it is journalled, and credit and lease
+// are free. WatchCalls and GetCall show the outcome.
 type Delegation struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// On top of what the agent asked for.
+	// Replaces fields of the agent's sampling.
 	SamplingOverride *v1.Sampling `protobuf:"bytes,1,opt,name=sampling_override,json=samplingOverride,proto3" json:"sampling_override,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
@@ -938,9 +942,9 @@ func (x *Delegation) GetSamplingOverride() *v1.Sampling {
 	return nil
 }
 
-// The calls of this session's selector are held, for every session and for the model source: none is leased or dispatched, agents
-// see keep-alives, and call_timeout, wall_time and expire_time stand still. Ends with ResumeCalls, Goodbye, max_duration, or
-// the session.
+// PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
+// dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
+// ResumeCalls, Goodbye, max_duration or the session.
 type PauseCalls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For the logs, for example "weight sync".
@@ -995,7 +999,7 @@ func (x *PauseCalls) GetMaxDuration() *durationpb.Duration {
 	return nil
 }
 
-// Calls flow again.
+// ResumeCalls ends the pause.
 type ResumeCalls struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1032,7 +1036,7 @@ func (*ResumeCalls) Descriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_intercept_service_proto_rawDescGZIP(), []int{12}
 }
 
-// The peer lives. Each side sends one after an interval of silence.
+// Heartbeat shows that the peer is alive. Each side sends one after an interval of silence.
 type Heartbeat struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1069,7 +1073,7 @@ func (*Heartbeat) Descriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_intercept_service_proto_rawDescGZIP(), []int{13}
 }
 
-// The trainer's newest weights: staleness bounds are judged against it.
+// PolicyAnnounced states the trainer's newest weights, which staleness bounds are computed from.
 type PolicyAnnounced struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	PolicyVersion int64                  `protobuf:"varint,1,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
@@ -1114,7 +1118,7 @@ func (x *PolicyAnnounced) GetPolicyVersion() int64 {
 	return 0
 }
 
-// Results of host tools. Each is answered by ToolResultsAcknowledged.
+// ToolResults answer host tool calls. Each result is answered by ToolResultsAcknowledged.
 type ToolResults struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Results       []*HostToolResult      `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
@@ -1159,15 +1163,15 @@ func (x *ToolResults) GetResults() []*HostToolResult {
 	return nil
 }
 
-// The result of one host tool call.
+// HostToolResult is the result of one host tool call.
 type HostToolResult struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	ToolCallId string                 `protobuf:"bytes,1,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
-	// What the agent gets: {"text": TEXT} is that text; {"content": [...]} is a list of MCP's own content blocks of the types text,
-	// image and audio; anything else is told as JSON and as MCP's structured content. As JSON at most the operator's
+	// What the agent gets. {"text": TEXT} is that text. {"content": [...]} is a list of MCP content blocks of the types text,
+	// image and audio. Anything else is sent as JSON and as MCP's structured content. As JSON, at most the operator's
 	// max_tool_bytes.
 	Result *structpb.Struct `protobuf:"bytes,2,opt,name=result,proto3" json:"result,omitempty"`
-	// The tool failed, and the result says how in words for the agent.
+	// The tool failed; the result explains it to the agent.
 	IsError       bool `protobuf:"varint,3,opt,name=is_error,json=isError,proto3" json:"is_error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1224,7 +1228,7 @@ func (x *HostToolResult) GetIsError() bool {
 	return false
 }
 
-// The trainer leaves in order: its unanswered calls are queued again at once.
+// Goodbye ends the session in order. Its unanswered calls are queued again at once.
 type Goodbye struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Reason        string                 `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
@@ -1269,7 +1273,7 @@ func (x *Goodbye) GetReason() string {
 	return ""
 }
 
-// One message of the service.
+// InterceptResponse is one message of the service.
 type InterceptResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Frame:
@@ -1449,7 +1453,7 @@ type InterceptResponse_Calls struct {
 }
 
 type InterceptResponse_Acknowledged struct {
-	// Results that were accepted and journalled, and those that were not.
+	// Results that were accepted and journalled, and those that were rejected.
 	Acknowledged *ResultsAcknowledged `protobuf:"bytes,3,opt,name=acknowledged,proto3,oneof"`
 }
 
@@ -1474,7 +1478,7 @@ type InterceptResponse_GoAway struct {
 }
 
 type InterceptResponse_Paused struct {
-	// Nothing is leased or dispatched after this.
+	// No call is leased or dispatched after this message.
 	Paused *CallsPaused `protobuf:"bytes,9,opt,name=paused,proto3,oneof"`
 }
 
@@ -1514,7 +1518,7 @@ func (*InterceptResponse_ToolCallsCancelled) isInterceptResponse_Frame() {}
 
 func (*InterceptResponse_ToolResultsAcknowledged) isInterceptResponse_Frame() {}
 
-// PauseCalls is in force.
+// CallsPaused states that PauseCalls is in force.
 type CallsPaused struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Calls of the selector that are leased or dispatched now.
@@ -1560,7 +1564,7 @@ func (x *CallsPaused) GetOpenCalls() int32 {
 	return 0
 }
 
-// Calls flow again, by ResumeCalls or because the pause ran out.
+// CallsResumed states that the pause ended, by ResumeCalls or by its max_duration.
 type CallsResumed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1597,22 +1601,23 @@ func (*CallsResumed) Descriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_intercept_service_proto_rawDescGZIP(), []int{20}
 }
 
-// The service's first message.
+// Welcome is the service's first message.
 type Welcome struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SessionId string                 `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	// As granted: at most what Hello asked for.
+	// As granted: at most the credits of Hello.
 	Credits *Credits `protobuf:"bytes,2,opt,name=credits,proto3" json:"credits,omitempty"`
-	// The trainer MUST send something at least this often; three misses lose the session.
+	// The trainer MUST send a message at least this often. Three misses lose the session.
 	HeartbeatInterval *durationpb.Duration `protobuf:"bytes,3,opt,name=heartbeat_interval,json=heartbeatInterval,proto3" json:"heartbeat_interval,omitempty"`
 	// How long the calls of a lost session stay leased to it, for a resume.
 	ResumeWindow *durationpb.Duration `protobuf:"bytes,4,opt,name=resume_window,json=resumeWindow,proto3" json:"resume_window,omitempty"`
-	// Calls that are now waiting for this selector.
+	// Calls that now wait for this selector.
 	QueuedCalls int32 `protobuf:"varint,5,opt,name=queued_calls,json=queuedCalls,proto3" json:"queued_calls,omitempty"`
-	// Whether Hello.resume_session_id was taken up. False with one given = it is unknown or its window has passed; this is a new
-	// session, not an error.
+	// Whether the session of Hello.resume_session_id was resumed. False with an id = the session is unknown or its window has
+	// passed; this is then a new session, not an error.
 	Resumed bool `protobuf:"varint,6,opt,name=resumed,proto3" json:"resumed,omitempty"`
-	// Calls that are still leased to the session, not sent again (see Hello.held); any other that the trainer holds is lost to it.
+	// Calls that are still leased to the session and are not sent again (see Hello.held). The trainer has lost any other call
+	// that it holds.
 	HeldCallIds   []string `protobuf:"bytes,7,rep,name=held_call_ids,json=heldCallIds,proto3" json:"held_call_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1697,7 +1702,7 @@ func (x *Welcome) GetHeldCallIds() []string {
 	return nil
 }
 
-// Calls to answer. At most 4 MiB, or one call.
+// Calls are calls to answer. At most 4 MiB, or one call.
 type Calls struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Calls         []*ModelCall           `protobuf:"bytes,1,rep,name=calls,proto3" json:"calls,omitempty"`
@@ -1742,7 +1747,7 @@ func (x *Calls) GetCalls() []*ModelCall {
 	return nil
 }
 
-// One model call, ready for an engine.
+// ModelCall is one model call, ready for an engine.
 type ModelCall struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	CallId    string                 `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
@@ -1756,41 +1761,41 @@ type ModelCall struct {
 	CallClass    v11.CallClass `protobuf:"varint,8,opt,name=call_class,json=callClass,proto3,enum=penstock.trajectory.v1.CallClass" json:"call_class,omitempty"`
 	BranchId     string        `protobuf:"bytes,9,opt,name=branch_id,json=branchId,proto3" json:"branch_id,omitempty"`
 	ParentCallId *string       `protobuf:"bytes,10,opt,name=parent_call_id,json=parentCallId,proto3,oneof" json:"parent_call_id,omitempty"`
-	// The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the new messages' tokens.
+	// The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the tokens of the new messages.
 	PromptTokenIds []byte `protobuf:"bytes,11,opt,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	PromptCount    uint32 `protobuf:"varint,12,opt,name=prompt_count,json=promptCount,proto3" json:"prompt_count,omitempty"`
-	// Tokens of it that are the parent's prompt and completion: what an engine's cache already has.
+	// How many of its tokens are the parent's prompt and completion, which an engine's prefix cache already holds.
 	SharedPrefixCount uint32 `protobuf:"varint,13,opt,name=shared_prefix_count,json=sharedPrefixCount,proto3" json:"shared_prefix_count,omitempty"`
-	// As the agent asked, max_tokens bounded by the budgets and the context.
+	// As requested by the agent, with max_tokens bounded by budgets and context.
 	Sampling *v1.Sampling `protobuf:"bytes,14,opt,name=sampling,proto3" json:"sampling,omitempty"`
-	// Which weights may answer: at least this version. Unset = any.
+	// The lowest version of the weights that may answer. Unset = any.
 	MinPolicyVersion *int64 `protobuf:"varint,15,opt,name=min_policy_version,json=minPolicyVersion,proto3,oneof" json:"min_policy_version,omitempty"`
-	// The conversation and tools, when the view asked for messages.
+	// The conversation and tools, if the view has messages.
 	Messages   []*v1.Message  `protobuf:"bytes,16,rep,name=messages,proto3" json:"messages,omitempty"`
 	Tools      []*v1.Tool     `protobuf:"bytes,17,rep,name=tools,proto3" json:"tools,omitempty"`
 	ToolChoice *v1.ToolChoice `protobuf:"bytes,18,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
-	// The agent's body verbatim, when the view asked for it.
+	// The agent's body verbatim, if the view has it.
 	RequestBody []byte      `protobuf:"bytes,19,opt,name=request_body,json=requestBody,proto3" json:"request_body,omitempty"`
 	Dialect     v11.Dialect `protobuf:"varint,20,opt,name=dialect,proto3,enum=penstock.trajectory.v1.Dialect" json:"dialect,omitempty"`
-	// 1 = never leased before.
+	// 1 = leased for the first time.
 	LeaseAttempt int32                  `protobuf:"varint,21,opt,name=lease_attempt,json=leaseAttempt,proto3" json:"lease_attempt,omitempty"`
 	ReceiveTime  *timestamppb.Timestamp `protobuf:"bytes,22,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
-	// When it EXPIRES.
+	// When the call EXPIRES.
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,23,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
-	// Whether the agent waits for a stream.
+	// Whether the agent expects a stream.
 	Stream bool    `protobuf:"varint,24,opt,name=stream,proto3" json:"stream,omitempty"`
 	TaskId *string `protobuf:"bytes,25,opt,name=task_id,json=taskId,proto3,oneof" json:"task_id,omitempty"`
 	// The rollout's position in its group.
 	GroupIndex *int32 `protobuf:"varint,26,opt,name=group_index,json=groupIndex,proto3,oneof" json:"group_index,omitempty"`
-	// Which tokenizer and template the prompt belongs to.
+	// The tokenizer and the template that made the prompt.
 	TokenizerSha256    []byte `protobuf:"bytes,27,opt,name=tokenizer_sha256,json=tokenizerSha256,proto3" json:"tokenizer_sha256,omitempty"`
 	ChatTemplateSha256 []byte `protobuf:"bytes,28,opt,name=chat_template_sha256,json=chatTemplateSha256,proto3" json:"chat_template_sha256,omitempty"`
-	// The model's name as the agent asked for it.
+	// The model's name in the agent's request.
 	Model string `protobuf:"bytes,29,opt,name=model,proto3" json:"model,omitempty"`
-	// What the view asked for was left out for its size: GetCall has it.
+	// Parts of the view were left out for their size. GetCall returns them.
 	ViewTruncated bool `protobuf:"varint,30,opt,name=view_truncated,json=viewTruncated,proto3" json:"view_truncated,omitempty"`
-	// W3C trace context (`traceparent`) of the gate's span that waits for the answer: a trainer's own spans belong below it.
-	// Empty when the service traces nothing, or not this call.
+	// W3C trace context (`traceparent`) of the gate's span that waits for the answer, the parent of a trainer's own spans.
+	// Empty = the service does not trace, or not this call.
 	TraceParent   string `protobuf:"bytes,31,opt,name=trace_parent,json=traceParent,proto3" json:"trace_parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2043,10 +2048,10 @@ func (x *ModelCall) GetTraceParent() string {
 	return ""
 }
 
-// What became of results.
+// ResultsAcknowledged states which results were accepted.
 type ResultsAcknowledged struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Accepted and on disk: they will neither be lost nor asked for again.
+	// Accepted and on disk: neither lost nor requested again.
 	AcceptedCallIds []string          `protobuf:"bytes,1,rep,name=accepted_call_ids,json=acceptedCallIds,proto3" json:"accepted_call_ids,omitempty"`
 	Rejected        []*ResultRejected `protobuf:"bytes,2,rep,name=rejected,proto3" json:"rejected,omitempty"`
 	unknownFields   protoimpl.UnknownFields
@@ -2097,7 +2102,7 @@ func (x *ResultsAcknowledged) GetRejected() []*ResultRejected {
 	return nil
 }
 
-// Why a result was not taken.
+// ResultRejected is why a result was rejected.
 type ResultRejected struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	CallId        string                 `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
@@ -2166,7 +2171,7 @@ func (x *ResultRejected) GetViolations() []string {
 	return nil
 }
 
-// Calls of this session that need no answer any more.
+// CallsCancelled lists calls of this session that need no answer any more.
 type CallsCancelled struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	CallIds []string               `protobuf:"bytes,1,rep,name=call_ids,json=callIds,proto3" json:"call_ids,omitempty"`
@@ -2220,7 +2225,7 @@ func (x *CallsCancelled) GetReason() string {
 	return ""
 }
 
-// Rollouts of this session's selector that were closed.
+// RolloutsClosed lists rollouts of this session's selector that were closed.
 type RolloutsClosed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	RolloutIds    []string               `protobuf:"bytes,1,rep,name=rollout_ids,json=rolloutIds,proto3" json:"rollout_ids,omitempty"`
@@ -2265,8 +2270,8 @@ func (x *RolloutsClosed) GetRolloutIds() []string {
 	return nil
 }
 
-// Calls of host tools by agents. Credits do not count them: the operator bounds how many a rollout may have open. After a resume
-// those that are still open are sent again, under the ids that they had.
+// ToolCalls are agents' calls of host tools. Credits do not count them: the operator limits how many a rollout may have
+// open. After a resume, open ones are sent again under the same ids.
 type ToolCalls struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Calls         []*HostToolCall        `protobuf:"bytes,1,rep,name=calls,proto3" json:"calls,omitempty"`
@@ -2311,15 +2316,15 @@ func (x *ToolCalls) GetCalls() []*HostToolCall {
 	return nil
 }
 
-// One call of a host tool. Its arguments hold the tool's schema.
+// HostToolCall is one call of a host tool. Its arguments are valid against the tool's schema.
 type HostToolCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Never used for another call: a repeat is the same call, to be carried out once.
+	// Unique for ever. A repeat is the same call, to be executed once.
 	ToolCallId string           `protobuf:"bytes,1,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
 	RolloutId  string           `protobuf:"bytes,2,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	Name       string           `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
 	Arguments  *structpb.Struct `protobuf:"bytes,4,opt,name=arguments,proto3" json:"arguments,omitempty"`
-	// The same as JSON text: a Struct has doubles only.
+	// The same as JSON text, because a Struct has doubles only.
 	ArgumentsJson string            `protobuf:"bytes,5,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
 	GroupId       *string           `protobuf:"bytes,6,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
 	RunId         *string           `protobuf:"bytes,7,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
@@ -2328,7 +2333,7 @@ type HostToolCall struct {
 	// The rollout's position in its group.
 	GroupIndex  *int32                 `protobuf:"varint,10,opt,name=group_index,json=groupIndex,proto3,oneof" json:"group_index,omitempty"`
 	ReceiveTime *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
-	// When the agent is told that the tool took too long.
+	// When the agent gets a timeout as the tool's result.
 	ExpireTime    *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2448,7 +2453,7 @@ func (x *HostToolCall) GetExpireTime() *timestamppb.Timestamp {
 	return nil
 }
 
-// Host tool calls of this session that need no result any more: work on them may stop.
+// ToolCallsCancelled lists host tool calls of this session that need no result any more. Work on them may stop.
 type ToolCallsCancelled struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	ToolCallIds []string               `protobuf:"bytes,1,rep,name=tool_call_ids,json=toolCallIds,proto3" json:"tool_call_ids,omitempty"`
@@ -2502,12 +2507,12 @@ func (x *ToolCallsCancelled) GetReason() string {
 	return ""
 }
 
-// What became of results of host tools.
+// ToolResultsAcknowledged states which results of host tools were accepted.
 type ToolResultsAcknowledged struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Accepted and on disk: they will neither be lost nor asked for again.
+	// Accepted and on disk: neither lost nor requested again.
 	AcceptedToolCallIds []string `protobuf:"bytes,1,rep,name=accepted_tool_call_ids,json=acceptedToolCallIds,proto3" json:"accepted_tool_call_ids,omitempty"`
-	// Those that were not; call_id is the tool call's. After REASON_INVALID the call is still open.
+	// Rejected results; call_id is the tool call's. After REASON_INVALID the call is still open.
 	Rejected      []*ResultRejected `protobuf:"bytes,2,rep,name=rejected,proto3" json:"rejected,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2557,11 +2562,12 @@ func (x *ToolResultsAcknowledged) GetRejected() []*ResultRejected {
 	return nil
 }
 
-// The service is about to stop: answer what you hold, expect no more, reconnect elsewhere or later.
+// GoAway announces that the service stops. Answer the calls that you hold, expect no more, and reconnect elsewhere or
+// later.
 type GoAway struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Reason string                 `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
-	// How long results are still taken.
+	// How long results are still accepted.
 	Grace         *durationpb.Duration `protobuf:"bytes,2,opt,name=grace,proto3" json:"grace,omitempty"`
 	RetryAfter    *durationpb.Duration `protobuf:"bytes,3,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2628,12 +2634,12 @@ type LeaseCallsRequest struct {
 	MaxCalls int32 `protobuf:"varint,3,opt,name=max_calls,json=maxCalls,proto3" json:"max_calls,omitempty"`
 	// Unset = 20 s.
 	Wait *durationpb.Duration `protobuf:"bytes,4,opt,name=wait,proto3" json:"wait,omitempty"`
-	// How long the calls stay leased without being answered or extended. Unset = 5 min; at most 1 h.
+	// How long a lease lasts unless the call is answered or the lease extended. Unset = 5 min; at most 1 h.
 	Lease *durationpb.Duration `protobuf:"bytes,5,opt,name=lease,proto3" json:"lease,omitempty"`
 	View  *CallView            `protobuf:"bytes,6,opt,name=view,proto3" json:"view,omitempty"`
-	// A repeated id gets the calls that it got before, if they are still leased.
+	// A repeated id returns the same calls, if they are still leased.
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// As PolicyAnnounced.
+	// See PolicyAnnounced.
 	PolicyVersion *int64 `protobuf:"varint,8,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2728,7 +2734,7 @@ func (x *LeaseCallsRequest) GetPolicyVersion() int64 {
 // See LeaseCalls.
 type LeaseCallsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Empty when none came in time.
+	// Empty if no call arrived in time.
 	Calls         []*ModelCall `protobuf:"bytes,1,rep,name=calls,proto3" json:"calls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2829,7 +2835,7 @@ func (x *CompleteCallsRequest) GetExtendLeaseIds() []string {
 type CompleteCallsResponse struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	Acknowledged *ResultsAcknowledged   `protobuf:"bytes,1,opt,name=acknowledged,proto3" json:"acknowledged,omitempty"`
-	// Of extend_lease_ids: those that are no more.
+	// The extend_lease_ids whose leases have ended.
 	LostLeaseIds  []string `protobuf:"bytes,2,rep,name=lost_lease_ids,json=lostLeaseIds,proto3" json:"lost_lease_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2884,12 +2890,13 @@ type RegisterToolsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Welcome.session_id.
 	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	// Of whichever mode, other than for calls. Unset = the session's own.
+	// Selects rollouts of any mode, unlike a selector of calls. Unset = the session's own.
 	Selector *CallSelector `protobuf:"bytes,2,opt,name=selector,proto3" json:"selector,omitempty"`
-	// At most 64. Names: a letter, then letters, digits, _ and -, 48 at most; unique. Descriptions: at most 16 KiB. Schemas: at most
-	// 64 KiB, JSON Schema (2020-12 unless $schema says otherwise) of an object, references within it only, patterns as RE2 has
-	// them; empty = an object of whatever content. `strict` has no effect: arguments are always checked. Not offered:
-	// patternProperties, unevaluatedItems, unevaluatedProperties, and what takes too many steps to check.
+	// At most 64. Names are unique, have at most 48 characters, and are a letter, then letters, digits, _ and -.
+	// Descriptions: at most 16 KiB. Schemas: at most 64 KiB, JSON Schema (2020-12 unless $schema names another) of an object,
+	// with references within it only and RE2 patterns. An empty schema = any object. `strict` has no effect: arguments are
+	// always checked. Refused: patternProperties, unevaluatedItems, unevaluatedProperties, and schemas that take too many
+	// steps to check.
 	Tools         []*v1.Tool `protobuf:"bytes,3,rep,name=tools,proto3" json:"tools,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2987,7 +2994,7 @@ func (*RegisterToolsResponse) Descriptor() ([]byte, []int) {
 type ListCallsRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
-	// As in RolloutGateService.ListRollouts.
+	// See RolloutGateService.ListRollouts.
 	PageSize      int32  `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields

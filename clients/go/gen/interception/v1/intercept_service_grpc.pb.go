@@ -31,30 +31,31 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type InterceptServiceClient interface {
-	// The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-	// fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-	// before it stops.
+	// Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+	// ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+	// service sends GoAway before it stops.
 	//
-	// What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-	// (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+	// ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
 	Intercept(ctx context.Context, opts ...grpc.CallOption) (InterceptService_InterceptClient, error)
-	// The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-	// and leases up to max_calls of them for `lease`.
+	// LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
 	LeaseCalls(ctx context.Context, in *LeaseCallsRequest, opts ...grpc.CallOption) (*LeaseCallsResponse, error)
-	// Results for leased calls, each judged by itself; also extends leases.
+	// CompleteCalls answers leased calls, each checked by itself. It also extends leases.
 	CompleteCalls(ctx context.Context, in *CompleteCallsRequest, opts ...grpc.CallOption) (*CompleteCallsResponse, error)
-	// Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-	// reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-	// with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-	// A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-	// What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+	// RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+	// reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+	// session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+	// service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+	// may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+	// empty list withdraws the tools.
 	// Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
 	// RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
 	RegisterTools(ctx context.Context, in *RegisterToolsRequest, opts ...grpc.CallOption) (*RegisterToolsResponse, error)
-	// Calls of a rollout in order of arrival.
+	// ListCalls lists a rollout's calls in order of arrival.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	ListCalls(ctx context.Context, in *ListCallsRequest, opts ...grpc.CallOption) (*ListCallsResponse, error)
-	// One call, with its prompt.
+	// GetCall returns one call, with its prompt.
 	// Errors: NOT_FOUND (CALL_UNKNOWN).
 	GetCall(ctx context.Context, in *GetCallRequest, opts ...grpc.CallOption) (*GetCallResponse, error)
 }
@@ -153,30 +154,31 @@ func (c *interceptServiceClient) GetCall(ctx context.Context, in *GetCallRequest
 // All implementations must embed UnimplementedInterceptServiceServer
 // for forward compatibility
 type InterceptServiceServer interface {
-	// The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-	// fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-	// before it stops.
+	// Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+	// ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+	// service sends GoAway before it stops.
 	//
-	// What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-	// (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+	// ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
 	Intercept(InterceptService_InterceptServer) error
-	// The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-	// and leases up to max_calls of them for `lease`.
+	// LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
 	LeaseCalls(context.Context, *LeaseCallsRequest) (*LeaseCallsResponse, error)
-	// Results for leased calls, each judged by itself; also extends leases.
+	// CompleteCalls answers leased calls, each checked by itself. It also extends leases.
 	CompleteCalls(context.Context, *CompleteCallsRequest) (*CompleteCallsResponse, error)
-	// Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-	// reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-	// with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-	// A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-	// What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+	// RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+	// reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+	// session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+	// service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+	// may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+	// empty list withdraws the tools.
 	// Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
 	// RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
 	RegisterTools(context.Context, *RegisterToolsRequest) (*RegisterToolsResponse, error)
-	// Calls of a rollout in order of arrival.
+	// ListCalls lists a rollout's calls in order of arrival.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	ListCalls(context.Context, *ListCallsRequest) (*ListCallsResponse, error)
-	// One call, with its prompt.
+	// GetCall returns one call, with its prompt.
 	// Errors: NOT_FOUND (CALL_UNKNOWN).
 	GetCall(context.Context, *GetCallRequest) (*GetCallResponse, error)
 	mustEmbedUnimplementedInterceptServiceServer()

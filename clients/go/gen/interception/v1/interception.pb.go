@@ -4,7 +4,7 @@
 // 	protoc        v6.31.1
 // source: penstock/interception/v1/interception.proto
 
-// The gate: where agents' model calls wait for an answer.
+// The gate holds agents' model calls until a trainer, an engine or an upstream answers them.
 
 package interceptionv1
 
@@ -24,16 +24,16 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Who answers an agent's calls, and what is captured.
+// Mode selects what answers an agent's calls, and what is captured.
 type Mode int32
 
 const (
 	Mode_MODE_UNSPECIFIED Mode = 0
-	// An upstream answers; the bytes pass through unread. Only the outcome is captured.
+	// An upstream answers and its bytes pass through unparsed. Only outcomes are captured.
 	Mode_MODE_BLACK_BOX Mode = 1
-	// The inference service or an upstream answers at once; every call is captured.
+	// The inference service or an upstream answers at once. Every call is captured.
 	Mode_MODE_TRANSPARENT_PROXY Mode = 2
-	// Every call waits for the trainer, who answers it or lets the inference service answer.
+	// Every call waits for the trainer, which answers it or delegates it to the rollout's model source.
 	Mode_MODE_INTERCEPTION_GATE Mode = 3
 )
 
@@ -80,15 +80,16 @@ func (Mode) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_interception_proto_rawDescGZIP(), []int{0}
 }
 
-// How control tokens are read that user texts, tool results, system prompts or definitions of tools spell.
+// ControlTokens selects how control tokens are read that appear in user texts, tool results, system prompts or tool
+// definitions.
 type ControlTokens int32
 
 const (
 	ControlTokens_CONTROL_TOKENS_UNSPECIFIED ControlTokens = 0
-	// As the text that they are: nothing that is said in a conversation opens or closes a turn. Where a template changes
-	// texts so that they cannot be told from its own, they are parsed, and Call.normalisations says so.
+	// As plain text: no text of a conversation opens or closes a turn. A template may change texts so that they look like its
+	// own control tokens. Then they are parsed, and Call.normalisations records it.
 	ControlTokens_CONTROL_TOKENS_PLAIN ControlTokens = 1
-	// As control tokens, as engines commonly do; Call.normalisations says where a conversation had any.
+	// As control tokens, as most engines do. Call.normalisations records where a conversation had any.
 	ControlTokens_CONTROL_TOKENS_PARSE ControlTokens = 2
 )
 
@@ -133,16 +134,16 @@ func (ControlTokens) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_interception_proto_rawDescGZIP(), []int{1}
 }
 
-// What the holder of a rollout's token may do at the ingress.
+// TokenScope is what the holder of an agent key may do at the ingress.
 type TokenScope int32
 
 const (
 	TokenScope_TOKEN_SCOPE_UNSPECIFIED TokenScope = 0
-	// Ask for completions.
+	// Request completions.
 	TokenScope_TOKEN_SCOPE_COMPLETIONS TokenScope = 1
-	// Count tokens and read the list of models.
+	// Count tokens and list models.
 	TokenScope_TOKEN_SCOPE_READ TokenScope = 2
-	// Use the rollout's host tools.
+	// Call the rollout's host tools.
 	TokenScope_TOKEN_SCOPE_TOOLS TokenScope = 3
 )
 
@@ -189,7 +190,7 @@ func (TokenScope) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_interception_v1_interception_proto_rawDescGZIP(), []int{2}
 }
 
-// Who answers where the trainer does not, and whose tokenizer makes the prompts.
+// ModelSource answers the calls that the trainer does not answer. Its tokenizer makes the prompts.
 type ModelSource struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Source:
@@ -198,12 +199,12 @@ type ModelSource struct {
 	//	*ModelSource_Upstream
 	//	*ModelSource_Tokenizer_
 	Source isModelSource_Source `protobuf_oneof:"source"`
-	// The parser that reads tool calls and reasoning, for example "hermes": for templates that do not show which. Empty = the inference
-	// service's own, and for a tokenizer what its template shows. Refused (PARSER_UNKNOWN) when there is none of this name, which
-	// tells the names, and for an upstream, which reads its own answers (FIELD_INVALID).
+	// The parser of tool calls and reasoning, for example "hermes", for templates that do not show which one they need. Empty
+	// = the inference service's own; for a tokenizer, the one that its template shows. An unknown name is refused
+	// (PARSER_UNKNOWN, which lists the known ones). Refused for an upstream, which parses its own answers (FIELD_INVALID).
 	ToolCallParser string `protobuf:"bytes,4,opt,name=tool_call_parser,json=toolCallParser,proto3" json:"tool_call_parser,omitempty"`
-	// How control tokens are read that texts of a conversation spell (R100). Unspecified = plain. Not for an upstream
-	// (FIELD_INVALID): it makes its own prompts.
+	// How control tokens in the texts of a conversation are read (R100). Unspecified = plain. Refused for an upstream, which
+	// makes its own prompts (FIELD_INVALID).
 	ControlTokens ControlTokens `protobuf:"varint,5,opt,name=control_tokens,json=controlTokens,proto3,enum=penstock.interception.v1.ControlTokens" json:"control_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -296,8 +297,8 @@ type ModelSource_Inference_ struct {
 }
 
 type ModelSource_Upstream struct {
-	// In gate mode prompts then have no tokens: ModelCall.messages and tools are set, prompt_token_ids is empty, and what is
-	// captured is text.
+	// In gate mode, prompts then have no tokens: ModelCall.messages and tools are set, prompt_token_ids is empty, and text
+	// is captured.
 	Upstream *Upstream `protobuf:"bytes,2,opt,name=upstream,proto3,oneof"`
 }
 
@@ -311,7 +312,7 @@ func (*ModelSource_Upstream) isModelSource_Source() {}
 
 func (*ModelSource_Tokenizer_) isModelSource_Source() {}
 
-// An OpenAI-compatible endpoint.
+// Upstream is an OpenAI-compatible endpoint.
 type Upstream struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Endpoint:
@@ -319,8 +320,8 @@ type Upstream struct {
 	//	*Upstream_Name
 	//	*Upstream_Caller
 	Endpoint isUpstream_Endpoint `protobuf_oneof:"endpoint"`
-	// The model to ask for, in every mode, whatever the agent names; empty = as the agent asks. MODEL_NOT_ALLOWED where the
-	// operator's endpoint has a list and this is not on it; a model that the agent names is held against it, too.
+	// The model to request in every mode, whatever model the agent names. Empty = the agent's model. Where the operator's
+	// endpoint has a list of models, this name and the agent's must be on it (MODEL_NOT_ALLOWED).
 	Model         string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -393,13 +394,13 @@ type isUpstream_Endpoint interface {
 }
 
 type Upstream_Name struct {
-	// The name of an endpoint that the operator configured, with the operator's key.
+	// The name of an endpoint in the operator's settings, used with the operator's key.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3,oneof"`
 }
 
 type Upstream_Caller struct {
-	// An address of the caller's choice, with the caller's key. Refused (UPSTREAM_NOT_ALLOWED) unless the operator allows
-	// it. The operator's keys are never sent to it (R11).
+	// The caller's address, used with the caller's key. Refused (UPSTREAM_NOT_ALLOWED) unless the operator allows it. The
+	// operator's keys are never sent to it (R11).
 	Caller *Upstream_CallerEndpoint `protobuf:"bytes,2,opt,name=caller,proto3,oneof"`
 }
 
@@ -407,24 +408,26 @@ func (*Upstream_Name) isUpstream_Endpoint() {}
 
 func (*Upstream_Caller) isUpstream_Endpoint() {}
 
-// Limits of one rollout at the gate. Unset = unlimited, call_timeout and max_tool_calls apart. Reaching one never cuts a call that was
-// admitted: the next is refused in the agent's dialect as final, and the rollout is marked EXHAUSTED (R35, R88). Tokens count when
-// their call is answered, so calls that are under way at once may together pass a budget of tokens by what they sample.
+// Budgets limits one rollout at the gate. Unset = unlimited, except call_timeout and max_tool_calls. An admitted call is
+// never cut. Once a budget is used up, the next call is refused in the agent's dialect as final, and the rollout becomes
+// EXHAUSTED (R35, R88). Tokens count when their call is answered, so concurrent calls may together exceed a token budget by
+// the tokens that they sample.
 type Budgets struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Calls of all classes.
 	MaxCalls *int32 `protobuf:"varint,1,opt,name=max_calls,json=maxCalls,proto3,oneof" json:"max_calls,omitempty"`
-	// Sampled tokens in all.
+	// Sampled tokens of all calls.
 	MaxCompletionTokens *int64 `protobuf:"varint,2,opt,name=max_completion_tokens,json=maxCompletionTokens,proto3,oneof" json:"max_completion_tokens,omitempty"`
 	// Prompt and sampled tokens of all calls, as an engine would bill them.
 	MaxTotalTokens *int64 `protobuf:"varint,3,opt,name=max_total_tokens,json=maxTotalTokens,proto3,oneof" json:"max_total_tokens,omitempty"`
-	// Sampled tokens of one call: a call that asks for more gets this.
+	// Sampled tokens of one call. A call that asks for more gets this many.
 	MaxTokensPerCall *int32 `protobuf:"varint,4,opt,name=max_tokens_per_call,json=maxTokensPerCall,proto3,oneof" json:"max_tokens_per_call,omitempty"`
 	// How long one call may wait for its answer. Default 1 h.
 	CallTimeout *durationpb.Duration `protobuf:"bytes,5,opt,name=call_timeout,json=callTimeout,proto3" json:"call_timeout,omitempty"`
-	// From OpenRollout on.
+	// Time since OpenRollout.
 	WallTime *durationpb.Duration `protobuf:"bytes,6,opt,name=wall_time,json=wallTime,proto3" json:"wall_time,omitempty"`
-	// Calls of host tools. Reaching it refuses further ones in words for the agent; model calls go on, and the rollout is not marked.
+	// Calls of host tools. Further ones are refused with a text for the agent. Model calls go on, and the rollout keeps its
+	// state.
 	MaxToolCalls *int32 `protobuf:"varint,7,opt,name=max_tool_calls,json=maxToolCalls,proto3,oneof" json:"max_tool_calls,omitempty"`
 	// Prompt tokens of all calls, as an engine would bill them.
 	MaxPromptTokens *int64 `protobuf:"varint,8,opt,name=max_prompt_tokens,json=maxPromptTokens,proto3,oneof" json:"max_prompt_tokens,omitempty"`
@@ -432,7 +435,7 @@ type Budgets struct {
 	MaxRequestBytes *int64 `protobuf:"varint,9,opt,name=max_request_bytes,json=maxRequestBytes,proto3,oneof" json:"max_request_bytes,omitempty"`
 	// Bytes of one request body. A larger one is refused (413); the rollout goes on.
 	MaxRequestBytesPerCall *int32 `protobuf:"varint,10,opt,name=max_request_bytes_per_call,json=maxRequestBytesPerCall,proto3,oneof" json:"max_request_bytes_per_call,omitempty"`
-	// How fast calls may come. One that comes too soon is refused with a delay after which SDKs ask again (429); the rollout goes on.
+	// The rate of calls. A call above it is refused with a retry delay that SDKs follow (429); the rollout goes on.
 	CallRate      *CallRate `protobuf:"bytes,11,opt,name=call_rate,json=callRate,proto3" json:"call_rate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -545,8 +548,8 @@ func (x *Budgets) GetCallRate() *CallRate {
 	return nil
 }
 
-// Limits of all rollouts of one run together, in the same units and with the same effect as in Budgets. Used up, they refuse the next
-// call of each of the run's rollouts, and every further OpenRollout of it.
+// RunBudgets limits all rollouts of one run together, in the units of Budgets. Once one is used up, the next call of each
+// of the run's rollouts and every further OpenRollout of the run are refused.
 type RunBudgets struct {
 	state               protoimpl.MessageState `protogen:"open.v1"`
 	MaxCalls            *int32                 `protobuf:"varint,1,opt,name=max_calls,json=maxCalls,proto3,oneof" json:"max_calls,omitempty"`
@@ -554,7 +557,7 @@ type RunBudgets struct {
 	MaxCompletionTokens *int64                 `protobuf:"varint,3,opt,name=max_completion_tokens,json=maxCompletionTokens,proto3,oneof" json:"max_completion_tokens,omitempty"`
 	MaxTotalTokens      *int64                 `protobuf:"varint,4,opt,name=max_total_tokens,json=maxTotalTokens,proto3,oneof" json:"max_total_tokens,omitempty"`
 	MaxRequestBytes     *int64                 `protobuf:"varint,5,opt,name=max_request_bytes,json=maxRequestBytes,proto3,oneof" json:"max_request_bytes,omitempty"`
-	// From the OpenRollout on that gave these budgets, pauses included.
+	// Time since the OpenRollout that set these budgets, pauses included.
 	WallTime      *durationpb.Duration `protobuf:"bytes,6,opt,name=wall_time,json=wallTime,proto3" json:"wall_time,omitempty"`
 	CallRate      *CallRate            `protobuf:"bytes,7,opt,name=call_rate,json=callRate,proto3" json:"call_rate,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -640,15 +643,15 @@ func (x *RunBudgets) GetCallRate() *CallRate {
 	return nil
 }
 
-// A token bucket: it holds `burst` calls when it is full, and `calls` flow in evenly in each `period`. Requests that count tokens take
-// from it too. A restart fills it.
+// CallRate is a token bucket. It holds up to `burst` calls and gains `calls` evenly over each `period`. Requests that count
+// tokens use it too. A restart fills it.
 type CallRate struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// At least 1.
 	Calls int32 `protobuf:"varint,1,opt,name=calls,proto3" json:"calls,omitempty"`
 	// Unset = 1 s; at most 1 day.
 	Period *durationpb.Duration `protobuf:"bytes,2,opt,name=period,proto3" json:"period,omitempty"`
-	// How many may come at once. Unset = calls; at least 1.
+	// Calls that may arrive at once. Unset = calls; at least 1.
 	Burst         *int32 `protobuf:"varint,3,opt,name=burst,proto3,oneof" json:"burst,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -705,12 +708,12 @@ func (x *CallRate) GetBurst() int32 {
 	return 0
 }
 
-// What a token is good for.
+// TokenTerms are the terms of an agent key: its scopes and its lifetime.
 type TokenTerms struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Empty = everything.
+	// Empty = all scopes.
 	Scopes []TokenScope `protobuf:"varint,1,rep,packed,name=scopes,proto3,enum=penstock.interception.v1.TokenScope" json:"scopes,omitempty"`
-	// From when it is made; a second to 1 year. Unset = until the rollout is closed.
+	// Lifetime from creation, 1 s to 1 year. Unset = until the rollout is closed.
 	Ttl           *durationpb.Duration `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -760,14 +763,14 @@ func (x *TokenTerms) GetTtl() *durationpb.Duration {
 	return nil
 }
 
-// Which weights may answer a rollout's calls.
+// PolicyVersionConstraint limits which weights may answer a rollout's calls.
 type PolicyVersionConstraint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At least this version.
+	// The lowest accepted version.
 	MinVersion *int64 `protobuf:"varint,1,opt,name=min_version,json=minVersion,proto3,oneof" json:"min_version,omitempty"`
-	// A completion may be at most this many versions older than the newest that was announced for the rollout's run (the
-	// engine's own in proxy mode). Judged when the call is leased or dispatched, which fixes ModelCall.min_policy_version; a
-	// completion passes when its oldest span is not below that.
+	// How many versions a completion may be older than the newest version announced for the rollout's run (in proxy mode: the
+	// engine's own). The bound is computed when the call is leased or dispatched, and set as ModelCall.min_policy_version. A
+	// completion is accepted if its oldest span is not below it.
 	MaxStaleness  *int64 `protobuf:"varint,2,opt,name=max_staleness,json=maxStaleness,proto3,oneof" json:"max_staleness,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -817,16 +820,16 @@ func (x *PolicyVersionConstraint) GetMaxStaleness() int64 {
 	return 0
 }
 
-// How to recognise an agent's auxiliary calls and sessions, from its spec.
+// CallHints recognise an agent's auxiliary calls and sessions. They come from its spec.
 type CallHints struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Calls whose system prompt contains one of these are titles.
+	// A call is a title if its system prompt contains one of these.
 	TitleSystemPrompts []string `protobuf:"bytes,1,rep,name=title_system_prompts,json=titleSystemPrompts,proto3" json:"title_system_prompts,omitempty"`
-	// Calls whose system prompt contains one of these are compactions.
+	// A call is a compaction if its system prompt contains one of these.
 	CompactionSystemPrompts []string `protobuf:"bytes,2,rep,name=compaction_system_prompts,json=compactionSystemPrompts,proto3" json:"compaction_system_prompts,omitempty"`
-	// Request headers by which the agent tells its sessions apart, lower case.
+	// Request headers that identify the agent's session, lower case.
 	SessionHeaders []string `protobuf:"bytes,3,rep,name=session_headers,json=sessionHeaders,proto3" json:"session_headers,omitempty"`
-	// Regular expressions (RE2 syntax) of prompt lines that change from call to call and mean nothing; matches are blanked
+	// Regular expressions (RE2 syntax) for prompt lines that change from call to call without meaning. Matches are blanked
 	// before tokenising and recorded as a normalisation.
 	VolatileLinePatterns []string `protobuf:"bytes,4,rep,name=volatile_line_patterns,json=volatileLinePatterns,proto3" json:"volatile_line_patterns,omitempty"`
 	unknownFields        protoimpl.UnknownFields
@@ -891,12 +894,12 @@ func (x *CallHints) GetVolatileLinePatterns() []string {
 	return nil
 }
 
-// An inference service.
+// Inference names an inference service.
 type ModelSource_Inference struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As the operator configured it; empty = the default one.
+	// The name in the operator's settings. Empty = the default service.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// A loaded adapter; empty = the base weights.
+	// The name of a loaded adapter. Empty = the base weights.
 	Adapter       string `protobuf:"bytes,2,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -946,10 +949,11 @@ func (x *ModelSource_Inference) GetAdapter() string {
 	return ""
 }
 
-// A tokenizer without an engine, for trainers with their own. Gate mode only; there is nobody to delegate to.
+// Tokenizer is a tokenizer without an engine, for trainers that have their own engine. Gate mode only. Calls cannot be
+// delegated.
 type ModelSource_Tokenizer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As the operator configured it.
+	// The name in the operator's settings.
 	Name          string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -992,12 +996,12 @@ func (x *ModelSource_Tokenizer) GetName() string {
 	return ""
 }
 
-// See Upstream.caller.
+// CallerEndpoint is an address of the caller's choice. See Upstream.caller.
 type Upstream_CallerEndpoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For example http://127.0.0.1:8000/v1.
 	BaseUrl string `protobuf:"bytes,1,opt,name=base_url,json=baseUrl,proto3" json:"base_url,omitempty"`
-	// Kept in memory only, in no log and no answer; empty = none is sent.
+	// Kept in memory only, in no log and no answer. Empty = no key is sent.
 	ApiKey        string `protobuf:"bytes,2,opt,name=api_key,json=apiKey,proto3" json:"api_key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -25,13 +25,13 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Whether a rollout's agent may call.
+// GateRolloutState is whether a rollout's agent may call.
 type GateRolloutState int32
 
 const (
 	GateRolloutState_GATE_ROLLOUT_STATE_UNSPECIFIED GateRolloutState = 0
 	GateRolloutState_GATE_ROLLOUT_STATE_OPEN        GateRolloutState = 1
-	// A budget is used up: further calls are refused.
+	// A budget is used up; further calls are refused.
 	GateRolloutState_GATE_ROLLOUT_STATE_EXHAUSTED GateRolloutState = 2
 	GateRolloutState_GATE_ROLLOUT_STATE_CLOSED    GateRolloutState = 3
 )
@@ -85,12 +85,12 @@ type CheckSourceRequest struct {
 	Mode  Mode                   `protobuf:"varint,1,opt,name=mode,proto3,enum=penstock.interception.v1.Mode" json:"mode,omitempty"`
 	// Unset = the default inference service.
 	Source *ModelSource `protobuf:"bytes,2,opt,name=source,proto3" json:"source,omitempty"`
-	// Of the rollout that would be opened, for CheckSourceResponse.host_tools.
+	// The rollout that would be opened, for CheckSourceResponse.host_tools.
 	RolloutId string            `protobuf:"bytes,3,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	GroupId   *string           `protobuf:"bytes,4,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
 	RunId     *string           `protobuf:"bytes,5,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
 	Labels    map[string]string `protobuf:"bytes,6,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Of its run, to be held against those that the run has.
+	// Budgets of its run, to be compared with those in force.
 	RunBudgets    *RunBudgets `protobuf:"bytes,7,opt,name=run_budgets,json=runBudgets,proto3" json:"run_budgets,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -178,9 +178,9 @@ func (x *CheckSourceRequest) GetRunBudgets() *RunBudgets {
 // See CheckSource.
 type CheckSourceResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What the source calls its model; empty = it does not say.
+	// The source's name for its model. Empty = unknown.
 	ModelName string `protobuf:"bytes,1,opt,name=model_name,json=modelName,proto3" json:"model_name,omitempty"`
-	// Names of the host tools that such a rollout would be offered now (InterceptService.RegisterTools).
+	// Names of the host tools that this rollout would be offered now (InterceptService.RegisterTools).
 	HostTools     []string `protobuf:"bytes,2,rep,name=host_tools,json=hostTools,proto3" json:"host_tools,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -240,25 +240,25 @@ type OpenRolloutRequest struct {
 	RunId     *string           `protobuf:"bytes,4,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
 	Labels    map[string]string `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Mode      Mode              `protobuf:"varint,6,opt,name=mode,proto3,enum=penstock.interception.v1.Mode" json:"mode,omitempty"`
-	// Unset = the default inference service. In gate mode: whose tokenizer is used, and who answers delegated calls.
+	// Unset = the default inference service. In gate mode its tokenizer makes the prompts, and it answers delegated calls.
 	Source *ModelSource `protobuf:"bytes,7,opt,name=source,proto3" json:"source,omitempty"`
-	// Dialects that the agent may speak; empty = every one that the service has.
+	// Dialects that the agent may use. Empty = all that the service has.
 	Dialects []v1.Dialect `protobuf:"varint,8,rep,packed,name=dialects,proto3,enum=penstock.trajectory.v1.Dialect" json:"dialects,omitempty"`
 	Budgets  *Budgets     `protobuf:"bytes,9,opt,name=budgets,proto3" json:"budgets,omitempty"`
-	// The model's name as the agent shall use it; empty = the source's own.
+	// The model's name for the agent. Empty = the source's own.
 	ModelName string                   `protobuf:"bytes,10,opt,name=model_name,json=modelName,proto3" json:"model_name,omitempty"`
 	Hints     *CallHints               `protobuf:"bytes,11,opt,name=hints,proto3" json:"hints,omitempty"`
 	Policy    *PolicyVersionConstraint `protobuf:"bytes,12,opt,name=policy,proto3" json:"policy,omitempty"`
-	// Told to the trainer with each call; both may be unset.
+	// Sent to the trainer with each call. Both may be unset.
 	TaskId     *string `protobuf:"bytes,13,opt,name=task_id,json=taskId,proto3,oneof" json:"task_id,omitempty"`
 	GroupIndex *int32  `protobuf:"varint,14,opt,name=group_index,json=groupIndex,proto3,oneof" json:"group_index,omitempty"`
-	// Replaces, field by field, what the agent asks for; recorded as a normalisation.
+	// Replaces fields of the agent's sampling; recorded as a normalisation.
 	SamplingOverride *v11.Sampling `protobuf:"bytes,15,opt,name=sampling_override,json=samplingOverride,proto3,oneof" json:"sampling_override,omitempty"`
-	// Budgets of the whole run; needs run_id. The first rollout that gives them fixes them, others may leave them out. They bind all
-	// rollouts of the run, open ones included, and survive a restart; they are forgotten the operator's retention after the run's last
-	// rollout was deleted.
+	// Budgets of the whole run; they need run_id. The first rollout that sets them fixes them; others may leave them out.
+	// They bind all rollouts of the run, open ones included, and survive a restart. They are dropped once the operator's
+	// retention has passed after the deletion of the run's last rollout.
 	RunBudgets *RunBudgets `protobuf:"bytes,16,opt,name=run_budgets,json=runBudgets,proto3" json:"run_budgets,omitempty"`
-	// Of the token in the answer.
+	// Terms of the agent key in the answer.
 	TokenTerms    *TokenTerms `protobuf:"bytes,17,opt,name=token_terms,json=tokenTerms,proto3" json:"token_terms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -413,11 +413,11 @@ func (x *OpenRolloutRequest) GetTokenTerms() *TokenTerms {
 	return nil
 }
 
-// How to reach the ingress in one dialect.
+// DialectEndpoint is the ingress's path for one dialect.
 type DialectEndpoint struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Dialect v1.Dialect             `protobuf:"varint,1,opt,name=dialect,proto3,enum=penstock.trajectory.v1.Dialect" json:"dialect,omitempty"`
-	// What an SDK of that dialect wants behind "http://host:port", for example /rollout/ID/v1.
+	// The path behind "http://host:port" that an SDK of the dialect needs, for example /rollout/ID/v1.
 	BasePath      string `protobuf:"bytes,2,opt,name=base_path,json=basePath,proto3" json:"base_path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -471,16 +471,15 @@ func (x *DialectEndpoint) GetBasePath() string {
 type OpenRolloutResponse struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Rollout *GateRollout           `protobuf:"bytes,1,opt,name=rollout,proto3" json:"rollout,omitempty"`
-	// Where the ingress is reached, "host:port" or, where it serves TLS, "tls:host:port": the upstream of a sandbox's
-	// ONE_ENDPOINT.
+	// The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or "tls:host:port" where it serves TLS.
 	IngressAddress string             `protobuf:"bytes,2,opt,name=ingress_address,json=ingressAddress,proto3" json:"ingress_address,omitempty"`
 	Endpoints      []*DialectEndpoint `protobuf:"bytes,3,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
-	// The rollout's credential: lets its holder ask for completions and call host tools in this rollout, nothing else. Sent as
-	// bearer token, x-api-key or x-goog-api-key. IssueToken makes others.
+	// The rollout's agent key. It allows completions and host tools in this rollout, nothing else. It is sent as bearer
+	// token, x-api-key or x-goog-api-key. IssueToken makes others.
 	Token string `protobuf:"bytes,4,opt,name=token,proto3" json:"token,omitempty"`
-	// Names of the host tools that the rollout is offered, for as long as it is open; empty = none.
+	// Names of the host tools that the rollout is offered while it is open. Empty = none.
 	HostTools []string `protobuf:"bytes,5,rep,name=host_tools,json=hostTools,proto3" json:"host_tools,omitempty"`
-	// Where they are, behind "http://host:port": an MCP server (streamable HTTP), for example /rollout/ID/mcp.
+	// The path of the host tools' MCP server (streamable HTTP) behind "http://host:port", for example /rollout/ID/mcp.
 	McpPath       string `protobuf:"bytes,6,opt,name=mcp_path,json=mcpPath,proto3" json:"mcp_path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -558,7 +557,7 @@ func (x *OpenRolloutResponse) GetMcpPath() string {
 	return ""
 }
 
-// A rollout as the gate sees it.
+// GateRollout is a rollout at the gate.
 type GateRollout struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId  string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
@@ -571,11 +570,11 @@ type GateRollout struct {
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	CloseTime  *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=close_time,json=closeTime,proto3" json:"close_time,omitempty"`
 	Totals     *CallTotals            `protobuf:"bytes,10,opt,name=totals,proto3" json:"totals,omitempty"`
-	// Name of the budget that is used up, for example "max_calls", or "run.max_calls" where it is the run's; empty = none.
+	// Name of the used-up budget, for example "max_calls", or "run.max_calls" for the run's. Empty = none.
 	ExhaustedBudget string `protobuf:"bytes,11,opt,name=exhausted_budget,json=exhaustedBudget,proto3" json:"exhausted_budget,omitempty"`
-	// How long its calls were held by PauseCalls.
+	// How long PauseCalls held its calls.
 	PausedTime *durationpb.Duration `protobuf:"bytes,12,opt,name=paused_time,json=pausedTime,proto3" json:"paused_time,omitempty"`
-	// Oldest first, void ones included; empty once it is closed.
+	// Agent keys, oldest first, void ones included. Empty once the rollout is closed.
 	Tokens        []*RolloutToken `protobuf:"bytes,13,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -702,17 +701,17 @@ func (x *GateRollout) GetTokens() []*RolloutToken {
 	return nil
 }
 
-// A token of a rollout, as those may see it who do not hold it.
+// RolloutToken describes an agent key without its secret.
 type RolloutToken struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names it; is no credential.
+	// The key's id; it is no credential.
 	TokenId string `protobuf:"bytes,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
 	// Never empty.
 	Scopes     []TokenScope           `protobuf:"varint,2,rep,packed,name=scopes,proto3,enum=penstock.interception.v1.TokenScope" json:"scopes,omitempty"`
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// Unset = none.
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
-	// From then on it is void, by RevokeTokens or because it was replaced; unset = it was not revoked.
+	// When it becomes void, by RevokeTokens or by a replacement. Unset = it was not revoked.
 	RevokeTime    *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=revoke_time,json=revokeTime,proto3" json:"revoke_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -783,7 +782,7 @@ func (x *RolloutToken) GetRevokeTime() *timestamppb.Timestamp {
 	return nil
 }
 
-// Counts over a rollout's calls.
+// CallTotals counts a rollout's calls.
 type CallTotals struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Calls            int32                  `protobuf:"varint,1,opt,name=calls,proto3" json:"calls,omitempty"`
@@ -794,18 +793,21 @@ type CallTotals struct {
 	Expired          int32                  `protobuf:"varint,6,opt,name=expired,proto3" json:"expired,omitempty"`
 	PromptTokens     int64                  `protobuf:"varint,7,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	CompletionTokens int64                  `protobuf:"varint,8,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
-	// Of the call that FAILED last: its stable reason, for example CONTEXT_EXCEEDED, and whether asking again may help.
+	// The last call that FAILED: its stable reason, for example CONTEXT_EXCEEDED, and whether a retry may help.
 	LastFailureReason    string `protobuf:"bytes,9,opt,name=last_failure_reason,json=lastFailureReason,proto3" json:"last_failure_reason,omitempty"`
 	LastFailureRetriable bool   `protobuf:"varint,10,opt,name=last_failure_retriable,json=lastFailureRetriable,proto3" json:"last_failure_retriable,omitempty"`
 	// Bytes of the request bodies.
 	RequestBytes int64 `protobuf:"varint,11,opt,name=request_bytes,json=requestBytes,proto3" json:"request_bytes,omitempty"`
-	// Requests that were refused because a budget was used up; they are no calls.
+	// Requests refused because a budget was used up. They are not calls.
 	Refused int32 `protobuf:"varint,12,opt,name=refused,proto3" json:"refused,omitempty"`
-	// Of the calls that were not cancelled, the one that ended last got no answer, for a reason that may pass: an agent that ended after
-	// it gave up, whatever its exit code says.
+	// Whether the latest ended call (cancelled ones aside) failed for a transient reason. An agent that ended after it gave
+	// up, whatever its exit code.
 	LastUnanswered bool `protobuf:"varint,13,opt,name=last_unanswered,json=lastUnanswered,proto3" json:"last_unanswered,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Reasons of the calls that FAILED, most frequent first. At most 32 entries; the rest is counted in one entry without a
+	// reason.
+	Failures      []*CallFailures `protobuf:"bytes,14,rep,name=failures,proto3" json:"failures,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CallTotals) Reset() {
@@ -929,11 +931,82 @@ func (x *CallTotals) GetLastUnanswered() bool {
 	return false
 }
 
+func (x *CallTotals) GetFailures() []*CallFailures {
+	if x != nil {
+		return x.Failures
+	}
+	return nil
+}
+
+// CallFailures counts a rollout's calls that FAILED for one reason.
+type CallFailures struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Stable, for example UPSTREAM_REFUSED. Empty = several.
+	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
+	// At least 1.
+	Calls int32 `protobuf:"varint,2,opt,name=calls,proto3" json:"calls,omitempty"`
+	// Whether a retry may help. A reason can appear twice: an upstream can refuse a request for good, or for now.
+	Retriable     bool `protobuf:"varint,3,opt,name=retriable,proto3" json:"retriable,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CallFailures) Reset() {
+	*x = CallFailures{}
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CallFailures) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CallFailures) ProtoMessage() {}
+
+func (x *CallFailures) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CallFailures.ProtoReflect.Descriptor instead.
+func (*CallFailures) Descriptor() ([]byte, []int) {
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *CallFailures) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *CallFailures) GetCalls() int32 {
+	if x != nil {
+		return x.Calls
+	}
+	return 0
+}
+
+func (x *CallFailures) GetRetriable() bool {
+	if x != nil {
+		return x.Retriable
+	}
+	return false
+}
+
 // See CloseRollout.
 type CloseRolloutRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
-	// Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED; told to those who hold its calls.
+	// Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED. Sent to the holders of its calls.
 	Reason        string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -941,7 +1014,7 @@ type CloseRolloutRequest struct {
 
 func (x *CloseRolloutRequest) Reset() {
 	*x = CloseRolloutRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[8]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -953,7 +1026,7 @@ func (x *CloseRolloutRequest) String() string {
 func (*CloseRolloutRequest) ProtoMessage() {}
 
 func (x *CloseRolloutRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[8]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -966,7 +1039,7 @@ func (x *CloseRolloutRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseRolloutRequest.ProtoReflect.Descriptor instead.
 func (*CloseRolloutRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{8}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CloseRolloutRequest) GetRolloutId() string {
@@ -993,7 +1066,7 @@ type CloseRolloutResponse struct {
 
 func (x *CloseRolloutResponse) Reset() {
 	*x = CloseRolloutResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[9]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1005,7 +1078,7 @@ func (x *CloseRolloutResponse) String() string {
 func (*CloseRolloutResponse) ProtoMessage() {}
 
 func (x *CloseRolloutResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[9]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1018,7 +1091,7 @@ func (x *CloseRolloutResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseRolloutResponse.ProtoReflect.Descriptor instead.
 func (*CloseRolloutResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{9}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CloseRolloutResponse) GetRollout() *GateRollout {
@@ -1038,7 +1111,7 @@ type DeleteRolloutRequest struct {
 
 func (x *DeleteRolloutRequest) Reset() {
 	*x = DeleteRolloutRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[10]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1050,7 +1123,7 @@ func (x *DeleteRolloutRequest) String() string {
 func (*DeleteRolloutRequest) ProtoMessage() {}
 
 func (x *DeleteRolloutRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[10]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1063,7 +1136,7 @@ func (x *DeleteRolloutRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRolloutRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRolloutRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{10}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *DeleteRolloutRequest) GetRolloutId() string {
@@ -1082,7 +1155,7 @@ type DeleteRolloutResponse struct {
 
 func (x *DeleteRolloutResponse) Reset() {
 	*x = DeleteRolloutResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[11]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1094,7 +1167,7 @@ func (x *DeleteRolloutResponse) String() string {
 func (*DeleteRolloutResponse) ProtoMessage() {}
 
 func (x *DeleteRolloutResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[11]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1107,7 +1180,7 @@ func (x *DeleteRolloutResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRolloutResponse.ProtoReflect.Descriptor instead.
 func (*DeleteRolloutResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{11}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{12}
 }
 
 // See IssueToken.
@@ -1116,7 +1189,7 @@ type IssueTokenRequest struct {
 	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	RolloutId string                 `protobuf:"bytes,2,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	Terms     *TokenTerms            `protobuf:"bytes,3,opt,name=terms,proto3" json:"terms,omitempty"`
-	// All others of the rollout are void this long after; 0 s = at once. Unset = they stay.
+	// Delay after which all other keys of the rollout are void; 0 s = at once. Unset = they stay valid.
 	RetireOthersAfter *durationpb.Duration `protobuf:"bytes,4,opt,name=retire_others_after,json=retireOthersAfter,proto3" json:"retire_others_after,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -1124,7 +1197,7 @@ type IssueTokenRequest struct {
 
 func (x *IssueTokenRequest) Reset() {
 	*x = IssueTokenRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[12]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1136,7 +1209,7 @@ func (x *IssueTokenRequest) String() string {
 func (*IssueTokenRequest) ProtoMessage() {}
 
 func (x *IssueTokenRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[12]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1149,7 +1222,7 @@ func (x *IssueTokenRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IssueTokenRequest.ProtoReflect.Descriptor instead.
 func (*IssueTokenRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{12}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *IssueTokenRequest) GetRequestId() string {
@@ -1191,7 +1264,7 @@ type IssueTokenResponse struct {
 
 func (x *IssueTokenResponse) Reset() {
 	*x = IssueTokenResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[13]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1203,7 +1276,7 @@ func (x *IssueTokenResponse) String() string {
 func (*IssueTokenResponse) ProtoMessage() {}
 
 func (x *IssueTokenResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[13]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1216,7 +1289,7 @@ func (x *IssueTokenResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IssueTokenResponse.ProtoReflect.Descriptor instead.
 func (*IssueTokenResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{13}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *IssueTokenResponse) GetToken() string {
@@ -1239,7 +1312,7 @@ type RevokeTokensRequest struct {
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
 	// Empty = all.
 	TokenIds []string `protobuf:"bytes,2,rep,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Until when they are still good; unset = not at all.
+	// How long they stay valid. Unset = void at once.
 	Grace         *durationpb.Duration `protobuf:"bytes,3,opt,name=grace,proto3" json:"grace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1247,7 +1320,7 @@ type RevokeTokensRequest struct {
 
 func (x *RevokeTokensRequest) Reset() {
 	*x = RevokeTokensRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[14]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1259,7 +1332,7 @@ func (x *RevokeTokensRequest) String() string {
 func (*RevokeTokensRequest) ProtoMessage() {}
 
 func (x *RevokeTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[14]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1272,7 +1345,7 @@ func (x *RevokeTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeTokensRequest.ProtoReflect.Descriptor instead.
 func (*RevokeTokensRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{14}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RevokeTokensRequest) GetRolloutId() string {
@@ -1299,7 +1372,7 @@ func (x *RevokeTokensRequest) GetGrace() *durationpb.Duration {
 // See RevokeTokens.
 type RevokeTokensResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// All tokens of the rollout.
+	// All agent keys of the rollout.
 	Tokens        []*RolloutToken `protobuf:"bytes,1,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1307,7 +1380,7 @@ type RevokeTokensResponse struct {
 
 func (x *RevokeTokensResponse) Reset() {
 	*x = RevokeTokensResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[15]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1319,7 +1392,7 @@ func (x *RevokeTokensResponse) String() string {
 func (*RevokeTokensResponse) ProtoMessage() {}
 
 func (x *RevokeTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[15]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1332,7 +1405,7 @@ func (x *RevokeTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokeTokensResponse.ProtoReflect.Descriptor instead.
 func (*RevokeTokensResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{15}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RevokeTokensResponse) GetTokens() []*RolloutToken {
@@ -1352,7 +1425,7 @@ type GetRolloutRequest struct {
 
 func (x *GetRolloutRequest) Reset() {
 	*x = GetRolloutRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[16]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1364,7 +1437,7 @@ func (x *GetRolloutRequest) String() string {
 func (*GetRolloutRequest) ProtoMessage() {}
 
 func (x *GetRolloutRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[16]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1377,7 +1450,7 @@ func (x *GetRolloutRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRolloutRequest.ProtoReflect.Descriptor instead.
 func (*GetRolloutRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{16}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GetRolloutRequest) GetRolloutId() string {
@@ -1397,7 +1470,7 @@ type GetRolloutResponse struct {
 
 func (x *GetRolloutResponse) Reset() {
 	*x = GetRolloutResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[17]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1409,7 +1482,7 @@ func (x *GetRolloutResponse) String() string {
 func (*GetRolloutResponse) ProtoMessage() {}
 
 func (x *GetRolloutResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[17]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1422,7 +1495,7 @@ func (x *GetRolloutResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRolloutResponse.ProtoReflect.Descriptor instead.
 func (*GetRolloutResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{17}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetRolloutResponse) GetRollout() *GateRollout {
@@ -1448,7 +1521,7 @@ type ListRolloutsRequest struct {
 
 func (x *ListRolloutsRequest) Reset() {
 	*x = ListRolloutsRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[18]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1460,7 +1533,7 @@ func (x *ListRolloutsRequest) String() string {
 func (*ListRolloutsRequest) ProtoMessage() {}
 
 func (x *ListRolloutsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[18]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1473,7 +1546,7 @@ func (x *ListRolloutsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRolloutsRequest.ProtoReflect.Descriptor instead.
 func (*ListRolloutsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{18}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListRolloutsRequest) GetPageSize() int32 {
@@ -1515,7 +1588,7 @@ type ListRolloutsResponse struct {
 
 func (x *ListRolloutsResponse) Reset() {
 	*x = ListRolloutsResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[19]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1527,7 +1600,7 @@ func (x *ListRolloutsResponse) String() string {
 func (*ListRolloutsResponse) ProtoMessage() {}
 
 func (x *ListRolloutsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[19]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1540,7 +1613,7 @@ func (x *ListRolloutsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRolloutsResponse.ProtoReflect.Descriptor instead.
 func (*ListRolloutsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{19}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ListRolloutsResponse) GetRollouts() []*GateRollout {
@@ -1565,9 +1638,10 @@ type GetCaptureRequest struct {
 	IncludeBodies bool `protobuf:"varint,2,opt,name=include_bodies,json=includeBodies,proto3" json:"include_bodies,omitempty"`
 	// Only calls with a greater index, and no samples.
 	AfterIndex *int32 `protobuf:"varint,3,opt,name=after_index,json=afterIndex,proto3,oneof" json:"after_index,omitempty"`
-	// Only host tool calls with a greater index: they are counted apart from calls. Unset = all of them, but none where after_index is set.
-	// To be told of each call and each host tool call until it has ended, give for either kind the greatest index up to which all that
-	// were told have ended (-1 = from the first on); what is told again replaces what was told of it before.
+	// Only host tool calls with a greater index; they are counted apart from calls. Unset = all of them, or none if
+	// after_index is set.
+	// To follow each call and host tool call until it has ended, set each position to the greatest index up to which all that
+	// were received have ended (-1 = from the first). A repeated one replaces the one received before.
 	AfterToolCallIndex *int32 `protobuf:"varint,4,opt,name=after_tool_call_index,json=afterToolCallIndex,proto3,oneof" json:"after_tool_call_index,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -1575,7 +1649,7 @@ type GetCaptureRequest struct {
 
 func (x *GetCaptureRequest) Reset() {
 	*x = GetCaptureRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[20]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1587,7 +1661,7 @@ func (x *GetCaptureRequest) String() string {
 func (*GetCaptureRequest) ProtoMessage() {}
 
 func (x *GetCaptureRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[20]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1600,7 +1674,7 @@ func (x *GetCaptureRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCaptureRequest.ProtoReflect.Descriptor instead.
 func (*GetCaptureRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{20}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetCaptureRequest) GetRolloutId() string {
@@ -1634,7 +1708,7 @@ func (x *GetCaptureRequest) GetAfterToolCallIndex() int32 {
 // See GetCapture.
 type GetCaptureResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A fragment; all of them merged are the trajectory.
+	// A fragment. All of them merged are the trajectory.
 	Trajectory    *v1.Trajectory `protobuf:"bytes,1,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1642,7 +1716,7 @@ type GetCaptureResponse struct {
 
 func (x *GetCaptureResponse) Reset() {
 	*x = GetCaptureResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[21]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1654,7 +1728,7 @@ func (x *GetCaptureResponse) String() string {
 func (*GetCaptureResponse) ProtoMessage() {}
 
 func (x *GetCaptureResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[21]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1667,7 +1741,7 @@ func (x *GetCaptureResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCaptureResponse.ProtoReflect.Descriptor instead.
 func (*GetCaptureResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{21}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetCaptureResponse) GetTrajectory() *v1.Trajectory {
@@ -1683,9 +1757,9 @@ type WatchCallsRequest struct {
 	// Watched rollouts; empty = all.
 	RolloutIds []string          `protobuf:"bytes,1,rep,name=rollout_ids,json=rolloutIds,proto3" json:"rollout_ids,omitempty"`
 	Labels     map[string]string `protobuf:"bytes,2,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Events after this one; unset = from now on.
+	// Events after this one. Unset = from now on.
 	AfterSequence *int64 `protobuf:"varint,3,opt,name=after_sequence,json=afterSequence,proto3,oneof" json:"after_sequence,omitempty"`
-	// Of calls, only changes into a terminal state: one event a call.
+	// Only changes of calls into a terminal state: one event per call.
 	EndedOnly     bool `protobuf:"varint,4,opt,name=ended_only,json=endedOnly,proto3" json:"ended_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1693,7 +1767,7 @@ type WatchCallsRequest struct {
 
 func (x *WatchCallsRequest) Reset() {
 	*x = WatchCallsRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[22]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1705,7 +1779,7 @@ func (x *WatchCallsRequest) String() string {
 func (*WatchCallsRequest) ProtoMessage() {}
 
 func (x *WatchCallsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[22]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1718,7 +1792,7 @@ func (x *WatchCallsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchCallsRequest.ProtoReflect.Descriptor instead.
 func (*WatchCallsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{22}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *WatchCallsRequest) GetRolloutIds() []string {
@@ -1765,7 +1839,7 @@ type WatchCallsResponse struct {
 
 func (x *WatchCallsResponse) Reset() {
 	*x = WatchCallsResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[23]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +1851,7 @@ func (x *WatchCallsResponse) String() string {
 func (*WatchCallsResponse) ProtoMessage() {}
 
 func (x *WatchCallsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[23]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +1864,7 @@ func (x *WatchCallsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchCallsResponse.ProtoReflect.Descriptor instead.
 func (*WatchCallsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{23}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *WatchCallsResponse) GetEvent() isWatchCallsResponse_Event {
@@ -1854,7 +1928,7 @@ type WatchCallsResponse_Closed struct {
 }
 
 type WatchCallsResponse_Heartbeat struct {
-	// Every 10 s of silence.
+	// After every 10 s of silence.
 	Heartbeat *WatchCallsResponse_WatchHeartbeat `protobuf:"bytes,4,opt,name=heartbeat,proto3,oneof"`
 }
 
@@ -1877,7 +1951,7 @@ type WatchGateRequest struct {
 
 func (x *WatchGateRequest) Reset() {
 	*x = WatchGateRequest{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[24]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1889,7 +1963,7 @@ func (x *WatchGateRequest) String() string {
 func (*WatchGateRequest) ProtoMessage() {}
 
 func (x *WatchGateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[24]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1902,7 +1976,7 @@ func (x *WatchGateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGateRequest.ProtoReflect.Descriptor instead.
 func (*WatchGateRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{24}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WatchGateRequest) GetInterval() *durationpb.Duration {
@@ -1919,17 +1993,17 @@ type WatchGateResponse struct {
 	OpenRollouts int32 `protobuf:"varint,1,opt,name=open_rollouts,json=openRollouts,proto3" json:"open_rollouts,omitempty"`
 	// Calls that wait for a trainer.
 	QueuedCalls int32 `protobuf:"varint,2,opt,name=queued_calls,json=queuedCalls,proto3" json:"queued_calls,omitempty"`
-	// Of those, the ones that a pause holds back.
+	// The queued calls that a pause holds.
 	PausedCalls int32 `protobuf:"varint,3,opt,name=paused_calls,json=pausedCalls,proto3" json:"paused_calls,omitempty"`
-	// Calls that trainers have.
+	// Calls leased to trainers.
 	LeasedCalls int32 `protobuf:"varint,4,opt,name=leased_calls,json=leasedCalls,proto3" json:"leased_calls,omitempty"`
-	// Calls that the rollouts' model sources answer.
+	// Calls dispatched to the rollouts' model sources.
 	DispatchedCalls int32 `protobuf:"varint,5,opt,name=dispatched_calls,json=dispatchedCalls,proto3" json:"dispatched_calls,omitempty"`
-	// How long the oldest queued call has waited; unset = none waits.
+	// How long the oldest queued call has waited. Unset = none waits.
 	OldestWait *durationpb.Duration `protobuf:"bytes,6,opt,name=oldest_wait,json=oldestWait,proto3" json:"oldest_wait,omitempty"`
-	// Those that hold or await most first, at most 256.
+	// Sessions with the most held and waiting calls first, at most 256.
 	Sessions []*GateSession `protobuf:"bytes,7,rep,name=sessions,proto3" json:"sessions,omitempty"`
-	// All of them.
+	// Count of all sessions.
 	SessionCount  int32 `protobuf:"varint,8,opt,name=session_count,json=sessionCount,proto3" json:"session_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1937,7 +2011,7 @@ type WatchGateResponse struct {
 
 func (x *WatchGateResponse) Reset() {
 	*x = WatchGateResponse{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[25]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1949,7 +2023,7 @@ func (x *WatchGateResponse) String() string {
 func (*WatchGateResponse) ProtoMessage() {}
 
 func (x *WatchGateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[25]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1962,7 +2036,7 @@ func (x *WatchGateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGateResponse.ProtoReflect.Descriptor instead.
 func (*WatchGateResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{25}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *WatchGateResponse) GetOpenRollouts() int32 {
@@ -2021,29 +2095,29 @@ func (x *WatchGateResponse) GetSessionCount() int32 {
 	return 0
 }
 
-// A trainer's session, as those may see it who do not have it.
+// GateSession describes a trainer's session.
 type GateSession struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As it said in Hello.
+	// As in Hello.
 	Identity string `protobuf:"bytes,1,opt,name=identity,proto3" json:"identity,omitempty"`
-	// What it asked for: a run, a group; empty = calls of any.
+	// The session's selector: a run, a group. Empty = any.
 	RunId   string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	GroupId string `protobuf:"bytes,3,opt,name=group_id,json=groupId,proto3" json:"group_id,omitempty"`
-	// Open rollouts whose calls it may get.
+	// Open rollouts whose calls it may receive.
 	Rollouts int32 `protobuf:"varint,4,opt,name=rollouts,proto3" json:"rollouts,omitempty"`
 	// As granted.
 	CreditCalls int32 `protobuf:"varint,5,opt,name=credit_calls,json=creditCalls,proto3" json:"credit_calls,omitempty"`
 	CreditBytes int64 `protobuf:"varint,6,opt,name=credit_bytes,json=creditBytes,proto3" json:"credit_bytes,omitempty"`
-	// Calls that it has and has not answered.
+	// Calls that it holds unanswered.
 	HeldCalls int32 `protobuf:"varint,7,opt,name=held_calls,json=heldCalls,proto3" json:"held_calls,omitempty"`
 	HeldBytes int64 `protobuf:"varint,8,opt,name=held_bytes,json=heldBytes,proto3" json:"held_bytes,omitempty"`
-	// Calls that wait for it, or for others with the same selector.
+	// Calls that wait for it, or for other sessions with the same selector.
 	QueuedCalls int32 `protobuf:"varint,9,opt,name=queued_calls,json=queuedCalls,proto3" json:"queued_calls,omitempty"`
-	// Its stream broke, and it may be resumed.
+	// Its stream broke; it may be resumed.
 	Lost bool `protobuf:"varint,10,opt,name=lost,proto3" json:"lost,omitempty"`
-	// It holds the calls of its selector back.
+	// It pauses the calls of its selector.
 	Paused bool `protobuf:"varint,11,opt,name=paused,proto3" json:"paused,omitempty"`
-	// The newest that was announced for its selector.
+	// The newest version announced for its selector.
 	PolicyVersion *int64 `protobuf:"varint,12,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2051,7 +2125,7 @@ type GateSession struct {
 
 func (x *GateSession) Reset() {
 	*x = GateSession{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[26]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2063,7 +2137,7 @@ func (x *GateSession) String() string {
 func (*GateSession) ProtoMessage() {}
 
 func (x *GateSession) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[26]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2076,7 +2150,7 @@ func (x *GateSession) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GateSession.ProtoReflect.Descriptor instead.
 func (*GateSession) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{26}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GateSession) GetIdentity() string {
@@ -2163,7 +2237,7 @@ func (x *GateSession) GetPolicyVersion() int64 {
 	return 0
 }
 
-// The stream is established.
+// WatchStarted states that the stream is established.
 type WatchCallsResponse_WatchStarted struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sequence      int64                  `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
@@ -2173,7 +2247,7 @@ type WatchCallsResponse_WatchStarted struct {
 
 func (x *WatchCallsResponse_WatchStarted) Reset() {
 	*x = WatchCallsResponse_WatchStarted{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[32]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2185,7 +2259,7 @@ func (x *WatchCallsResponse_WatchStarted) String() string {
 func (*WatchCallsResponse_WatchStarted) ProtoMessage() {}
 
 func (x *WatchCallsResponse_WatchStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[32]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2198,7 +2272,7 @@ func (x *WatchCallsResponse_WatchStarted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchCallsResponse_WatchStarted.ProtoReflect.Descriptor instead.
 func (*WatchCallsResponse_WatchStarted) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{23, 0}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{24, 0}
 }
 
 func (x *WatchCallsResponse_WatchStarted) GetSequence() int64 {
@@ -2208,7 +2282,7 @@ func (x *WatchCallsResponse_WatchStarted) GetSequence() int64 {
 	return 0
 }
 
-// A call was opened or changed state.
+// CallChanged states that a call was opened or changed state.
 type WatchCallsResponse_CallChanged struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Sequence int64                  `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
@@ -2220,7 +2294,7 @@ type WatchCallsResponse_CallChanged struct {
 
 func (x *WatchCallsResponse_CallChanged) Reset() {
 	*x = WatchCallsResponse_CallChanged{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[33]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2232,7 +2306,7 @@ func (x *WatchCallsResponse_CallChanged) String() string {
 func (*WatchCallsResponse_CallChanged) ProtoMessage() {}
 
 func (x *WatchCallsResponse_CallChanged) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[33]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2245,7 +2319,7 @@ func (x *WatchCallsResponse_CallChanged) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchCallsResponse_CallChanged.ProtoReflect.Descriptor instead.
 func (*WatchCallsResponse_CallChanged) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{23, 1}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{24, 1}
 }
 
 func (x *WatchCallsResponse_CallChanged) GetSequence() int64 {
@@ -2262,7 +2336,7 @@ func (x *WatchCallsResponse_CallChanged) GetCall() *v1.Call {
 	return nil
 }
 
-// A rollout was closed.
+// RolloutClosed states that a rollout was closed.
 type WatchCallsResponse_RolloutClosed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sequence      int64                  `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
@@ -2274,7 +2348,7 @@ type WatchCallsResponse_RolloutClosed struct {
 
 func (x *WatchCallsResponse_RolloutClosed) Reset() {
 	*x = WatchCallsResponse_RolloutClosed{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[34]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2286,7 +2360,7 @@ func (x *WatchCallsResponse_RolloutClosed) String() string {
 func (*WatchCallsResponse_RolloutClosed) ProtoMessage() {}
 
 func (x *WatchCallsResponse_RolloutClosed) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[34]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2299,7 +2373,7 @@ func (x *WatchCallsResponse_RolloutClosed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchCallsResponse_RolloutClosed.ProtoReflect.Descriptor instead.
 func (*WatchCallsResponse_RolloutClosed) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{23, 2}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{24, 2}
 }
 
 func (x *WatchCallsResponse_RolloutClosed) GetSequence() int64 {
@@ -2323,7 +2397,7 @@ func (x *WatchCallsResponse_RolloutClosed) GetReason() string {
 	return ""
 }
 
-// Nothing happened.
+// WatchHeartbeat states that the stream is alive.
 type WatchCallsResponse_WatchHeartbeat struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2332,7 +2406,7 @@ type WatchCallsResponse_WatchHeartbeat struct {
 
 func (x *WatchCallsResponse_WatchHeartbeat) Reset() {
 	*x = WatchCallsResponse_WatchHeartbeat{}
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[35]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2344,7 +2418,7 @@ func (x *WatchCallsResponse_WatchHeartbeat) String() string {
 func (*WatchCallsResponse_WatchHeartbeat) ProtoMessage() {}
 
 func (x *WatchCallsResponse_WatchHeartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[35]
+	mi := &file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2357,7 +2431,7 @@ func (x *WatchCallsResponse_WatchHeartbeat) ProtoReflect() protoreflect.Message 
 
 // Deprecated: Use WatchCallsResponse_WatchHeartbeat.ProtoReflect.Descriptor instead.
 func (*WatchCallsResponse_WatchHeartbeat) Descriptor() ([]byte, []int) {
-	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{23, 3}
+	return file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP(), []int{24, 3}
 }
 
 var File_penstock_interception_v1_rollout_gate_service_proto protoreflect.FileDescriptor
@@ -2569,7 +2643,7 @@ var file_penstock_interception_v1_rollout_gate_service_proto_rawDesc = string([]
 	0x6b, 0x65, 0x5f, 0x74, 0x69, 0x6d, 0x65, 0x18, 0x05, 0x20, 0x01, 0x28, 0x0b, 0x32, 0x1a, 0x2e,
 	0x67, 0x6f, 0x6f, 0x67, 0x6c, 0x65, 0x2e, 0x70, 0x72, 0x6f, 0x74, 0x6f, 0x62, 0x75, 0x66, 0x2e,
 	0x54, 0x69, 0x6d, 0x65, 0x73, 0x74, 0x61, 0x6d, 0x70, 0x52, 0x0a, 0x72, 0x65, 0x76, 0x6f, 0x6b,
-	0x65, 0x54, 0x69, 0x6d, 0x65, 0x22, 0xc4, 0x03, 0x0a, 0x0a, 0x43, 0x61, 0x6c, 0x6c, 0x54, 0x6f,
+	0x65, 0x54, 0x69, 0x6d, 0x65, 0x22, 0x88, 0x04, 0x0a, 0x0a, 0x43, 0x61, 0x6c, 0x6c, 0x54, 0x6f,
 	0x74, 0x61, 0x6c, 0x73, 0x12, 0x14, 0x0a, 0x05, 0x63, 0x61, 0x6c, 0x6c, 0x73, 0x18, 0x01, 0x20,
 	0x01, 0x28, 0x05, 0x52, 0x05, 0x63, 0x61, 0x6c, 0x6c, 0x73, 0x12, 0x12, 0x0a, 0x04, 0x6f, 0x70,
 	0x65, 0x6e, 0x18, 0x02, 0x20, 0x01, 0x28, 0x05, 0x52, 0x04, 0x6f, 0x70, 0x65, 0x6e, 0x12, 0x1c,
@@ -2597,7 +2671,17 @@ var file_penstock_interception_v1_rollout_gate_service_proto_rawDesc = string([]
 	0x75, 0x73, 0x65, 0x64, 0x18, 0x0c, 0x20, 0x01, 0x28, 0x05, 0x52, 0x07, 0x72, 0x65, 0x66, 0x75,
 	0x73, 0x65, 0x64, 0x12, 0x27, 0x0a, 0x0f, 0x6c, 0x61, 0x73, 0x74, 0x5f, 0x75, 0x6e, 0x61, 0x6e,
 	0x73, 0x77, 0x65, 0x72, 0x65, 0x64, 0x18, 0x0d, 0x20, 0x01, 0x28, 0x08, 0x52, 0x0e, 0x6c, 0x61,
-	0x73, 0x74, 0x55, 0x6e, 0x61, 0x6e, 0x73, 0x77, 0x65, 0x72, 0x65, 0x64, 0x22, 0x4c, 0x0a, 0x13,
+	0x73, 0x74, 0x55, 0x6e, 0x61, 0x6e, 0x73, 0x77, 0x65, 0x72, 0x65, 0x64, 0x12, 0x42, 0x0a, 0x08,
+	0x66, 0x61, 0x69, 0x6c, 0x75, 0x72, 0x65, 0x73, 0x18, 0x0e, 0x20, 0x03, 0x28, 0x0b, 0x32, 0x26,
+	0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x69, 0x6e, 0x74, 0x65, 0x72, 0x63,
+	0x65, 0x70, 0x74, 0x69, 0x6f, 0x6e, 0x2e, 0x76, 0x31, 0x2e, 0x43, 0x61, 0x6c, 0x6c, 0x46, 0x61,
+	0x69, 0x6c, 0x75, 0x72, 0x65, 0x73, 0x52, 0x08, 0x66, 0x61, 0x69, 0x6c, 0x75, 0x72, 0x65, 0x73,
+	0x22, 0x5a, 0x0a, 0x0c, 0x43, 0x61, 0x6c, 0x6c, 0x46, 0x61, 0x69, 0x6c, 0x75, 0x72, 0x65, 0x73,
+	0x12, 0x16, 0x0a, 0x06, 0x72, 0x65, 0x61, 0x73, 0x6f, 0x6e, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09,
+	0x52, 0x06, 0x72, 0x65, 0x61, 0x73, 0x6f, 0x6e, 0x12, 0x14, 0x0a, 0x05, 0x63, 0x61, 0x6c, 0x6c,
+	0x73, 0x18, 0x02, 0x20, 0x01, 0x28, 0x05, 0x52, 0x05, 0x63, 0x61, 0x6c, 0x6c, 0x73, 0x12, 0x1c,
+	0x0a, 0x09, 0x72, 0x65, 0x74, 0x72, 0x69, 0x61, 0x62, 0x6c, 0x65, 0x18, 0x03, 0x20, 0x01, 0x28,
+	0x08, 0x52, 0x09, 0x72, 0x65, 0x74, 0x72, 0x69, 0x61, 0x62, 0x6c, 0x65, 0x22, 0x4c, 0x0a, 0x13,
 	0x43, 0x6c, 0x6f, 0x73, 0x65, 0x52, 0x6f, 0x6c, 0x6c, 0x6f, 0x75, 0x74, 0x52, 0x65, 0x71, 0x75,
 	0x65, 0x73, 0x74, 0x12, 0x1d, 0x0a, 0x0a, 0x72, 0x6f, 0x6c, 0x6c, 0x6f, 0x75, 0x74, 0x5f, 0x69,
 	0x64, 0x18, 0x01, 0x20, 0x01, 0x28, 0x09, 0x52, 0x09, 0x72, 0x6f, 0x6c, 0x6c, 0x6f, 0x75, 0x74,
@@ -2912,7 +2996,7 @@ func file_penstock_interception_v1_rollout_gate_service_proto_rawDescGZIP() []by
 }
 
 var file_penstock_interception_v1_rollout_gate_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_penstock_interception_v1_rollout_gate_service_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_penstock_interception_v1_rollout_gate_service_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_penstock_interception_v1_rollout_gate_service_proto_goTypes = []any{
 	(GateRolloutState)(0),                     // 0: penstock.interception.v1.GateRolloutState
 	(*CheckSourceRequest)(nil),                // 1: penstock.interception.v1.CheckSourceRequest
@@ -2923,125 +3007,127 @@ var file_penstock_interception_v1_rollout_gate_service_proto_goTypes = []any{
 	(*GateRollout)(nil),                       // 6: penstock.interception.v1.GateRollout
 	(*RolloutToken)(nil),                      // 7: penstock.interception.v1.RolloutToken
 	(*CallTotals)(nil),                        // 8: penstock.interception.v1.CallTotals
-	(*CloseRolloutRequest)(nil),               // 9: penstock.interception.v1.CloseRolloutRequest
-	(*CloseRolloutResponse)(nil),              // 10: penstock.interception.v1.CloseRolloutResponse
-	(*DeleteRolloutRequest)(nil),              // 11: penstock.interception.v1.DeleteRolloutRequest
-	(*DeleteRolloutResponse)(nil),             // 12: penstock.interception.v1.DeleteRolloutResponse
-	(*IssueTokenRequest)(nil),                 // 13: penstock.interception.v1.IssueTokenRequest
-	(*IssueTokenResponse)(nil),                // 14: penstock.interception.v1.IssueTokenResponse
-	(*RevokeTokensRequest)(nil),               // 15: penstock.interception.v1.RevokeTokensRequest
-	(*RevokeTokensResponse)(nil),              // 16: penstock.interception.v1.RevokeTokensResponse
-	(*GetRolloutRequest)(nil),                 // 17: penstock.interception.v1.GetRolloutRequest
-	(*GetRolloutResponse)(nil),                // 18: penstock.interception.v1.GetRolloutResponse
-	(*ListRolloutsRequest)(nil),               // 19: penstock.interception.v1.ListRolloutsRequest
-	(*ListRolloutsResponse)(nil),              // 20: penstock.interception.v1.ListRolloutsResponse
-	(*GetCaptureRequest)(nil),                 // 21: penstock.interception.v1.GetCaptureRequest
-	(*GetCaptureResponse)(nil),                // 22: penstock.interception.v1.GetCaptureResponse
-	(*WatchCallsRequest)(nil),                 // 23: penstock.interception.v1.WatchCallsRequest
-	(*WatchCallsResponse)(nil),                // 24: penstock.interception.v1.WatchCallsResponse
-	(*WatchGateRequest)(nil),                  // 25: penstock.interception.v1.WatchGateRequest
-	(*WatchGateResponse)(nil),                 // 26: penstock.interception.v1.WatchGateResponse
-	(*GateSession)(nil),                       // 27: penstock.interception.v1.GateSession
-	nil,                                       // 28: penstock.interception.v1.CheckSourceRequest.LabelsEntry
-	nil,                                       // 29: penstock.interception.v1.OpenRolloutRequest.LabelsEntry
-	nil,                                       // 30: penstock.interception.v1.GateRollout.LabelsEntry
-	nil,                                       // 31: penstock.interception.v1.ListRolloutsRequest.LabelsEntry
-	nil,                                       // 32: penstock.interception.v1.WatchCallsRequest.LabelsEntry
-	(*WatchCallsResponse_WatchStarted)(nil),   // 33: penstock.interception.v1.WatchCallsResponse.WatchStarted
-	(*WatchCallsResponse_CallChanged)(nil),    // 34: penstock.interception.v1.WatchCallsResponse.CallChanged
-	(*WatchCallsResponse_RolloutClosed)(nil),  // 35: penstock.interception.v1.WatchCallsResponse.RolloutClosed
-	(*WatchCallsResponse_WatchHeartbeat)(nil), // 36: penstock.interception.v1.WatchCallsResponse.WatchHeartbeat
-	(Mode)(0),                                 // 37: penstock.interception.v1.Mode
-	(*ModelSource)(nil),                       // 38: penstock.interception.v1.ModelSource
-	(*RunBudgets)(nil),                        // 39: penstock.interception.v1.RunBudgets
-	(v1.Dialect)(0),                           // 40: penstock.trajectory.v1.Dialect
-	(*Budgets)(nil),                           // 41: penstock.interception.v1.Budgets
-	(*CallHints)(nil),                         // 42: penstock.interception.v1.CallHints
-	(*PolicyVersionConstraint)(nil),           // 43: penstock.interception.v1.PolicyVersionConstraint
-	(*v11.Sampling)(nil),                      // 44: penstock.chat.v1.Sampling
-	(*TokenTerms)(nil),                        // 45: penstock.interception.v1.TokenTerms
-	(*timestamppb.Timestamp)(nil),             // 46: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),               // 47: google.protobuf.Duration
-	(TokenScope)(0),                           // 48: penstock.interception.v1.TokenScope
-	(*v1.Trajectory)(nil),                     // 49: penstock.trajectory.v1.Trajectory
-	(*v1.Call)(nil),                           // 50: penstock.trajectory.v1.Call
+	(*CallFailures)(nil),                      // 9: penstock.interception.v1.CallFailures
+	(*CloseRolloutRequest)(nil),               // 10: penstock.interception.v1.CloseRolloutRequest
+	(*CloseRolloutResponse)(nil),              // 11: penstock.interception.v1.CloseRolloutResponse
+	(*DeleteRolloutRequest)(nil),              // 12: penstock.interception.v1.DeleteRolloutRequest
+	(*DeleteRolloutResponse)(nil),             // 13: penstock.interception.v1.DeleteRolloutResponse
+	(*IssueTokenRequest)(nil),                 // 14: penstock.interception.v1.IssueTokenRequest
+	(*IssueTokenResponse)(nil),                // 15: penstock.interception.v1.IssueTokenResponse
+	(*RevokeTokensRequest)(nil),               // 16: penstock.interception.v1.RevokeTokensRequest
+	(*RevokeTokensResponse)(nil),              // 17: penstock.interception.v1.RevokeTokensResponse
+	(*GetRolloutRequest)(nil),                 // 18: penstock.interception.v1.GetRolloutRequest
+	(*GetRolloutResponse)(nil),                // 19: penstock.interception.v1.GetRolloutResponse
+	(*ListRolloutsRequest)(nil),               // 20: penstock.interception.v1.ListRolloutsRequest
+	(*ListRolloutsResponse)(nil),              // 21: penstock.interception.v1.ListRolloutsResponse
+	(*GetCaptureRequest)(nil),                 // 22: penstock.interception.v1.GetCaptureRequest
+	(*GetCaptureResponse)(nil),                // 23: penstock.interception.v1.GetCaptureResponse
+	(*WatchCallsRequest)(nil),                 // 24: penstock.interception.v1.WatchCallsRequest
+	(*WatchCallsResponse)(nil),                // 25: penstock.interception.v1.WatchCallsResponse
+	(*WatchGateRequest)(nil),                  // 26: penstock.interception.v1.WatchGateRequest
+	(*WatchGateResponse)(nil),                 // 27: penstock.interception.v1.WatchGateResponse
+	(*GateSession)(nil),                       // 28: penstock.interception.v1.GateSession
+	nil,                                       // 29: penstock.interception.v1.CheckSourceRequest.LabelsEntry
+	nil,                                       // 30: penstock.interception.v1.OpenRolloutRequest.LabelsEntry
+	nil,                                       // 31: penstock.interception.v1.GateRollout.LabelsEntry
+	nil,                                       // 32: penstock.interception.v1.ListRolloutsRequest.LabelsEntry
+	nil,                                       // 33: penstock.interception.v1.WatchCallsRequest.LabelsEntry
+	(*WatchCallsResponse_WatchStarted)(nil),   // 34: penstock.interception.v1.WatchCallsResponse.WatchStarted
+	(*WatchCallsResponse_CallChanged)(nil),    // 35: penstock.interception.v1.WatchCallsResponse.CallChanged
+	(*WatchCallsResponse_RolloutClosed)(nil),  // 36: penstock.interception.v1.WatchCallsResponse.RolloutClosed
+	(*WatchCallsResponse_WatchHeartbeat)(nil), // 37: penstock.interception.v1.WatchCallsResponse.WatchHeartbeat
+	(Mode)(0),                                 // 38: penstock.interception.v1.Mode
+	(*ModelSource)(nil),                       // 39: penstock.interception.v1.ModelSource
+	(*RunBudgets)(nil),                        // 40: penstock.interception.v1.RunBudgets
+	(v1.Dialect)(0),                           // 41: penstock.trajectory.v1.Dialect
+	(*Budgets)(nil),                           // 42: penstock.interception.v1.Budgets
+	(*CallHints)(nil),                         // 43: penstock.interception.v1.CallHints
+	(*PolicyVersionConstraint)(nil),           // 44: penstock.interception.v1.PolicyVersionConstraint
+	(*v11.Sampling)(nil),                      // 45: penstock.chat.v1.Sampling
+	(*TokenTerms)(nil),                        // 46: penstock.interception.v1.TokenTerms
+	(*timestamppb.Timestamp)(nil),             // 47: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),               // 48: google.protobuf.Duration
+	(TokenScope)(0),                           // 49: penstock.interception.v1.TokenScope
+	(*v1.Trajectory)(nil),                     // 50: penstock.trajectory.v1.Trajectory
+	(*v1.Call)(nil),                           // 51: penstock.trajectory.v1.Call
 }
 var file_penstock_interception_v1_rollout_gate_service_proto_depIdxs = []int32{
-	37, // 0: penstock.interception.v1.CheckSourceRequest.mode:type_name -> penstock.interception.v1.Mode
-	38, // 1: penstock.interception.v1.CheckSourceRequest.source:type_name -> penstock.interception.v1.ModelSource
-	28, // 2: penstock.interception.v1.CheckSourceRequest.labels:type_name -> penstock.interception.v1.CheckSourceRequest.LabelsEntry
-	39, // 3: penstock.interception.v1.CheckSourceRequest.run_budgets:type_name -> penstock.interception.v1.RunBudgets
-	29, // 4: penstock.interception.v1.OpenRolloutRequest.labels:type_name -> penstock.interception.v1.OpenRolloutRequest.LabelsEntry
-	37, // 5: penstock.interception.v1.OpenRolloutRequest.mode:type_name -> penstock.interception.v1.Mode
-	38, // 6: penstock.interception.v1.OpenRolloutRequest.source:type_name -> penstock.interception.v1.ModelSource
-	40, // 7: penstock.interception.v1.OpenRolloutRequest.dialects:type_name -> penstock.trajectory.v1.Dialect
-	41, // 8: penstock.interception.v1.OpenRolloutRequest.budgets:type_name -> penstock.interception.v1.Budgets
-	42, // 9: penstock.interception.v1.OpenRolloutRequest.hints:type_name -> penstock.interception.v1.CallHints
-	43, // 10: penstock.interception.v1.OpenRolloutRequest.policy:type_name -> penstock.interception.v1.PolicyVersionConstraint
-	44, // 11: penstock.interception.v1.OpenRolloutRequest.sampling_override:type_name -> penstock.chat.v1.Sampling
-	39, // 12: penstock.interception.v1.OpenRolloutRequest.run_budgets:type_name -> penstock.interception.v1.RunBudgets
-	45, // 13: penstock.interception.v1.OpenRolloutRequest.token_terms:type_name -> penstock.interception.v1.TokenTerms
-	40, // 14: penstock.interception.v1.DialectEndpoint.dialect:type_name -> penstock.trajectory.v1.Dialect
+	38, // 0: penstock.interception.v1.CheckSourceRequest.mode:type_name -> penstock.interception.v1.Mode
+	39, // 1: penstock.interception.v1.CheckSourceRequest.source:type_name -> penstock.interception.v1.ModelSource
+	29, // 2: penstock.interception.v1.CheckSourceRequest.labels:type_name -> penstock.interception.v1.CheckSourceRequest.LabelsEntry
+	40, // 3: penstock.interception.v1.CheckSourceRequest.run_budgets:type_name -> penstock.interception.v1.RunBudgets
+	30, // 4: penstock.interception.v1.OpenRolloutRequest.labels:type_name -> penstock.interception.v1.OpenRolloutRequest.LabelsEntry
+	38, // 5: penstock.interception.v1.OpenRolloutRequest.mode:type_name -> penstock.interception.v1.Mode
+	39, // 6: penstock.interception.v1.OpenRolloutRequest.source:type_name -> penstock.interception.v1.ModelSource
+	41, // 7: penstock.interception.v1.OpenRolloutRequest.dialects:type_name -> penstock.trajectory.v1.Dialect
+	42, // 8: penstock.interception.v1.OpenRolloutRequest.budgets:type_name -> penstock.interception.v1.Budgets
+	43, // 9: penstock.interception.v1.OpenRolloutRequest.hints:type_name -> penstock.interception.v1.CallHints
+	44, // 10: penstock.interception.v1.OpenRolloutRequest.policy:type_name -> penstock.interception.v1.PolicyVersionConstraint
+	45, // 11: penstock.interception.v1.OpenRolloutRequest.sampling_override:type_name -> penstock.chat.v1.Sampling
+	40, // 12: penstock.interception.v1.OpenRolloutRequest.run_budgets:type_name -> penstock.interception.v1.RunBudgets
+	46, // 13: penstock.interception.v1.OpenRolloutRequest.token_terms:type_name -> penstock.interception.v1.TokenTerms
+	41, // 14: penstock.interception.v1.DialectEndpoint.dialect:type_name -> penstock.trajectory.v1.Dialect
 	6,  // 15: penstock.interception.v1.OpenRolloutResponse.rollout:type_name -> penstock.interception.v1.GateRollout
 	4,  // 16: penstock.interception.v1.OpenRolloutResponse.endpoints:type_name -> penstock.interception.v1.DialectEndpoint
-	30, // 17: penstock.interception.v1.GateRollout.labels:type_name -> penstock.interception.v1.GateRollout.LabelsEntry
-	37, // 18: penstock.interception.v1.GateRollout.mode:type_name -> penstock.interception.v1.Mode
+	31, // 17: penstock.interception.v1.GateRollout.labels:type_name -> penstock.interception.v1.GateRollout.LabelsEntry
+	38, // 18: penstock.interception.v1.GateRollout.mode:type_name -> penstock.interception.v1.Mode
 	0,  // 19: penstock.interception.v1.GateRollout.state:type_name -> penstock.interception.v1.GateRolloutState
-	46, // 20: penstock.interception.v1.GateRollout.create_time:type_name -> google.protobuf.Timestamp
-	46, // 21: penstock.interception.v1.GateRollout.close_time:type_name -> google.protobuf.Timestamp
+	47, // 20: penstock.interception.v1.GateRollout.create_time:type_name -> google.protobuf.Timestamp
+	47, // 21: penstock.interception.v1.GateRollout.close_time:type_name -> google.protobuf.Timestamp
 	8,  // 22: penstock.interception.v1.GateRollout.totals:type_name -> penstock.interception.v1.CallTotals
-	47, // 23: penstock.interception.v1.GateRollout.paused_time:type_name -> google.protobuf.Duration
+	48, // 23: penstock.interception.v1.GateRollout.paused_time:type_name -> google.protobuf.Duration
 	7,  // 24: penstock.interception.v1.GateRollout.tokens:type_name -> penstock.interception.v1.RolloutToken
-	48, // 25: penstock.interception.v1.RolloutToken.scopes:type_name -> penstock.interception.v1.TokenScope
-	46, // 26: penstock.interception.v1.RolloutToken.create_time:type_name -> google.protobuf.Timestamp
-	46, // 27: penstock.interception.v1.RolloutToken.expire_time:type_name -> google.protobuf.Timestamp
-	46, // 28: penstock.interception.v1.RolloutToken.revoke_time:type_name -> google.protobuf.Timestamp
-	6,  // 29: penstock.interception.v1.CloseRolloutResponse.rollout:type_name -> penstock.interception.v1.GateRollout
-	45, // 30: penstock.interception.v1.IssueTokenRequest.terms:type_name -> penstock.interception.v1.TokenTerms
-	47, // 31: penstock.interception.v1.IssueTokenRequest.retire_others_after:type_name -> google.protobuf.Duration
-	7,  // 32: penstock.interception.v1.IssueTokenResponse.info:type_name -> penstock.interception.v1.RolloutToken
-	47, // 33: penstock.interception.v1.RevokeTokensRequest.grace:type_name -> google.protobuf.Duration
-	7,  // 34: penstock.interception.v1.RevokeTokensResponse.tokens:type_name -> penstock.interception.v1.RolloutToken
-	6,  // 35: penstock.interception.v1.GetRolloutResponse.rollout:type_name -> penstock.interception.v1.GateRollout
-	31, // 36: penstock.interception.v1.ListRolloutsRequest.labels:type_name -> penstock.interception.v1.ListRolloutsRequest.LabelsEntry
-	6,  // 37: penstock.interception.v1.ListRolloutsResponse.rollouts:type_name -> penstock.interception.v1.GateRollout
-	49, // 38: penstock.interception.v1.GetCaptureResponse.trajectory:type_name -> penstock.trajectory.v1.Trajectory
-	32, // 39: penstock.interception.v1.WatchCallsRequest.labels:type_name -> penstock.interception.v1.WatchCallsRequest.LabelsEntry
-	33, // 40: penstock.interception.v1.WatchCallsResponse.started:type_name -> penstock.interception.v1.WatchCallsResponse.WatchStarted
-	34, // 41: penstock.interception.v1.WatchCallsResponse.changed:type_name -> penstock.interception.v1.WatchCallsResponse.CallChanged
-	35, // 42: penstock.interception.v1.WatchCallsResponse.closed:type_name -> penstock.interception.v1.WatchCallsResponse.RolloutClosed
-	36, // 43: penstock.interception.v1.WatchCallsResponse.heartbeat:type_name -> penstock.interception.v1.WatchCallsResponse.WatchHeartbeat
-	47, // 44: penstock.interception.v1.WatchGateRequest.interval:type_name -> google.protobuf.Duration
-	47, // 45: penstock.interception.v1.WatchGateResponse.oldest_wait:type_name -> google.protobuf.Duration
-	27, // 46: penstock.interception.v1.WatchGateResponse.sessions:type_name -> penstock.interception.v1.GateSession
-	50, // 47: penstock.interception.v1.WatchCallsResponse.CallChanged.call:type_name -> penstock.trajectory.v1.Call
-	1,  // 48: penstock.interception.v1.RolloutGateService.CheckSource:input_type -> penstock.interception.v1.CheckSourceRequest
-	3,  // 49: penstock.interception.v1.RolloutGateService.OpenRollout:input_type -> penstock.interception.v1.OpenRolloutRequest
-	9,  // 50: penstock.interception.v1.RolloutGateService.CloseRollout:input_type -> penstock.interception.v1.CloseRolloutRequest
-	11, // 51: penstock.interception.v1.RolloutGateService.DeleteRollout:input_type -> penstock.interception.v1.DeleteRolloutRequest
-	13, // 52: penstock.interception.v1.RolloutGateService.IssueToken:input_type -> penstock.interception.v1.IssueTokenRequest
-	15, // 53: penstock.interception.v1.RolloutGateService.RevokeTokens:input_type -> penstock.interception.v1.RevokeTokensRequest
-	17, // 54: penstock.interception.v1.RolloutGateService.GetRollout:input_type -> penstock.interception.v1.GetRolloutRequest
-	19, // 55: penstock.interception.v1.RolloutGateService.ListRollouts:input_type -> penstock.interception.v1.ListRolloutsRequest
-	21, // 56: penstock.interception.v1.RolloutGateService.GetCapture:input_type -> penstock.interception.v1.GetCaptureRequest
-	23, // 57: penstock.interception.v1.RolloutGateService.WatchCalls:input_type -> penstock.interception.v1.WatchCallsRequest
-	25, // 58: penstock.interception.v1.RolloutGateService.WatchGate:input_type -> penstock.interception.v1.WatchGateRequest
-	2,  // 59: penstock.interception.v1.RolloutGateService.CheckSource:output_type -> penstock.interception.v1.CheckSourceResponse
-	5,  // 60: penstock.interception.v1.RolloutGateService.OpenRollout:output_type -> penstock.interception.v1.OpenRolloutResponse
-	10, // 61: penstock.interception.v1.RolloutGateService.CloseRollout:output_type -> penstock.interception.v1.CloseRolloutResponse
-	12, // 62: penstock.interception.v1.RolloutGateService.DeleteRollout:output_type -> penstock.interception.v1.DeleteRolloutResponse
-	14, // 63: penstock.interception.v1.RolloutGateService.IssueToken:output_type -> penstock.interception.v1.IssueTokenResponse
-	16, // 64: penstock.interception.v1.RolloutGateService.RevokeTokens:output_type -> penstock.interception.v1.RevokeTokensResponse
-	18, // 65: penstock.interception.v1.RolloutGateService.GetRollout:output_type -> penstock.interception.v1.GetRolloutResponse
-	20, // 66: penstock.interception.v1.RolloutGateService.ListRollouts:output_type -> penstock.interception.v1.ListRolloutsResponse
-	22, // 67: penstock.interception.v1.RolloutGateService.GetCapture:output_type -> penstock.interception.v1.GetCaptureResponse
-	24, // 68: penstock.interception.v1.RolloutGateService.WatchCalls:output_type -> penstock.interception.v1.WatchCallsResponse
-	26, // 69: penstock.interception.v1.RolloutGateService.WatchGate:output_type -> penstock.interception.v1.WatchGateResponse
-	59, // [59:70] is the sub-list for method output_type
-	48, // [48:59] is the sub-list for method input_type
-	48, // [48:48] is the sub-list for extension type_name
-	48, // [48:48] is the sub-list for extension extendee
-	0,  // [0:48] is the sub-list for field type_name
+	49, // 25: penstock.interception.v1.RolloutToken.scopes:type_name -> penstock.interception.v1.TokenScope
+	47, // 26: penstock.interception.v1.RolloutToken.create_time:type_name -> google.protobuf.Timestamp
+	47, // 27: penstock.interception.v1.RolloutToken.expire_time:type_name -> google.protobuf.Timestamp
+	47, // 28: penstock.interception.v1.RolloutToken.revoke_time:type_name -> google.protobuf.Timestamp
+	9,  // 29: penstock.interception.v1.CallTotals.failures:type_name -> penstock.interception.v1.CallFailures
+	6,  // 30: penstock.interception.v1.CloseRolloutResponse.rollout:type_name -> penstock.interception.v1.GateRollout
+	46, // 31: penstock.interception.v1.IssueTokenRequest.terms:type_name -> penstock.interception.v1.TokenTerms
+	48, // 32: penstock.interception.v1.IssueTokenRequest.retire_others_after:type_name -> google.protobuf.Duration
+	7,  // 33: penstock.interception.v1.IssueTokenResponse.info:type_name -> penstock.interception.v1.RolloutToken
+	48, // 34: penstock.interception.v1.RevokeTokensRequest.grace:type_name -> google.protobuf.Duration
+	7,  // 35: penstock.interception.v1.RevokeTokensResponse.tokens:type_name -> penstock.interception.v1.RolloutToken
+	6,  // 36: penstock.interception.v1.GetRolloutResponse.rollout:type_name -> penstock.interception.v1.GateRollout
+	32, // 37: penstock.interception.v1.ListRolloutsRequest.labels:type_name -> penstock.interception.v1.ListRolloutsRequest.LabelsEntry
+	6,  // 38: penstock.interception.v1.ListRolloutsResponse.rollouts:type_name -> penstock.interception.v1.GateRollout
+	50, // 39: penstock.interception.v1.GetCaptureResponse.trajectory:type_name -> penstock.trajectory.v1.Trajectory
+	33, // 40: penstock.interception.v1.WatchCallsRequest.labels:type_name -> penstock.interception.v1.WatchCallsRequest.LabelsEntry
+	34, // 41: penstock.interception.v1.WatchCallsResponse.started:type_name -> penstock.interception.v1.WatchCallsResponse.WatchStarted
+	35, // 42: penstock.interception.v1.WatchCallsResponse.changed:type_name -> penstock.interception.v1.WatchCallsResponse.CallChanged
+	36, // 43: penstock.interception.v1.WatchCallsResponse.closed:type_name -> penstock.interception.v1.WatchCallsResponse.RolloutClosed
+	37, // 44: penstock.interception.v1.WatchCallsResponse.heartbeat:type_name -> penstock.interception.v1.WatchCallsResponse.WatchHeartbeat
+	48, // 45: penstock.interception.v1.WatchGateRequest.interval:type_name -> google.protobuf.Duration
+	48, // 46: penstock.interception.v1.WatchGateResponse.oldest_wait:type_name -> google.protobuf.Duration
+	28, // 47: penstock.interception.v1.WatchGateResponse.sessions:type_name -> penstock.interception.v1.GateSession
+	51, // 48: penstock.interception.v1.WatchCallsResponse.CallChanged.call:type_name -> penstock.trajectory.v1.Call
+	1,  // 49: penstock.interception.v1.RolloutGateService.CheckSource:input_type -> penstock.interception.v1.CheckSourceRequest
+	3,  // 50: penstock.interception.v1.RolloutGateService.OpenRollout:input_type -> penstock.interception.v1.OpenRolloutRequest
+	10, // 51: penstock.interception.v1.RolloutGateService.CloseRollout:input_type -> penstock.interception.v1.CloseRolloutRequest
+	12, // 52: penstock.interception.v1.RolloutGateService.DeleteRollout:input_type -> penstock.interception.v1.DeleteRolloutRequest
+	14, // 53: penstock.interception.v1.RolloutGateService.IssueToken:input_type -> penstock.interception.v1.IssueTokenRequest
+	16, // 54: penstock.interception.v1.RolloutGateService.RevokeTokens:input_type -> penstock.interception.v1.RevokeTokensRequest
+	18, // 55: penstock.interception.v1.RolloutGateService.GetRollout:input_type -> penstock.interception.v1.GetRolloutRequest
+	20, // 56: penstock.interception.v1.RolloutGateService.ListRollouts:input_type -> penstock.interception.v1.ListRolloutsRequest
+	22, // 57: penstock.interception.v1.RolloutGateService.GetCapture:input_type -> penstock.interception.v1.GetCaptureRequest
+	24, // 58: penstock.interception.v1.RolloutGateService.WatchCalls:input_type -> penstock.interception.v1.WatchCallsRequest
+	26, // 59: penstock.interception.v1.RolloutGateService.WatchGate:input_type -> penstock.interception.v1.WatchGateRequest
+	2,  // 60: penstock.interception.v1.RolloutGateService.CheckSource:output_type -> penstock.interception.v1.CheckSourceResponse
+	5,  // 61: penstock.interception.v1.RolloutGateService.OpenRollout:output_type -> penstock.interception.v1.OpenRolloutResponse
+	11, // 62: penstock.interception.v1.RolloutGateService.CloseRollout:output_type -> penstock.interception.v1.CloseRolloutResponse
+	13, // 63: penstock.interception.v1.RolloutGateService.DeleteRollout:output_type -> penstock.interception.v1.DeleteRolloutResponse
+	15, // 64: penstock.interception.v1.RolloutGateService.IssueToken:output_type -> penstock.interception.v1.IssueTokenResponse
+	17, // 65: penstock.interception.v1.RolloutGateService.RevokeTokens:output_type -> penstock.interception.v1.RevokeTokensResponse
+	19, // 66: penstock.interception.v1.RolloutGateService.GetRollout:output_type -> penstock.interception.v1.GetRolloutResponse
+	21, // 67: penstock.interception.v1.RolloutGateService.ListRollouts:output_type -> penstock.interception.v1.ListRolloutsResponse
+	23, // 68: penstock.interception.v1.RolloutGateService.GetCapture:output_type -> penstock.interception.v1.GetCaptureResponse
+	25, // 69: penstock.interception.v1.RolloutGateService.WatchCalls:output_type -> penstock.interception.v1.WatchCallsResponse
+	27, // 70: penstock.interception.v1.RolloutGateService.WatchGate:output_type -> penstock.interception.v1.WatchGateResponse
+	60, // [60:71] is the sub-list for method output_type
+	49, // [49:60] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_penstock_interception_v1_rollout_gate_service_proto_init() }
@@ -3053,22 +3139,22 @@ func file_penstock_interception_v1_rollout_gate_service_proto_init() {
 	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[0].OneofWrappers = []any{}
 	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[2].OneofWrappers = []any{}
 	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[5].OneofWrappers = []any{}
-	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[20].OneofWrappers = []any{}
-	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[22].OneofWrappers = []any{}
-	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[23].OneofWrappers = []any{
+	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[21].OneofWrappers = []any{}
+	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[23].OneofWrappers = []any{}
+	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[24].OneofWrappers = []any{
 		(*WatchCallsResponse_Started)(nil),
 		(*WatchCallsResponse_Changed)(nil),
 		(*WatchCallsResponse_Closed)(nil),
 		(*WatchCallsResponse_Heartbeat)(nil),
 	}
-	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[26].OneofWrappers = []any{}
+	file_penstock_interception_v1_rollout_gate_service_proto_msgTypes[27].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_interception_v1_rollout_gate_service_proto_rawDesc), len(file_penstock_interception_v1_rollout_gate_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   36,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -36,47 +36,53 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type RolloutGateServiceClient interface {
-	// Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
-	// order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+	// CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
+	// refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+	// check.
 	// Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
 	// UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
 	// TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
 	CheckSource(ctx context.Context, in *CheckSourceRequest, opts ...grpc.CallOption) (*CheckSourceResponse, error)
-	// Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
+	// OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
 	// is down is an error here and not in an agent's log (R27).
 	//
-	// Idempotent by request_id; the token is the same in a repeated answer.
-	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
-	// field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
+	// Idempotent by request_id: a repeat returns the same token.
+	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
+	// (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+	// final: the run's).
 	OpenRollout(ctx context.Context, in *OpenRolloutRequest, opts ...grpc.CallOption) (*OpenRolloutResponse, error)
-	// Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
-	// capture stays until DeleteRollout or the operator's retention. Idempotent.
+	// CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
+	// its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CloseRollout(ctx context.Context, in *CloseRolloutRequest, opts ...grpc.CallOption) (*CloseRolloutResponse, error)
-	// Removes a rollout and its capture; closes it first when it is open. Idempotent.
+	// DeleteRollout deletes a rollout and its capture, and closes it first if it is open. Idempotent.
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
-	// Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
-	// or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+	// IssueToken makes another agent key for an open rollout, with narrower scopes or because a key may have leaked. It is
+	// added to the existing keys, or replaces them (retire_others_after). Idempotent by request_id: a repeat returns the same
+	// token and retires no key again.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
-	// RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+	// RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 agent keys in its life).
 	IssueToken(ctx context.Context, in *IssueTokenRequest, opts ...grpc.CallOption) (*IssueTokenResponse, error)
-	// Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
-	// dies at the earliest time that it was ever told.
+	// RevokeTokens makes agent keys of a rollout void. The rollout stays open and may get others, and admitted calls go on.
+	// Idempotent: of several expiry times of a key, the earliest counts.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
 	RevokeTokens(ctx context.Context, in *RevokeTokensRequest, opts ...grpc.CallOption) (*RevokeTokensResponse, error)
+	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(ctx context.Context, in *GetRolloutRequest, opts ...grpc.CallOption) (*GetRolloutResponse, error)
-	// Lists rollouts at the gate, newest first.
+	// ListRollouts lists rollouts at the gate, newest first.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
-	// The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
-	// with after_index and after_tool_call_index, as GetCaptureRequest says.
+	// GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+	// To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetCapture(ctx context.Context, in *GetCaptureRequest, opts ...grpc.CallOption) (RolloutGateService_GetCaptureClient, error)
-	// The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
-	// closed.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
+	// WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
+	// single watched rollout is closed.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
+	// events).
 	WatchCalls(ctx context.Context, in *WatchCallsRequest, opts ...grpc.CallOption) (RolloutGateService_WatchCallsClient, error)
-	// How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless.
+	// WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
+	// the trainers' sessions.
 	WatchGate(ctx context.Context, in *WatchGateRequest, opts ...grpc.CallOption) (RolloutGateService_WatchGateClient, error)
 }
 
@@ -271,47 +277,53 @@ func (x *rolloutGateServiceWatchGateClient) Recv() (*WatchGateResponse, error) {
 // All implementations must embed UnimplementedRolloutGateServiceServer
 // for forward compatibility
 type RolloutGateServiceServer interface {
-	// Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
-	// order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+	// CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
+	// refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+	// check.
 	// Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
 	// UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
 	// TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
 	CheckSource(context.Context, *CheckSourceRequest) (*CheckSourceResponse, error)
-	// Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
+	// OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
 	// is down is an error here and not in an agent's log (R27).
 	//
-	// Idempotent by request_id; the token is the same in a repeated answer.
-	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
-	// field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
+	// Idempotent by request_id: a repeat returns the same token.
+	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
+	// (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+	// final: the run's).
 	OpenRollout(context.Context, *OpenRolloutRequest) (*OpenRolloutResponse, error)
-	// Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
-	// capture stays until DeleteRollout or the operator's retention. Idempotent.
+	// CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
+	// its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CloseRollout(context.Context, *CloseRolloutRequest) (*CloseRolloutResponse, error)
-	// Removes a rollout and its capture; closes it first when it is open. Idempotent.
+	// DeleteRollout deletes a rollout and its capture, and closes it first if it is open. Idempotent.
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
-	// Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
-	// or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+	// IssueToken makes another agent key for an open rollout, with narrower scopes or because a key may have leaked. It is
+	// added to the existing keys, or replaces them (retire_others_after). Idempotent by request_id: a repeat returns the same
+	// token and retires no key again.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
-	// RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+	// RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 agent keys in its life).
 	IssueToken(context.Context, *IssueTokenRequest) (*IssueTokenResponse, error)
-	// Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
-	// dies at the earliest time that it was ever told.
+	// RevokeTokens makes agent keys of a rollout void. The rollout stays open and may get others, and admitted calls go on.
+	// Idempotent: of several expiry times of a key, the earliest counts.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
 	RevokeTokens(context.Context, *RevokeTokensRequest) (*RevokeTokensResponse, error)
+	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetRollout(context.Context, *GetRolloutRequest) (*GetRolloutResponse, error)
-	// Lists rollouts at the gate, newest first.
+	// ListRollouts lists rollouts at the gate, newest first.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
-	// The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
-	// with after_index and after_tool_call_index, as GetCaptureRequest says.
+	// GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+	// To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetCapture(*GetCaptureRequest, RolloutGateService_GetCaptureServer) error
-	// The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
-	// closed.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
+	// WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
+	// single watched rollout is closed.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
+	// events).
 	WatchCalls(*WatchCallsRequest, RolloutGateService_WatchCallsServer) error
-	// How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless.
+	// WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
+	// the trainers' sessions.
 	WatchGate(*WatchGateRequest, RolloutGateService_WatchGateServer) error
 	mustEmbedUnimplementedRolloutGateServiceServer()
 }

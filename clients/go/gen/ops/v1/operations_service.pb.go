@@ -4,7 +4,7 @@
 // 	protoc        v6.31.1
 // source: penstock/ops/v1/operations_service.proto
 
-// How a service fares, for operators. The same in every service; knows nothing of what they do.
+// The state of a service, for operators. It is the same in every service and independent of what the service does.
 
 package opsv1
 
@@ -25,10 +25,10 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// What the caller takes for trouble.
+// GetStatusRequest sets the thresholds of diagnostics.
 type GetStatusRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long something may wait before it is a trouble. At least 0; unset = 60 s.
+	// How long something may wait before a diagnostic reports it. At least 0; unset = 60 s.
 	Patience *durationpb.Duration `protobuf:"bytes,1,opt,name=patience,proto3,oneof" json:"patience,omitempty"`
 	// How much of a disk must be free. At least 0; unset = 1 GiB.
 	MinFreeBytes  *int64 `protobuf:"varint,2,opt,name=min_free_bytes,json=minFreeBytes,proto3,oneof" json:"min_free_bytes,omitempty"`
@@ -80,29 +80,29 @@ func (x *GetStatusRequest) GetMinFreeBytes() int64 {
 	return 0
 }
 
-// A service at one moment.
+// GetStatusResponse is a service at one moment.
 type GetStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "sandbox", "driver", "interception" or "inference".
 	Service string `protobuf:"bytes,1,opt,name=service,proto3" json:"service,omitempty"`
-	// Of the installed distribution, such as "0.1.0".
+	// Of the installed distribution, for example "0.1.0".
 	Version string `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
-	// The service's own clock as it answered.
+	// The service's own clock at the answer.
 	ServerTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=server_time,json=serverTime,proto3" json:"server_time,omitempty"`
 	// When the process began to serve.
 	StartTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=start_time,json=startTime,proto3" json:"start_time,omitempty"`
-	// The longest that something ready to run waited for the event loop during the last minute.
+	// The longest delay of the event loop in the last minute.
 	LoopLag *durationpb.Duration `protobuf:"bytes,5,opt,name=loop_lag,json=loopLag,proto3" json:"loop_lag,omitempty"`
-	// Memory of the process that is resident, in bytes; 0 where the system does not tell.
+	// Resident memory of the process, in bytes. 0 = unknown.
 	ResidentBytes int64 `protobuf:"varint,6,opt,name=resident_bytes,json=residentBytes,proto3" json:"resident_bytes,omitempty"`
-	// Open file descriptors of the process, and how many it may have; 0 where the system does not tell.
+	// Open file descriptors of the process, and their limit. 0 = unknown.
 	OpenFiles int32 `protobuf:"varint,7,opt,name=open_files,json=openFiles,proto3" json:"open_files,omitempty"`
 	MaxFiles  int32 `protobuf:"varint,8,opt,name=max_files,json=maxFiles,proto3" json:"max_files,omitempty"`
-	// Where the service keeps its state.
+	// The file systems that hold the service's state.
 	Disks []*Disk `protobuf:"bytes,9,rep,name=disks,proto3" json:"disks,omitempty"`
-	// The gauges of its metrics, as docs/guides/operate.md lists them.
+	// The gauges among its metrics; docs/guides/operate.md lists them.
 	Gauges []*Gauge `protobuf:"bytes,10,rep,name=gauges,proto3" json:"gauges,omitempty"`
-	// What it takes for trouble, the gravest first; empty when all is well.
+	// Diagnostics, most severe first. Empty = healthy.
 	Troubles      []*Trouble `protobuf:"bytes,11,rep,name=troubles,proto3" json:"troubles,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -215,16 +215,16 @@ func (x *GetStatusResponse) GetTroubles() []*Trouble {
 	return nil
 }
 
-// A file system that the service writes to.
+// Disk is a file system that the service writes to.
 type Disk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What is on it: "state".
+	// What it holds: "state".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// The directory.
 	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// What this service may still write, in bytes.
+	// Bytes that this service may still write.
 	FreeBytes int64 `protobuf:"varint,3,opt,name=free_bytes,json=freeBytes,proto3" json:"free_bytes,omitempty"`
-	// All of it, in bytes.
+	// Total size in bytes.
 	SizeBytes     int64 `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -288,10 +288,10 @@ func (x *Disk) GetSizeBytes() int64 {
 	return 0
 }
 
-// One value of a metric that goes up and down.
+// Gauge is one value of a metric that goes up and down.
 type Gauge struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As Prometheus has it, such as "penstock_gate_open_calls".
+	// The Prometheus name, for example "penstock_gate_open_calls".
 	Name          string            `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Labels        map[string]string `protobuf:"bytes,2,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Value         float64           `protobuf:"fixed64,3,opt,name=value,proto3" json:"value,omitempty"`
@@ -350,18 +350,18 @@ func (x *Gauge) GetValue() float64 {
 	return 0
 }
 
-// One thing that is wrong, or about to be.
+// Trouble is a diagnostic: something is wrong, or about to be.
 type Trouble struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Stable, UPPER_SNAKE: docs/guides/operate.md lists them.
+	// Stable, UPPER_SNAKE; docs/guides/operate.md lists them.
 	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
-	// What was seen, for people.
+	// What was found, for people.
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
 	// What to do about it, for people.
 	Advice string `protobuf:"bytes,3,opt,name=advice,proto3" json:"advice,omitempty"`
-	// Whether something stands still or is lost; otherwise it is a warning.
+	// The severity: true = error, something is stuck or lost; false = warning.
 	Grave bool `protobuf:"varint,4,opt,name=grave,proto3" json:"grave,omitempty"`
-	// Ids of what it is about, at most 20.
+	// Ids of the affected objects, at most 20.
 	Subjects      []string `protobuf:"bytes,5,rep,name=subjects,proto3" json:"subjects,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -4,7 +4,7 @@
 // - protoc             v6.31.1
 // source: penstock/ops/v1/operations_service.proto
 
-// How a service fares, for operators. The same in every service; knows nothing of what they do.
+// The state of a service, for operators. It is the same in every service and independent of what the service does.
 
 package opsv1
 
@@ -28,8 +28,8 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type OperationsServiceClient interface {
-	// How the service and its process fare now, and what it takes for trouble. Changes nothing. It holds no secret, no prompt and
-	// nothing that an agent wrote; the ids in it are those of rollouts, sessions and sandboxes.
+	// GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
+	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
 	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
 	GetStatus(ctx context.Context, in *GetStatusRequest, opts ...grpc.CallOption) (*GetStatusResponse, error)
 }
@@ -56,8 +56,8 @@ func (c *operationsServiceClient) GetStatus(ctx context.Context, in *GetStatusRe
 // All implementations must embed UnimplementedOperationsServiceServer
 // for forward compatibility
 type OperationsServiceServer interface {
-	// How the service and its process fare now, and what it takes for trouble. Changes nothing. It holds no secret, no prompt and
-	// nothing that an agent wrote; the ids in it are those of rollouts, sessions and sandboxes.
+	// GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
+	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
 	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
 	GetStatus(context.Context, *GetStatusRequest) (*GetStatusResponse, error)
 	mustEmbedUnimplementedOperationsServiceServer()

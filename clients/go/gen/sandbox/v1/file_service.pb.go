@@ -22,7 +22,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// What a path names.
+// FileKind is the kind of file that a path names.
 type FileKind int32
 
 const (
@@ -78,7 +78,7 @@ func (FileKind) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_file_service_proto_rawDescGZIP(), []int{0}
 }
 
-// Metadata of a file.
+// FileInfo is the metadata of a file.
 type FileInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The last component.
@@ -171,11 +171,12 @@ type ReadFileRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	Path      string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// First byte wanted.
+	// Offset of the first byte to read.
 	Offset int64 `protobuf:"varint,3,opt,name=offset,proto3" json:"offset,omitempty"`
-	// Most bytes wanted; unset = to the end.
+	// The most bytes to read. Unset = to the end.
 	Length *int64 `protobuf:"varint,4,opt,name=length,proto3,oneof" json:"length,omitempty"`
-	// Whether a symbolic link as the last component is followed (inside the sandbox). Unset = false: refused (NOT_A_FILE).
+	// Whether a symbolic link as the last component is followed (inside the sandbox). Unset = false: it is refused
+	// (NOT_A_FILE).
 	FollowSymlink bool `protobuf:"varint,5,opt,name=follow_symlink,json=followSymlink,proto3" json:"follow_symlink,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -506,7 +507,8 @@ type ReadTreeRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	Path      string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) files of more bytes than this, holes included; unset = 1 GiB. Not negative.
+	// The most bytes of files, holes included; more are refused (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Unset = 1 GiB. Not
+	// negative.
 	MaxBytes      *int64 `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3,oneof" json:"max_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -904,7 +906,7 @@ type ListRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	Path      string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// As in SandboxService.ListSandboxes.
+	// See SandboxService.ListSandboxes.
 	PageSize      int32  `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1333,9 +1335,9 @@ type WriteTreeRequest_WriteTreeStart struct {
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	// Created when absent.
 	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// The tar is a layer that is put over what is there, whatever somebody left in its way: a member replaces what stands in
-	// its place or in that of its directories (a link, a file, a directory with all that is in it), directories of the
-	// sandbox's user that may not be entered are opened, and a member `.wh.NAME`, as in layers of OCI images, removes NAME.
+	// The tar is a layer over the existing files. A member replaces whatever is in its place or in place of its directories
+	// (a link, a file, a directory with its content). Directories of the sandbox's user that cannot be entered are made
+	// accessible. A member `.wh.NAME` removes NAME, as in layers of OCI images.
 	Layer         bool `protobuf:"varint,3,opt,name=layer,proto3" json:"layer,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -33,30 +33,31 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type FileServiceClient interface {
-	// Streams a file, or a range of it.
+	// ReadFile streams a file, or a range of it.
 	ReadFile(ctx context.Context, in *ReadFileRequest, opts ...grpc.CallOption) (FileService_ReadFileClient, error)
-	// Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-	// created. A stream that ends without `end` writes nothing.
+	// WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+	// are created. A stream that ends without `end` writes nothing.
 	// Errors: DATA_LOSS (DIGEST_MISMATCH).
 	WriteFile(ctx context.Context, opts ...grpc.CallOption) (FileService_WriteFileClient, error)
-	// Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+	// ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+	// opened.
+	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
 	// entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
 	ReadTree(ctx context.Context, in *ReadTreeRequest, opts ...grpc.CallOption) (FileService_ReadTreeClient, error)
-	// Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-	// negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-	// TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+	// WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+	// files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+	// KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
 	// Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
 	WriteTree(ctx context.Context, opts ...grpc.CallOption) (FileService_WriteTreeClient, error)
-	// One file's metadata, symbolic links not followed.
+	// Stat returns one file's metadata. It does not follow symbolic links.
 	Stat(ctx context.Context, in *StatRequest, opts ...grpc.CallOption) (*StatResponse, error)
-	// A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-	// gone; a page may be shorter than asked for.
+	// List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+	// since. A page may be shorter than page_size.
 	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (*ListResponse, error)
-	// Creates a directory and its parents. One that exists is a success.
+	// MakeDirectory creates a directory and its parents. An existing one is a success.
 	MakeDirectory(ctx context.Context, in *MakeDirectoryRequest, opts ...grpc.CallOption) (*MakeDirectoryResponse, error)
-	// Removes a file, a link or (recursive) a directory. What does not exist is a success.
+	// Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
 	// Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
 	Remove(ctx context.Context, in *RemoveRequest, opts ...grpc.CallOption) (*RemoveResponse, error)
 }
@@ -249,30 +250,31 @@ func (c *fileServiceClient) Remove(ctx context.Context, in *RemoveRequest, opts 
 // All implementations must embed UnimplementedFileServiceServer
 // for forward compatibility
 type FileServiceServer interface {
-	// Streams a file, or a range of it.
+	// ReadFile streams a file, or a range of it.
 	ReadFile(*ReadFileRequest, FileService_ReadFileServer) error
-	// Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-	// created. A stream that ends without `end` writes nothing.
+	// WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+	// are created. A stream that ends without `end` writes nothing.
 	// Errors: DATA_LOSS (DIGEST_MISMATCH).
 	WriteFile(FileService_WriteFileServer) error
-	// Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+	// ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+	// opened.
+	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
 	// entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
 	ReadTree(*ReadTreeRequest, FileService_ReadTreeServer) error
-	// Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-	// negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-	// TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+	// WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+	// files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+	// KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
 	// Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
 	WriteTree(FileService_WriteTreeServer) error
-	// One file's metadata, symbolic links not followed.
+	// Stat returns one file's metadata. It does not follow symbolic links.
 	Stat(context.Context, *StatRequest) (*StatResponse, error)
-	// A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-	// gone; a page may be shorter than asked for.
+	// List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+	// since. A page may be shorter than page_size.
 	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
 	List(context.Context, *ListRequest) (*ListResponse, error)
-	// Creates a directory and its parents. One that exists is a success.
+	// MakeDirectory creates a directory and its parents. An existing one is a success.
 	MakeDirectory(context.Context, *MakeDirectoryRequest) (*MakeDirectoryResponse, error)
-	// Removes a file, a link or (recursive) a directory. What does not exist is a success.
+	// Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
 	// Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
 	Remove(context.Context, *RemoveRequest) (*RemoveResponse, error)
 	mustEmbedUnimplementedFileServiceServer()

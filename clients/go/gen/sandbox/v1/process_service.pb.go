@@ -23,23 +23,23 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// How a process ended.
+// ExitReason is how a process ended.
 type ExitReason int32
 
 const (
 	ExitReason_EXIT_REASON_UNSPECIFIED ExitReason = 0
-	// By itself, with a code.
+	// It exited with a code.
 	ExitReason_EXIT_REASON_EXITED ExitReason = 1
-	// By a signal that it sent itself or got from inside the sandbox or through SignalProcess.
+	// By its own signal, one from inside the sandbox, or SignalProcess.
 	ExitReason_EXIT_REASON_SIGNALED  ExitReason = 2
 	ExitReason_EXIT_REASON_TIMED_OUT ExitReason = 3
-	// Through KillProcess, or because its sandbox was deleted.
+	// By KillProcess, or by the deletion of its sandbox.
 	ExitReason_EXIT_REASON_KILLED ExitReason = 4
-	// By the kernel, for memory.
+	// The kernel killed it for memory.
 	ExitReason_EXIT_REASON_OOM ExitReason = 5
-	// The sandbox is gone and nobody saw how the process ended.
+	// The sandbox was lost, and the process's end is unknown.
 	ExitReason_EXIT_REASON_SANDBOX_LOST ExitReason = 6
-	// It never ran; `message` says why.
+	// It never ran; `message` states why.
 	ExitReason_EXIT_REASON_START_FAILED ExitReason = 7
 )
 
@@ -94,7 +94,7 @@ func (ExitReason) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_process_service_proto_rawDescGZIP(), []int{0}
 }
 
-// Which output.
+// OutputStream is one of a process's outputs.
 type OutputStream int32
 
 const (
@@ -144,7 +144,7 @@ func (OutputStream) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_process_service_proto_rawDescGZIP(), []int{1}
 }
 
-// What to run: an argument vector, or a text for the sandbox's shell where a shell is really wanted.
+// Command is what to run: an argument vector, or a text for the sandbox's shell where one is needed.
 type Command struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Command:
@@ -152,15 +152,15 @@ type Command struct {
 	//	*Command_Argv
 	//	*Command_Shell
 	Command isCommand_Command `protobuf_oneof:"command"`
-	// On top of the sandbox's.
+	// Added to the sandbox's environment.
 	Env map[string]string `protobuf:"bytes,3,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The same, for values that must appear in no log and no listing. In the process's environment, never in an argv.
+	// The same, for secrets: they appear in no log and no listing, and in the process's environment only, never in an argv.
 	SecretEnv map[string]string `protobuf:"bytes,4,rep,name=secret_env,json=secretEnv,proto3" json:"secret_env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Absolute, or relative to the sandbox's working directory; empty = the working directory.
+	// Absolute, or relative to the sandbox's working directory. Empty = the working directory.
 	Cwd string `protobuf:"bytes,5,opt,name=cwd,proto3" json:"cwd,omitempty"`
-	// Unset = none. At its end: SIGTERM to the group, 2 s, then everything is killed; the exit reason is TIMED_OUT.
+	// Unset = none. At its end the group gets SIGTERM, and everything is killed 2 s later. The exit reason is TIMED_OUT.
 	Timeout *durationpb.Duration `protobuf:"bytes,6,opt,name=timeout,proto3" json:"timeout,omitempty"`
-	// The account that executes; empty = the sandbox's. Another one needs the backend's capability `root`.
+	// The account that runs the command. Empty = the sandbox's. Another one needs the backend's capability `root`.
 	User          string `protobuf:"bytes,7,opt,name=user,proto3" json:"user,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -265,7 +265,7 @@ type Command_Argv struct {
 }
 
 type Command_Shell struct {
-	// Run as /bin/sh -c TEXT (or bash where the base has it), the text as one argument.
+	// Run as /bin/sh -c TEXT (or bash if the base has it), the text as one argument.
 	Shell string `protobuf:"bytes,2,opt,name=shell,proto3,oneof"`
 }
 
@@ -276,7 +276,7 @@ func (*Command_Shell) isCommand_Command() {}
 // An argument vector.
 type Argv struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The program (looked up in PATH unless it holds a slash) and its arguments. Not empty.
+	// The program (looked up in PATH unless it contains a slash) and its arguments. Not empty.
 	Args          []string `protobuf:"bytes,1,rep,name=args,proto3" json:"args,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -319,7 +319,7 @@ func (x *Argv) GetArgs() []string {
 	return nil
 }
 
-// Dimensions of a terminal, in characters.
+// PtySize is the size of a terminal, in characters.
 type PtySize struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Rows          int32                  `protobuf:"varint,1,opt,name=rows,proto3" json:"rows,omitempty"`
@@ -372,7 +372,7 @@ func (x *PtySize) GetColumns() int32 {
 	return 0
 }
 
-// The end of a process.
+// Exit is the end of a process.
 type Exit struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Reason ExitReason             `protobuf:"varint,1,opt,name=reason,proto3,enum=penstock.sandbox.v1.ExitReason" json:"reason,omitempty"`
@@ -384,18 +384,18 @@ type Exit struct {
 	Message  string               `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
 	Duration *durationpb.Duration `protobuf:"bytes,5,opt,name=duration,proto3" json:"duration,omitempty"`
 	CpuTime  *durationpb.Duration `protobuf:"bytes,6,opt,name=cpu_time,json=cpuTime,proto3" json:"cpu_time,omitempty"`
-	// Peak resident memory of the largest process, where known.
+	// Peak resident memory of the largest process, if known.
 	MaxRssBytes *int64 `protobuf:"varint,7,opt,name=max_rss_bytes,json=maxRssBytes,proto3,oneof" json:"max_rss_bytes,omitempty"`
-	// Output beyond output_limit_bytes was discarded.
+	// Whether output beyond output_limit_bytes was discarded.
 	StdoutTruncated bool `protobuf:"varint,8,opt,name=stdout_truncated,json=stdoutTruncated,proto3" json:"stdout_truncated,omitempty"`
 	StderrTruncated bool `protobuf:"varint,9,opt,name=stderr_truncated,json=stderrTruncated,proto3" json:"stderr_truncated,omitempty"`
-	// The process ended but others still hold its output open; what they wrote after 2 s is not included.
+	// The process ended but other processes keep its output open. What they wrote after 2 s is not included.
 	PipesOpen bool                   `protobuf:"varint,10,opt,name=pipes_open,json=pipesOpen,proto3" json:"pipes_open,omitempty"`
 	EndTime   *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
-	// Bytes written by the process in all, kept or not.
+	// All bytes that the process wrote, kept or not.
 	StdoutBytes int64 `protobuf:"varint,12,opt,name=stdout_bytes,json=stdoutBytes,proto3" json:"stdout_bytes,omitempty"`
 	StderrBytes int64 `protobuf:"varint,13,opt,name=stderr_bytes,json=stderrBytes,proto3" json:"stderr_bytes,omitempty"`
-	// With SANDBOX_LOST: the sandbox was ended from within, by what ran in it. False where that is not known.
+	// With SANDBOX_LOST: a program in the sandbox ended it. False = unknown.
 	EndedInside   bool `protobuf:"varint,14,opt,name=ended_inside,json=endedInside,proto3" json:"ended_inside,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -558,17 +558,17 @@ func (*Exit_Code) isExit_Status() {}
 
 func (*Exit_Signal) isExit_Status() {}
 
-// A process in a sandbox.
+// Process is a process in a sandbox.
 type Process struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ProcessId string                 `protobuf:"bytes,1,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
-	// Without values of secret_env.
+	// Without the values of secret_env.
 	Command   *Command               `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
 	StartTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=start_time,json=startTime,proto3" json:"start_time,omitempty"`
 	// Unset while it runs.
 	Exit *Exit `protobuf:"bytes,4,opt,name=exit,proto3,oneof" json:"exit,omitempty"`
 	Pty  bool  `protobuf:"varint,5,opt,name=pty,proto3" json:"pty,omitempty"`
-	// Bytes of standard input that were accepted: where a broken WriteStdin resumes.
+	// Accepted bytes of standard input, from which a broken WriteStdin resumes.
 	StdinOffset   int64 `protobuf:"varint,6,opt,name=stdin_offset,json=stdinOffset,proto3" json:"stdin_offset,omitempty"`
 	StdinClosed   bool  `protobuf:"varint,7,opt,name=stdin_closed,json=stdinClosed,proto3" json:"stdin_closed,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -661,14 +661,14 @@ type StartProcessRequest struct {
 	// Client-chosen identifier, unique in the sandbox.
 	ProcessId string   `protobuf:"bytes,2,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	Command   *Command `protobuf:"bytes,3,opt,name=command,proto3" json:"command,omitempty"`
-	// Whether WriteStdin will be used; otherwise standard input is empty.
+	// Whether WriteStdin will be used. If not, standard input is empty.
 	Stdin bool `protobuf:"varint,4,opt,name=stdin,proto3" json:"stdin,omitempty"`
-	// With it, output is one stream (STDOUT) and stdin is the terminal.
+	// If set, output is one stream (STDOUT) and stdin is the terminal.
 	Pty *PtySize `protobuf:"bytes,5,opt,name=pty,proto3,oneof" json:"pty,omitempty"`
-	// Bytes kept per stream; what comes after is counted and discarded. Unset = 64 MiB.
+	// Bytes kept of each stream. Later ones are counted and discarded. Unset = 64 MiB.
 	OutputLimitBytes *int64 `protobuf:"varint,6,opt,name=output_limit_bytes,json=outputLimitBytes,proto3,oneof" json:"output_limit_bytes,omitempty"`
-	// Of what comes after output_limit_bytes, the last so many bytes are kept as well; they are sent when the process has ended.
-	// Unset = 0; at most 10 MiB.
+	// How many last bytes beyond output_limit_bytes are kept as well; they are sent when the process has ended. Unset = 0; at
+	// most 10 MiB.
 	OutputTailBytes *int64 `protobuf:"varint,7,opt,name=output_tail_bytes,json=outputTailBytes,proto3,oneof" json:"output_tail_bytes,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -803,7 +803,7 @@ type WatchProcessRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	ProcessId string                 `protobuf:"bytes,2,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
-	// Offsets of the first byte wanted of each stream, from 0.
+	// Offset of the first byte to send of each stream, from 0.
 	StdoutOffset  int64 `protobuf:"varint,3,opt,name=stdout_offset,json=stdoutOffset,proto3" json:"stdout_offset,omitempty"`
 	StderrOffset  int64 `protobuf:"varint,4,opt,name=stderr_offset,json=stderrOffset,proto3" json:"stderr_offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -983,7 +983,7 @@ type WatchProcessResponse_Gap_ struct {
 }
 
 type WatchProcessResponse_Heartbeat_ struct {
-	// Every 10 s of silence.
+	// After every 10 s of silence.
 	Heartbeat *WatchProcessResponse_Heartbeat `protobuf:"bytes,4,opt,name=heartbeat,proto3,oneof"`
 }
 
@@ -1105,7 +1105,7 @@ func (*WriteStdinRequest_End) isWriteStdinRequest_Frame() {}
 // See WriteStdin.
 type WriteStdinResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Bytes written to the process's input in all: where to resume.
+	// All bytes written to the process's input, from which to resume.
 	Offset        int64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1252,7 +1252,7 @@ type KillProcessRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	ProcessId string                 `protobuf:"bytes,2,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
-	// Every other process in the sandbox is killed as well, whoever started it, so that nothing runs when the call answers.
+	// Also kill every other process in the sandbox, so that none runs when the RPC returns.
 	Everything    bool `protobuf:"varint,3,opt,name=everything,proto3" json:"everything,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1554,7 +1554,7 @@ func (x *GetProcessResponse) GetProcess() *Process {
 type ListProcessesRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
-	// As in SandboxService.ListSandboxes.
+	// See SandboxService.ListSandboxes.
 	PageSize      int32  `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1721,7 +1721,7 @@ func (x *WaitProcessRequest) GetProcessId() string {
 // See WaitProcess.
 type WaitProcessResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its `exit` is unset when the deadline came first.
+	// Its `exit` is unset if the deadline came first.
 	Process       *Process `protobuf:"bytes,1,opt,name=process,proto3" json:"process,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1769,12 +1769,12 @@ type RunRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	Command   *Command               `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
-	// Given to the process's standard input, which is then closed.
+	// Written to the process's standard input, which is then closed.
 	Stdin []byte `protobuf:"bytes,3,opt,name=stdin,proto3" json:"stdin,omitempty"`
-	// Bytes of each stream in the answer: the first half and the last half of the limit when there is more. Unset = 1 MiB;
-	// at most 10 MiB.
+	// The most bytes of each stream in the answer. Of longer output, it has the first half and the last half of the limit.
+	// Unset = 1 MiB; at most 10 MiB.
 	OutputLimitBytes *int64 `protobuf:"varint,4,opt,name=output_limit_bytes,json=outputLimitBytes,proto3,oneof" json:"output_limit_bytes,omitempty"`
-	// Makes the call idempotent, as in StartProcess; empty = assigned.
+	// Makes the call idempotent, like StartProcess. Empty = the service assigns one.
 	ProcessId     string `protobuf:"bytes,5,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1890,7 +1890,7 @@ func (x *RunResponse) GetResult() *RunResult {
 	return nil
 }
 
-// The outcome of a small command.
+// RunResult is the outcome of a small command.
 type RunResult struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Exit          *Exit                  `protobuf:"bytes,1,opt,name=exit,proto3" json:"exit,omitempty"`
@@ -1951,11 +1951,11 @@ func (x *RunResult) GetStderr() []byte {
 	return nil
 }
 
-// Output.
+// Chunk is a piece of output.
 type WatchProcessResponse_Chunk struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Stream OutputStream           `protobuf:"varint,1,opt,name=stream,proto3,enum=penstock.sandbox.v1.OutputStream" json:"stream,omitempty"`
-	// Of the first byte.
+	// Offset of the first byte.
 	Offset int64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
 	// At most 256 KiB.
 	Data          []byte `protobuf:"bytes,3,opt,name=data,proto3" json:"data,omitempty"`
@@ -2014,7 +2014,7 @@ func (x *WatchProcessResponse_Chunk) GetData() []byte {
 	return nil
 }
 
-// Output that was discarded: bytes [start, end).
+// Gap is discarded output: bytes [start, end).
 type WatchProcessResponse_Gap struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Stream        OutputStream           `protobuf:"varint,1,opt,name=stream,proto3,enum=penstock.sandbox.v1.OutputStream" json:"stream,omitempty"`
@@ -2075,7 +2075,7 @@ func (x *WatchProcessResponse_Gap) GetEnd() int64 {
 	return 0
 }
 
-// Nothing happened; the process lives.
+// Heartbeat states that the process is alive.
 type WatchProcessResponse_Heartbeat struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2174,7 +2174,7 @@ func (x *WriteStdinRequest_StdinStart) GetOffset() int64 {
 	return 0
 }
 
-// Closes standard input.
+// StdinEnd closes standard input.
 type WriteStdinRequest_StdinEnd struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields

@@ -35,33 +35,35 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type ProcessServiceClient interface {
-	// Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-	// process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+	// StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+	// process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
 	StartProcess(ctx context.Context, in *StartProcessRequest, opts ...grpc.CallOption) (*StartProcessResponse, error)
-	// Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-	// any number of times, also after the exit.
+	// WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+	// called any number of times, after the exit too.
 	WatchProcess(ctx context.Context, in *WatchProcessRequest, opts ...grpc.CallOption) (ProcessService_WatchProcessClient, error)
-	// Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-	// stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+	// WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+	// broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+	// over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
 	// Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
 	WriteStdin(ctx context.Context, opts ...grpc.CallOption) (ProcessService_WriteStdinClient, error)
-	// Sends a signal to the process's group. A process that has ended is a success.
+	// SignalProcess sends a signal to the process's group. A process that has ended is a success.
 	SignalProcess(ctx context.Context, in *SignalProcessRequest, opts ...grpc.CallOption) (*SignalProcessResponse, error)
-	// Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-	// exit reason is KILLED. Idempotent.
-	// Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+	// KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+	// reason is KILLED. Idempotent.
+	// Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
 	KillProcess(ctx context.Context, in *KillProcessRequest, opts ...grpc.CallOption) (*KillProcessResponse, error)
+	// ResizePty sets the size of a process's terminal.
 	// Errors: FAILED_PRECONDITION (NOT_A_PTY).
 	ResizePty(ctx context.Context, in *ResizePtyRequest, opts ...grpc.CallOption) (*ResizePtyResponse, error)
-	// One process by its id.
+	// GetProcess returns a process.
 	GetProcess(ctx context.Context, in *GetProcessRequest, opts ...grpc.CallOption) (*GetProcessResponse, error)
-	// The sandbox's processes, newest first.
+	// ListProcesses lists the sandbox's processes, newest first.
 	ListProcesses(ctx context.Context, in *ListProcessesRequest, opts ...grpc.CallOption) (*ListProcessesResponse, error)
-	// Answers when the process has ended, or at 80 % of the call's deadline with the process still running.
+	// WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
 	WaitProcess(ctx context.Context, in *WaitProcessRequest, opts ...grpc.CallOption) (*WaitProcessResponse, error)
-	// Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-	// TIMED_OUT and the output so far. Cancelling the call kills the command.
+	// Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+	// output so far. Cancelling the RPC kills the command.
 	Run(ctx context.Context, in *RunRequest, opts ...grpc.CallOption) (*RunResponse, error)
 }
 
@@ -225,33 +227,35 @@ func (c *processServiceClient) Run(ctx context.Context, in *RunRequest, opts ...
 // All implementations must embed UnimplementedProcessServiceServer
 // for forward compatibility
 type ProcessServiceServer interface {
-	// Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-	// process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+	// StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+	// process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
 	StartProcess(context.Context, *StartProcessRequest) (*StartProcessResponse, error)
-	// Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-	// any number of times, also after the exit.
+	// WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+	// called any number of times, after the exit too.
 	WatchProcess(*WatchProcessRequest, ProcessService_WatchProcessServer) error
-	// Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-	// stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+	// WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+	// broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+	// over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
 	// Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
 	WriteStdin(ProcessService_WriteStdinServer) error
-	// Sends a signal to the process's group. A process that has ended is a success.
+	// SignalProcess sends a signal to the process's group. A process that has ended is a success.
 	SignalProcess(context.Context, *SignalProcessRequest) (*SignalProcessResponse, error)
-	// Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-	// exit reason is KILLED. Idempotent.
-	// Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+	// KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+	// reason is KILLED. Idempotent.
+	// Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
 	KillProcess(context.Context, *KillProcessRequest) (*KillProcessResponse, error)
+	// ResizePty sets the size of a process's terminal.
 	// Errors: FAILED_PRECONDITION (NOT_A_PTY).
 	ResizePty(context.Context, *ResizePtyRequest) (*ResizePtyResponse, error)
-	// One process by its id.
+	// GetProcess returns a process.
 	GetProcess(context.Context, *GetProcessRequest) (*GetProcessResponse, error)
-	// The sandbox's processes, newest first.
+	// ListProcesses lists the sandbox's processes, newest first.
 	ListProcesses(context.Context, *ListProcessesRequest) (*ListProcessesResponse, error)
-	// Answers when the process has ended, or at 80 % of the call's deadline with the process still running.
+	// WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
 	WaitProcess(context.Context, *WaitProcessRequest) (*WaitProcessResponse, error)
-	// Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-	// TIMED_OUT and the output so far. Cancelling the call kills the command.
+	// Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+	// output so far. Cancelling the RPC kills the command.
 	Run(context.Context, *RunRequest) (*RunResponse, error)
 	mustEmbedUnimplementedProcessServiceServer()
 }

@@ -4,7 +4,7 @@
 // 	protoc        v6.31.1
 // source: penstock/sandbox/v1/sandbox.proto
 
-// Sandboxes: isolated places in which programs run, on a pluggable backend.
+// Sandboxes are isolated places in which programs run, on a pluggable backend.
 
 package sandboxv1
 
@@ -25,17 +25,17 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Where a sandbox stands. CREATING -> READY <-> PAUSED -> DELETED, and from any of them LOST when the backend lost it or
-// has so far failed to delete it.
+// SandboxState is CREATING -> READY <-> PAUSED -> DELETED. From any of them it becomes LOST if the backend loses the
+// sandbox, or its deletion has failed so far.
 type SandboxState int32
 
 const (
 	SandboxState_SANDBOX_STATE_UNSPECIFIED SandboxState = 0
 	SandboxState_SANDBOX_STATE_CREATING    SandboxState = 1
 	SandboxState_SANDBOX_STATE_READY       SandboxState = 2
-	// Its processes stand still. Its lease runs on.
+	// Its processes are frozen. Its lease runs on.
 	SandboxState_SANDBOX_STATE_PAUSED SandboxState = 3
-	// It died, its backend cannot find it, or it was to be deleted and its backend has failed so far. Terminal.
+	// It died, its backend cannot find it, or its deletion has failed so far. Terminal.
 	SandboxState_SANDBOX_STATE_LOST SandboxState = 4
 	// Terminal.
 	SandboxState_SANDBOX_STATE_DELETED SandboxState = 5
@@ -88,7 +88,7 @@ func (SandboxState) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{0}
 }
 
-// How a backend can copy a sandbox.
+// ForkKind is how a backend copies a sandbox.
 type ForkKind int32
 
 const (
@@ -100,8 +100,8 @@ const (
 	ForkKind_FORK_KIND_FILESYSTEM ForkKind = 3
 	// Files and running processes.
 	ForkKind_FORK_KIND_MEMORY ForkKind = 4
-	// Files are copied: what the prepared sandbox differs by from its image, where its user may write, is packed and unpacked
-	// in a fresh sandbox of that image. Processes are not copied, and each child costs the transfer.
+	// Files are copied, and each child costs the transfer. What the prepared sandbox changed from its image, where its user
+	// may write, is packed and unpacked in a fresh sandbox of that image. Processes are not copied.
 	ForkKind_FORK_KIND_ARCHIVE ForkKind = 5
 )
 
@@ -152,17 +152,17 @@ func (ForkKind) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{1}
 }
 
-// How a backend holds a sandbox to its disk_bytes and inodes.
+// DiskLimit is how a backend enforces disk_bytes and inodes.
 type DiskLimit int32
 
 const (
 	DiskLimit_DISK_LIMIT_UNSPECIFIED DiskLimit = 0
-	// Not at all: a spec that asks for such a limit is refused.
+	// Not enforced: a spec with such a limit is refused.
 	DiskLimit_DISK_LIMIT_NONE DiskLimit = 1
-	// It is measured again and again, and ended once it is over (DISK_EXHAUSTED, from within): what is written until then is more
-	// than the limit.
+	// The sandbox is measured repeatedly, and ended once it is over the limit (DISK_EXHAUSTED, from within). Until then it
+	// can exceed the limit.
 	DiskLimit_DISK_LIMIT_WATCHED DiskLimit = 2
-	// The kernel refuses what is more (EDQUOT or ENOSPC).
+	// The kernel refuses writes above the limit (EDQUOT or ENOSPC).
 	DiskLimit_DISK_LIMIT_HARD DiskLimit = 3
 )
 
@@ -209,7 +209,7 @@ func (DiskLimit) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{2}
 }
 
-// Kinds of network policy, for capabilities.
+// NetworkKind is a kind of network policy, for capabilities.
 type NetworkKind int32
 
 const (
@@ -265,8 +265,8 @@ func (NetworkKind) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{3}
 }
 
-// What a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN; within a kind, fewer hosts and ports are narrower.
-// ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
+// NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within a kind, fewer hosts
+// and ports are narrower. ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
 type NetworkPolicy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Policy:
@@ -363,7 +363,7 @@ type NetworkPolicy_None struct {
 }
 
 type NetworkPolicy_OneEndpoint struct {
-	// One listener inside, leading to one address outside, and nothing else.
+	// One listener inside, which leads to one address outside.
 	OneEndpoint *OneEndpoint `protobuf:"bytes,2,opt,name=one_endpoint,json=oneEndpoint,proto3,oneof"`
 }
 
@@ -427,9 +427,8 @@ type OneEndpoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Port on 127.0.0.1 inside the sandbox, 1024 to 65535.
 	LocalPort int32 `protobuf:"varint,1,opt,name=local_port,json=localPort,proto3" json:"local_port,omitempty"`
-	// "host:port", "tls:host:port" or "unix:/path", as the service (not the sandbox) reaches it. Only what the
-	// operator's `allowed_upstreams` names. With "tls:" the service speaks TLS to it, and the sandbox still plainly to
-	// its own loopback.
+	// "host:port", "tls:host:port" or "unix:/path", as the service (not the sandbox) reaches it. It must be in the operator's
+	// `allowed_upstreams`. With "tls:" the service uses TLS, and the sandbox plain TCP to its own loopback.
 	Upstream      string `protobuf:"bytes,2,opt,name=upstream,proto3" json:"upstream,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -570,19 +569,19 @@ func (*OpenNetwork) Descriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{4}
 }
 
-// Limits in force for all of a sandbox's processes together. Unset = the operator's default for the backend. A limit that
-// the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored, and so is more than the operator's maximum
-// (Backend.max_resources; INVALID_ARGUMENT, with the field and the maximum).
+// Resources are limits on all of a sandbox's processes together. Unset = the operator's default for the backend. A limit
+// that the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored. So is a limit above the operator's
+// maximum (Backend.max_resources; INVALID_ARGUMENT, with the field and the maximum).
 type Resources struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Cores, for example 0.5.
 	Cpu         *float64 `protobuf:"fixed64,1,opt,name=cpu,proto3,oneof" json:"cpu,omitempty"`
 	MemoryBytes *int64   `protobuf:"varint,2,opt,name=memory_bytes,json=memoryBytes,proto3,oneof" json:"memory_bytes,omitempty"`
 	Pids        *int32   `protobuf:"varint,3,opt,name=pids,proto3,oneof" json:"pids,omitempty"`
-	// What its files take on disk: those that it wrote and those of the snapshot that it stands on, as blocks (a hole takes none).
-	// /tmp and /dev/shm are memory. Capabilities.disk_limit says how it is held to this. At least 1 MiB.
+	// Disk space of the sandbox's files: those that it wrote and those of its snapshot, in blocks (a hole counts nothing).
+	// /tmp and /dev/shm are memory. Capabilities.disk_limit states how it is enforced. At least 1 MiB.
 	DiskBytes *int64 `protobuf:"varint,4,opt,name=disk_bytes,json=diskBytes,proto3,oneof" json:"disk_bytes,omitempty"`
-	// Files, directories and links on disk, counted as disk_bytes are. At least 64.
+	// Files, directories and links on disk, counted like disk_bytes. At least 64.
 	Inodes        *int64 `protobuf:"varint,5,opt,name=inodes,proto3,oneof" json:"inodes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -653,7 +652,7 @@ func (x *Resources) GetInodes() int64 {
 	return 0
 }
 
-// What the sandbox is made from.
+// Base is what a sandbox is made from.
 type Base struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Base:
@@ -725,7 +724,7 @@ type isBase_Base interface {
 }
 
 type Base_Image struct {
-	// The backend's name for an image. The local backend knows "host": a read-only subset of the host's programs.
+	// The backend's name for an image. The local backend has "host": a read-only subset of the host's programs.
 	Image string `protobuf:"bytes,1,opt,name=image,proto3,oneof"`
 }
 
@@ -738,7 +737,7 @@ func (*Base_Image) isBase_Base() {}
 
 func (*Base_SnapshotId) isBase_Base() {}
 
-// Everything about a sandbox that its creator chooses.
+// SandboxSpec is what the creator of a sandbox chooses.
 type SandboxSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Backend name; empty = the operator's default.
@@ -748,20 +747,20 @@ type SandboxSpec struct {
 	Resources *Resources `protobuf:"bytes,3,opt,name=resources,proto3" json:"resources,omitempty"`
 	// Unset = no network.
 	Network *NetworkPolicy `protobuf:"bytes,4,opt,name=network,proto3" json:"network,omitempty"`
-	// Environment of every process, on top of the backend's small fixed one (PATH, HOME, LANG, TERM, USER). The service's
-	// own environment is never visible.
+	// Environment of every process, added to the backend's small fixed one (PATH, HOME, LANG, TERM, USER). The service's own
+	// environment is never visible.
 	Env map[string]string `protobuf:"bytes,5,rep,name=env,proto3" json:"env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Toolboxes to mount read-only, by id, in the order in which their programs take precedence.
+	// Ids of toolboxes to mount read-only. Programs of earlier ones take precedence.
 	ToolboxIds []string `protobuf:"bytes,6,rep,name=toolbox_ids,json=toolboxIds,proto3" json:"toolbox_ids,omitempty"`
-	// The account that executes. Empty = the backend's ordinary user.
+	// The account that runs programs. Empty = the backend's ordinary user.
 	User string `protobuf:"bytes,7,opt,name=user,proto3" json:"user,omitempty"`
 	// How long the sandbox lives without RenewLease, from READY. Default 15 min, at most the operator's maximum.
 	Lease *durationpb.Duration `protobuf:"bytes,8,opt,name=lease,proto3" json:"lease,omitempty"`
-	// For finding and reaping; keys and values as identifiers. The value of the one that the operator's `owner_label` names
-	// (by default "owner") says whom the sandbox counts for.
+	// For listing and reaping; keys and values as identifiers. The label that the operator's `owner_label` names (by default
+	// "owner") is the owner whose quota counts this sandbox.
 	Labels map[string]string `protobuf:"bytes,9,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Only with a kernel of its own (Capabilities.own_kernel): a backend that has none refuses (CAPABILITY_MISSING). Unset = as the
-	// backend has it.
+	// Require a kernel of the sandbox's own (Capabilities.own_kernel). A backend without one refuses it (CAPABILITY_MISSING).
+	// Unset = the backend's choice.
 	OwnKernel     bool `protobuf:"varint,10,opt,name=own_kernel,json=ownKernel,proto3" json:"own_kernel,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -872,18 +871,18 @@ type Sandbox struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	State     SandboxState           `protobuf:"varint,2,opt,name=state,proto3,enum=penstock.sandbox.v1.SandboxState" json:"state,omitempty"`
-	// As applied, defaults filled in.
+	// As applied, with defaults filled in.
 	Spec       *SandboxSpec           `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	// When the lease ends.
 	ExpireTime *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=expire_time,json=expireTime,proto3" json:"expire_time,omitempty"`
-	// Home directory and working directory of the user inside.
+	// Home directory and working directory of the sandbox's user.
 	Home    string `protobuf:"bytes,6,opt,name=home,proto3" json:"home,omitempty"`
 	Workdir string `protobuf:"bytes,7,opt,name=workdir,proto3" json:"workdir,omitempty"`
-	// Why it is LOST; a stable UPPER_SNAKE reason.
+	// Why it is LOST: a stable UPPER_SNAKE reason.
 	LostReason string `protobuf:"bytes,8,opt,name=lost_reason,json=lostReason,proto3" json:"lost_reason,omitempty"`
-	// With LOST: it was ended from within, by what ran in it. False where that is not known. Calls that are refused with
-	// SANDBOX_LOST then have `ended_inside` = "true" in their metadata.
+	// With LOST: a program in the sandbox ended it. False = unknown. Calls refused with SANDBOX_LOST then have `ended_inside`
+	// = "true" in their metadata.
 	EndedInside   bool `protobuf:"varint,9,opt,name=ended_inside,json=endedInside,proto3" json:"ended_inside,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -982,12 +981,12 @@ func (x *Sandbox) GetEndedInside() bool {
 	return false
 }
 
-// Where one sandbox's ProcessService and FileService are served, when that is not the address that answered. Given to trainers
-// and operators only.
+// DataPlane is where one sandbox's ProcessService and FileService are served, if not at the address that answered. It is
+// returned to trainers and operators only.
 type DataPlane struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Address string                 `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
-	// Good for this sandbox only, until token_expire_time.
+	// Valid for this sandbox only, until token_expire_time.
 	Token           string                 `protobuf:"bytes,2,opt,name=token,proto3" json:"token,omitempty"`
 	TokenExpireTime *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=token_expire_time,json=tokenExpireTime,proto3" json:"token_expire_time,omitempty"`
 	unknownFields   protoimpl.UnknownFields
@@ -1045,7 +1044,7 @@ func (x *DataPlane) GetTokenExpireTime() *timestamppb.Timestamp {
 	return nil
 }
 
-// What a backend can do here and now, probed at start.
+// Capabilities are what a backend can do on this machine, probed at start.
 type Capabilities struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Networks    []NetworkKind          `protobuf:"varint,1,rep,packed,name=networks,proto3,enum=penstock.sandbox.v1.NetworkKind" json:"networks,omitempty"`
@@ -1055,27 +1054,27 @@ type Capabilities struct {
 	LimitCpu    bool                   `protobuf:"varint,5,opt,name=limit_cpu,json=limitCpu,proto3" json:"limit_cpu,omitempty"`
 	LimitMemory bool                   `protobuf:"varint,6,opt,name=limit_memory,json=limitMemory,proto3" json:"limit_memory,omitempty"`
 	LimitPids   bool                   `protobuf:"varint,7,opt,name=limit_pids,json=limitPids,proto3" json:"limit_pids,omitempty"`
-	// Whether a spec may limit disk_bytes; disk_limit says how that is held.
+	// Whether a spec may limit disk_bytes. disk_limit states how that is enforced.
 	LimitDisk bool `protobuf:"varint,8,opt,name=limit_disk,json=limitDisk,proto3" json:"limit_disk,omitempty"`
 	// Whether programs can run as root inside.
 	Root      bool `protobuf:"varint,9,opt,name=root,proto3" json:"root,omitempty"`
 	Pause     bool `protobuf:"varint,10,opt,name=pause,proto3" json:"pause,omitempty"`
 	Diff      bool `protobuf:"varint,11,opt,name=diff,proto3" json:"diff,omitempty"`
 	Toolboxes bool `protobuf:"varint,12,opt,name=toolboxes,proto3" json:"toolboxes,omitempty"`
-	// Killing one process is certain to reach every descendant, daemons included.
+	// Whether killing one process reaches every descendant for certain, daemons included.
 	KillTree bool `protobuf:"varint,13,opt,name=kill_tree,json=killTree,proto3" json:"kill_tree,omitempty"`
-	// Whether ForkSandboxes takes a live sandbox.
+	// Whether ForkSandboxes accepts a live sandbox.
 	LiveFork bool `protobuf:"varint,14,opt,name=live_fork,json=liveFork,proto3" json:"live_fork,omitempty"`
-	// Whether sandboxes of every network kind reach the internet as well: the provider cannot close it and the operator has
-	// accepted that. ONE_ENDPOINT then says what is reached inside, not that nothing else is.
+	// Whether sandboxes of every network kind also reach the internet: the provider cannot close it and the operator has
+	// accepted that. ONE_ENDPOINT then adds an endpoint and excludes nothing.
 	OpenEgress bool `protobuf:"varint,15,opt,name=open_egress,json=openEgress,proto3" json:"open_egress,omitempty"`
-	// Whether what runs inside calls a kernel of the sandbox's own instead of the one that the backend's machine and other sandboxes
-	// run on (gVisor, a virtual machine), as this service has seen for itself. False where it cannot tell.
+	// Whether programs inside use a kernel of the sandbox's own (gVisor, a virtual machine), not the kernel of the backend's
+	// machine and other sandboxes. The service has checked it itself. False if it cannot check.
 	OwnKernel bool `protobuf:"varint,16,opt,name=own_kernel,json=ownKernel,proto3" json:"own_kernel,omitempty"`
-	// Whether nothing that was in the sandbox before its user (system programs and libraries, /etc, the devices, toolboxes)
-	// can be changed, removed or replaced by anything that runs in it.
+	// Whether no program in the sandbox can change, remove or replace what was there before its user: system programs and
+	// libraries, /etc, the devices, toolboxes.
 	SystemReadOnly bool `protobuf:"varint,17,opt,name=system_read_only,json=systemReadOnly,proto3" json:"system_read_only,omitempty"`
-	// How disk_bytes, and inodes where limit_inodes is set, are held.
+	// How disk_bytes, and inodes if limit_inodes is set, are enforced.
 	DiskLimit     DiskLimit `protobuf:"varint,18,opt,name=disk_limit,json=diskLimit,proto3,enum=penstock.sandbox.v1.DiskLimit" json:"disk_limit,omitempty"`
 	LimitInodes   bool      `protobuf:"varint,19,opt,name=limit_inodes,json=limitInodes,proto3" json:"limit_inodes,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1245,25 +1244,25 @@ func (x *Capabilities) GetLimitInodes() bool {
 	return false
 }
 
-// A backend of this service.
+// Backend is a backend of this service.
 type Backend struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Name      string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Available bool                   `protobuf:"varint,2,opt,name=available,proto3" json:"available,omitempty"`
-	// Why it is not available, and what to install or set; empty when it is.
+	// Why it is unavailable, and what to install or set. Empty if available.
 	UnavailableReason string        `protobuf:"bytes,3,opt,name=unavailable_reason,json=unavailableReason,proto3" json:"unavailable_reason,omitempty"`
 	Capabilities      *Capabilities `protobuf:"bytes,4,opt,name=capabilities,proto3" json:"capabilities,omitempty"`
 	IsDefault         bool          `protobuf:"varint,5,opt,name=is_default,json=isDefault,proto3" json:"is_default,omitempty"`
-	// Limits in force: most sandboxes at once, and the default and greatest lease.
+	// Limits in force: the most concurrent sandboxes, and the default and longest lease.
 	MaxSandboxes     int32                `protobuf:"varint,6,opt,name=max_sandboxes,json=maxSandboxes,proto3" json:"max_sandboxes,omitempty"`
 	DefaultLease     *durationpb.Duration `protobuf:"bytes,7,opt,name=default_lease,json=defaultLease,proto3" json:"default_lease,omitempty"`
 	MaxLease         *durationpb.Duration `protobuf:"bytes,8,opt,name=max_lease,json=maxLease,proto3" json:"max_lease,omitempty"`
 	DefaultResources *Resources           `protobuf:"bytes,9,opt,name=default_resources,json=defaultResources,proto3" json:"default_resources,omitempty"`
-	// After READY, however often the lease is renewed. Unset = no limit.
+	// The longest life after READY, whatever the renewals of the lease. Unset = no limit.
 	MaxLifetime *durationpb.Duration `protobuf:"bytes,10,opt,name=max_lifetime,json=maxLifetime,proto3" json:"max_lifetime,omitempty"`
-	// Most sandboxes at once that carry the same value of the operator's owner label. Unset = no limit.
+	// The most concurrent sandboxes with the same value of the operator's owner label. Unset = no limit.
 	MaxSandboxesPerOwner *int32 `protobuf:"varint,11,opt,name=max_sandboxes_per_owner,json=maxSandboxesPerOwner,proto3,oneof" json:"max_sandboxes_per_owner,omitempty"`
-	// The most that a spec may ask for; unset fields have no maximum.
+	// The most that a spec may request. Unset fields have no maximum.
 	MaxResources  *Resources `protobuf:"bytes,12,opt,name=max_resources,json=maxResources,proto3" json:"max_resources,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

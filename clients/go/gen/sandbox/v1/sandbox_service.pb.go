@@ -81,7 +81,7 @@ func (x *CreateSandboxRequest) GetSpec() *SandboxSpec {
 type CreateSandboxResponse struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
-	// Unset = the address that answered. A repeated call gets a fresh token.
+	// Unset = the address that answered. A repeated call returns a fresh token.
 	DataPlane     *DataPlane `protobuf:"bytes,2,opt,name=data_plane,json=dataPlane,proto3,oneof" json:"data_plane,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -315,7 +315,7 @@ func (x *GetDataPlaneResponse) GetDataPlane() *DataPlane {
 // See ListSandboxes.
 type ListSandboxesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// 0 = 100; more than 1000 is taken as 1000; negative is refused.
+	// 0 = 100; above 1000 = 1000; negative is refused.
 	PageSize int32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// Opaque; from the previous answer.
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -873,7 +873,7 @@ func (x *ListBackendsResponse) GetBackends() []*Backend {
 	return nil
 }
 
-// A file to put in place before setup.
+// SeedFile is a file to write before setup.
 type SeedFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Absolute, or relative to the working directory. Parents are created.
@@ -936,13 +936,13 @@ func (x *SeedFile) GetMode() uint32 {
 	return 0
 }
 
-// What a snapshot is made of; two specs of equal content share one snapshot.
+// SnapshotSpec is what a snapshot is made from. Specs with equal content share one snapshot.
 type SnapshotSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Labels and lease of it are ignored.
+	// Its labels and lease are ignored.
 	Sandbox *SandboxSpec `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
 	Files   []*SeedFile  `protobuf:"bytes,2,rep,name=files,proto3" json:"files,omitempty"`
-	// Run in order after the files; the first that fails fails the snapshot.
+	// Run in order after the files. If one fails, the snapshot fails.
 	Setup         []*Command `protobuf:"bytes,3,rep,name=setup,proto3" json:"setup,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -999,16 +999,16 @@ func (x *SnapshotSpec) GetSetup() []*Command {
 	return nil
 }
 
-// A sealed, immutable state of a sandbox's files.
+// Snapshot is a sealed, immutable state of a sandbox's files.
 type Snapshot struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	SnapshotId string                 `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
-	// A digest of the SnapshotSpec's content. Opaque: computed by the service only, compared and passed back by clients.
+	// Digest of the SnapshotSpec's content. Opaque: computed by the service, compared and passed back by clients.
 	Key        string                 `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
 	Backend    string                 `protobuf:"bytes,3,opt,name=backend,proto3" json:"backend,omitempty"`
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	SizeBytes  int64                  `protobuf:"varint,5,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
-	// How sandboxes made from it relate to it.
+	// How sandboxes made from it are copied.
 	ForkKind      ForkKind `protobuf:"varint,6,opt,name=fork_kind,json=forkKind,proto3,enum=penstock.sandbox.v1.ForkKind" json:"fork_kind,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1213,7 +1213,7 @@ type isPrepareSnapshotResponse_Event interface {
 }
 
 type PrepareSnapshotResponse_CommandStarted_ struct {
-	// The command that now runs.
+	// The command that runs now.
 	CommandStarted *PrepareSnapshotResponse_CommandStarted `protobuf:"bytes,1,opt,name=command_started,json=commandStarted,proto3,oneof"`
 }
 
@@ -1325,7 +1325,7 @@ func (x *GetSnapshotResponse) GetSnapshot() *Snapshot {
 // See ListSnapshots.
 type ListSnapshotsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As in ListSandboxes.
+	// See ListSandboxes.
 	PageSize      int32  `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1522,8 +1522,8 @@ type ForkSandboxesRequest struct {
 	Source isForkSandboxesRequest_Source `protobuf_oneof:"source"`
 	// 1 to 256.
 	Count int32 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`
-	// Lease, labels, network and extra env of the children; backend, base and resources come from the source and MUST be
-	// unset here. The base of a live sandbox's child is the copy, which is no snapshot that could be asked for.
+	// Lease, labels, network and extra env of the children. Backend, base and resources come from the source and MUST be
+	// unset here. The base of a live sandbox's child is the copy, which has no snapshot id.
 	Spec          *SandboxSpec `protobuf:"bytes,5,opt,name=spec,proto3" json:"spec,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1631,7 +1631,7 @@ type ForkSandboxesResponse struct {
 	//	*ForkSandboxesResponse_Sandbox
 	//	*ForkSandboxesResponse_Failure
 	Result isForkSandboxesResponse_Result `protobuf_oneof:"result"`
-	// With a sandbox only; as in CreateSandboxResponse.
+	// With a sandbox only. See CreateSandboxResponse.
 	DataPlane     *DataPlane `protobuf:"bytes,4,opt,name=data_plane,json=dataPlane,proto3,oneof" json:"data_plane,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1981,9 +1981,9 @@ type WatchSandboxesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only sandboxes with all of these.
 	Labels map[string]string `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// 1 s to 1 min; unset = 2 s. Measuring adds to it, 15 s at most: what has told nothing by then has no figures.
+	// 1 s to 1 min; unset = 2 s. Measuring adds at most 15 s; a sandbox that has not answered by then has no figures.
 	Interval *durationpb.Duration `protobuf:"bytes,2,opt,name=interval,proto3" json:"interval,omitempty"`
-	// Most that are told, newest first: 1 to 1000; unset = 200.
+	// The most sandboxes in a message, newest first: 1 to 1000; unset = 200.
 	Most          *int32 `protobuf:"varint,3,opt,name=most,proto3,oneof" json:"most,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2044,7 +2044,7 @@ func (x *WatchSandboxesRequest) GetMost() int32 {
 type WatchSandboxesResponse struct {
 	state     protoimpl.MessageState          `protogen:"open.v1"`
 	Sandboxes []*WatchSandboxesResponse_Usage `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
-	// All that match.
+	// Count of all that match.
 	Count         int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2139,14 +2139,14 @@ func (x *GetStatsRequest) GetSandboxId() string {
 	return ""
 }
 
-// See GetStats. Unset = the backend cannot tell.
+// See GetStats. An unset field = the backend cannot measure it.
 type GetStatsResponse struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	MemoryBytes     *int64                 `protobuf:"varint,1,opt,name=memory_bytes,json=memoryBytes,proto3,oneof" json:"memory_bytes,omitempty"`
 	MemoryPeakBytes *int64                 `protobuf:"varint,2,opt,name=memory_peak_bytes,json=memoryPeakBytes,proto3,oneof" json:"memory_peak_bytes,omitempty"`
 	Pids            *int32                 `protobuf:"varint,3,opt,name=pids,proto3,oneof" json:"pids,omitempty"`
 	CpuTime         *durationpb.Duration   `protobuf:"bytes,4,opt,name=cpu_time,json=cpuTime,proto3" json:"cpu_time,omitempty"`
-	// As Resources counts them, but without what lies in the snapshot below.
+	// Counted as in Resources, without the files of the snapshot below.
 	DiskBytes     *int64 `protobuf:"varint,5,opt,name=disk_bytes,json=diskBytes,proto3,oneof" json:"disk_bytes,omitempty"`
 	Inodes        *int64 `protobuf:"varint,6,opt,name=inodes,proto3,oneof" json:"inodes,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2229,10 +2229,10 @@ func (x *GetStatsResponse) GetInodes() int64 {
 type DiffSandboxRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
-	// Only what is at or below these absolute paths. Empty = everything.
+	// Only files at or below these absolute paths. Empty = all files.
 	Below []string `protobuf:"bytes,2,rep,name=below,proto3" json:"below,omitempty"`
-	// Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) a tar of more bytes than this, and so a file that is larger before any of it
-	// is read, holes included; unset = 1 GiB. Not negative.
+	// The most bytes in the tar; a larger one is refused (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). A file that would exceed it,
+	// holes included, is refused before it is read. Unset = 1 GiB. Not negative.
 	MaxBytes      *int64 `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3,oneof" json:"max_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2373,7 +2373,7 @@ func (*DiffSandboxResponse_TarChunk) isDiffSandboxResponse_Event() {}
 
 func (*DiffSandboxResponse_End) isDiffSandboxResponse_Event() {}
 
-// A setup command began.
+// CommandStarted states that a setup command began.
 type PrepareSnapshotResponse_CommandStarted struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Index         int32                  `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
@@ -2418,7 +2418,7 @@ func (x *PrepareSnapshotResponse_CommandStarted) GetIndex() int32 {
 	return 0
 }
 
-// A setup command ended.
+// CommandFinished states that a setup command ended.
 type PrepareSnapshotResponse_CommandFinished struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Index         int32                  `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
@@ -2471,7 +2471,7 @@ func (x *PrepareSnapshotResponse_CommandFinished) GetResult() *RunResult {
 	return nil
 }
 
-// Why one child could not be made.
+// ForkFailure is why one child could not be made.
 type ForkSandboxesResponse_ForkFailure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Stable UPPER_SNAKE.
@@ -2533,7 +2533,8 @@ func (x *ForkSandboxesResponse_ForkFailure) GetRetriable() bool {
 	return false
 }
 
-// A sandbox with what it uses; without figures while it is not READY or its backend cannot tell.
+// Usage is a sandbox and what it uses. It has no figures while the sandbox is not READY or its backend cannot measure
+// them.
 type WatchSandboxesResponse_Usage struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox       *Sandbox               `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
@@ -2586,10 +2587,10 @@ func (x *WatchSandboxesResponse_Usage) GetStats() *GetStatsResponse {
 	return nil
 }
 
-// The end of the tar stream.
+// DiffEnd ends the tar stream.
 type DiffSandboxResponse_DiffEnd struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Absolute paths that the base has and the sandbox has not.
+	// Absolute paths that the base has and the sandbox lacks.
 	DeletedPaths  []string `protobuf:"bytes,1,rep,name=deleted_paths,json=deletedPaths,proto3" json:"deleted_paths,omitempty"`
 	Sha256        []byte   `protobuf:"bytes,2,opt,name=sha256,proto3" json:"sha256,omitempty"`
 	unknownFields protoimpl.UnknownFields

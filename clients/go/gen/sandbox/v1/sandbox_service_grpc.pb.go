@@ -45,87 +45,94 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type SandboxServiceClient interface {
-	// Creates a sandbox and answers when it is READY.
+	// CreateSandbox creates a sandbox and returns once it is READY.
 	//
-	// Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
-	// among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+	// If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
+	// `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+	// between owners.
 	//
-	// Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
-	// ALREADY_EXISTS (REQUEST_ID_REUSED).
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-	// BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
-	// no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
-	// left behind by any of them, nor by a cancelled call.
+	// Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
+	// with ALREADY_EXISTS (REQUEST_ID_REUSED).
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
+	// UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+	// (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
+	// (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
 	CreateSandbox(ctx context.Context, in *CreateSandboxRequest, opts ...grpc.CallOption) (*CreateSandboxResponse, error)
+	// GetSandbox returns a sandbox.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetSandbox(ctx context.Context, in *GetSandboxRequest, opts ...grpc.CallOption) (*GetSandboxResponse, error)
-	// Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+	// GetDataPlane returns where a sandbox's processes and files are served, with a fresh token. Refused to observers.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetDataPlane(ctx context.Context, in *GetDataPlaneRequest, opts ...grpc.CallOption) (*GetDataPlaneResponse, error)
-	// Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left.
+	// ListSandboxes lists sandboxes that are not DELETED, newest first. A sandbox is listed until its deletion is complete.
 	ListSandboxes(ctx context.Context, in *ListSandboxesRequest, opts ...grpc.CallOption) (*ListSandboxesResponse, error)
-	// Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
+	// WatchSandbox streams a sandbox's states: the present one at once, then each change. The stream ends after a terminal
+	// state.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	WatchSandbox(ctx context.Context, in *WatchSandboxRequest, opts ...grpc.CallOption) (SandboxService_WatchSandboxClient, error)
-	// What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+	// WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
 	// Errors: INVALID_ARGUMENT (INVALID_REQUEST).
 	WatchSandboxes(ctx context.Context, in *WatchSandboxesRequest, opts ...grpc.CallOption) (SandboxService_WatchSandboxesClient, error)
-	// Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
-	// DELETED is a success.
-	// Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
-	// this call is repeated, until nothing of the sandbox is left).
+	// DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
+	// is unknown or DELETED is a success.
+	// Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: the backend has failed so far; the service retries until the
+	// sandbox is removed, whether or not this call is repeated).
 	DeleteSandbox(ctx context.Context, in *DeleteSandboxRequest, opts ...grpc.CallOption) (*DeleteSandboxResponse, error)
-	// Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
-	// Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+	// DeleteSandboxes deletes every sandbox with all of the given labels, like DeleteSandbox. At least one label is required.
+	// Errors: UNAVAILABLE (DELETE_PENDING) if that holds for one of them; the others are deleted.
 	DeleteSandboxes(ctx context.Context, in *DeleteSandboxesRequest, opts ...grpc.CallOption) (*DeleteSandboxesResponse, error)
-	// Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
-	// that is sooner; the answer says which end was granted.
+	// RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
+	// READY) if that is sooner. It returns the end that was granted.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
-	// What this service's backends can do on this machine.
+	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(ctx context.Context, in *ListBackendsRequest, opts ...grpc.CallOption) (*ListBackendsResponse, error)
-	// Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-	// it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
-	// operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-	// the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
-	// and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
+	// PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
+	// later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
+	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
+	// those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
+	// killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
 	PrepareSnapshot(ctx context.Context, in *PrepareSnapshotRequest, opts ...grpc.CallOption) (SandboxService_PrepareSnapshotClient, error)
+	// GetSnapshot returns a snapshot.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
 	GetSnapshot(ctx context.Context, in *GetSnapshotRequest, opts ...grpc.CallOption) (*GetSnapshotResponse, error)
-	// Lists snapshots, newest first.
+	// ListSnapshots lists snapshots, newest first.
 	ListSnapshots(ctx context.Context, in *ListSnapshotsRequest, opts ...grpc.CallOption) (*ListSnapshotsResponse, error)
-	// Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+	// DeleteSnapshot deletes a snapshot. Sandboxes made from it live on, and its files are removed with the last of them.
+	// Idempotent.
 	// Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
-	// Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
-	// failure is its own. Idempotent by request_id.
+	// ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
+	// completion. If a child fails, the others are unaffected. Idempotent by request_id.
 	//
-	// A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
-	// (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+	// A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
+	// nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
+	// only.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
 	// SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
 	ForkSandboxes(ctx context.Context, in *ForkSandboxesRequest, opts ...grpc.CallOption) (SandboxService_ForkSandboxesClient, error)
-	// Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
+	// SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
 	// Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
 	SetNetworkPolicy(ctx context.Context, in *SetNetworkPolicyRequest, opts ...grpc.CallOption) (*SetNetworkPolicyResponse, error)
-	// Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
-	// timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
-	// that moment.
+	// PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
+	// and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
+	// sandbox, which runs for that moment.
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
-	// UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
+	// UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
 	PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*PauseSandboxResponse, error)
-	// Thaws a PAUSED sandbox. A READY one is a success.
+	// ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
-	// What a sandbox uses now and used at most.
+	// GetStats returns a sandbox's present and peak usage.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetStats(ctx context.Context, in *GetStatsRequest, opts ...grpc.CallOption) (*GetStatsResponse, error)
-	// The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-	// in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-	// (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
+	// DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
+	// whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
+	// work ends if the caller cancels.
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+	// NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
+	// INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
 	DiffSandbox(ctx context.Context, in *DiffSandboxRequest, opts ...grpc.CallOption) (SandboxService_DiffSandboxClient, error)
 }
 
@@ -456,87 +463,94 @@ func (x *sandboxServiceDiffSandboxClient) Recv() (*DiffSandboxResponse, error) {
 // All implementations must embed UnimplementedSandboxServiceServer
 // for forward compatibility
 type SandboxServiceServer interface {
-	// Creates a sandbox and answers when it is READY.
+	// CreateSandbox creates a sandbox and returns once it is READY.
 	//
-	// Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
-	// among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+	// If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
+	// `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+	// between owners.
 	//
-	// Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
-	// ALREADY_EXISTS (REQUEST_ID_REUSED).
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-	// BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
-	// no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
-	// left behind by any of them, nor by a cancelled call.
+	// Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
+	// with ALREADY_EXISTS (REQUEST_ID_REUSED).
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
+	// UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+	// (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
+	// (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
 	CreateSandbox(context.Context, *CreateSandboxRequest) (*CreateSandboxResponse, error)
+	// GetSandbox returns a sandbox.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetSandbox(context.Context, *GetSandboxRequest) (*GetSandboxResponse, error)
-	// Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+	// GetDataPlane returns where a sandbox's processes and files are served, with a fresh token. Refused to observers.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetDataPlane(context.Context, *GetDataPlaneRequest) (*GetDataPlaneResponse, error)
-	// Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left.
+	// ListSandboxes lists sandboxes that are not DELETED, newest first. A sandbox is listed until its deletion is complete.
 	ListSandboxes(context.Context, *ListSandboxesRequest) (*ListSandboxesResponse, error)
-	// Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
+	// WatchSandbox streams a sandbox's states: the present one at once, then each change. The stream ends after a terminal
+	// state.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	WatchSandbox(*WatchSandboxRequest, SandboxService_WatchSandboxServer) error
-	// What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+	// WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
 	// Errors: INVALID_ARGUMENT (INVALID_REQUEST).
 	WatchSandboxes(*WatchSandboxesRequest, SandboxService_WatchSandboxesServer) error
-	// Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
-	// DELETED is a success.
-	// Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
-	// this call is repeated, until nothing of the sandbox is left).
+	// DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
+	// is unknown or DELETED is a success.
+	// Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: the backend has failed so far; the service retries until the
+	// sandbox is removed, whether or not this call is repeated).
 	DeleteSandbox(context.Context, *DeleteSandboxRequest) (*DeleteSandboxResponse, error)
-	// Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
-	// Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+	// DeleteSandboxes deletes every sandbox with all of the given labels, like DeleteSandbox. At least one label is required.
+	// Errors: UNAVAILABLE (DELETE_PENDING) if that holds for one of them; the others are deleted.
 	DeleteSandboxes(context.Context, *DeleteSandboxesRequest) (*DeleteSandboxesResponse, error)
-	// Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
-	// that is sooner; the answer says which end was granted.
+	// RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
+	// READY) if that is sooner. It returns the end that was granted.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
-	// What this service's backends can do on this machine.
+	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(context.Context, *ListBackendsRequest) (*ListBackendsResponse, error)
-	// Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-	// it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
-	// operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-	// the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
-	// and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
+	// PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
+	// later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
+	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
+	// those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
+	// killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
 	PrepareSnapshot(*PrepareSnapshotRequest, SandboxService_PrepareSnapshotServer) error
+	// GetSnapshot returns a snapshot.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
 	GetSnapshot(context.Context, *GetSnapshotRequest) (*GetSnapshotResponse, error)
-	// Lists snapshots, newest first.
+	// ListSnapshots lists snapshots, newest first.
 	ListSnapshots(context.Context, *ListSnapshotsRequest) (*ListSnapshotsResponse, error)
-	// Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+	// DeleteSnapshot deletes a snapshot. Sandboxes made from it live on, and its files are removed with the last of them.
+	// Idempotent.
 	// Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
-	// Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
-	// failure is its own. Idempotent by request_id.
+	// ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
+	// completion. If a child fails, the others are unaffected. Idempotent by request_id.
 	//
-	// A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
-	// (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+	// A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
+	// nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
+	// only.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
 	// SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
 	ForkSandboxes(*ForkSandboxesRequest, SandboxService_ForkSandboxesServer) error
-	// Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
+	// SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
 	// Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
 	SetNetworkPolicy(context.Context, *SetNetworkPolicyRequest) (*SetNetworkPolicyResponse, error)
-	// Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
-	// timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
-	// that moment.
+	// PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
+	// and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
+	// sandbox, which runs for that moment.
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
-	// UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
+	// UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
 	PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error)
-	// Thaws a PAUSED sandbox. A READY one is a success.
+	// ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
-	// What a sandbox uses now and used at most.
+	// GetStats returns a sandbox's present and peak usage.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetStats(context.Context, *GetStatsRequest) (*GetStatsResponse, error)
-	// The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-	// in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-	// (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
+	// DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
+	// whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
+	// work ends if the caller cancels.
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+	// NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
+	// INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
 	DiffSandbox(*DiffSandboxRequest, SandboxService_DiffSandboxServer) error
 	mustEmbedUnimplementedSandboxServiceServer()
 }

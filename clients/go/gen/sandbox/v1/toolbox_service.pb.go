@@ -22,7 +22,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// A language runtime that programs of a toolbox need.
+// RuntimeKind is a language runtime that programs of a toolbox need.
 type RuntimeKind int32
 
 const (
@@ -72,13 +72,13 @@ func (RuntimeKind) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_sandbox_v1_toolbox_service_proto_rawDescGZIP(), []int{0}
 }
 
-// A runtime and its least version.
+// Runtime is a language runtime and its lowest version.
 type Runtime struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  RuntimeKind            `protobuf:"varint,1,opt,name=kind,proto3,enum=penstock.sandbox.v1.RuntimeKind" json:"kind,omitempty"`
-	// For example "20.0"; empty = any.
+	// For example "20.0". Empty = any.
 	MinVersion string `protobuf:"bytes,2,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
-	// The first version that is too new, for example "3.13"; empty = none is.
+	// The first version that is too new, for example "3.13". Empty = none.
 	BelowVersion  string `protobuf:"bytes,3,opt,name=below_version,json=belowVersion,proto3" json:"below_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -135,7 +135,7 @@ func (x *Runtime) GetBelowVersion() string {
 	return ""
 }
 
-// A file of a toolbox.
+// ToolboxFile is a file of a toolbox.
 type ToolboxFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Relative to the toolbox. Programs go under bin/.
@@ -198,21 +198,22 @@ func (x *ToolboxFile) GetMode() uint32 {
 	return 0
 }
 
-// What a toolbox holds; its id is a digest of its content and of the platform, opaque to clients.
+// ToolboxSpec is the content of a toolbox. The id is a digest of the content and the platform, opaque to clients.
 type ToolboxSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where it is mounted: /opt/penstock/toolboxes/NAME, with its bin directories first in PATH.
+	// Names the mount path /opt/penstock/toolboxes/NAME. Its bin directories come first in PATH.
 	Name     string     `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Runtimes []*Runtime `protobuf:"bytes,2,rep,name=runtimes,proto3" json:"runtimes,omitempty"`
-	// Exact, as NAME@VERSION. Installed without running their install scripts.
+	// Exact versions, as NAME@VERSION. Installed without running their install scripts.
 	NpmPackages []string       `protobuf:"bytes,3,rep,name=npm_packages,json=npmPackages,proto3" json:"npm_packages,omitempty"`
 	Files       []*ToolboxFile `protobuf:"bytes,4,rep,name=files,proto3" json:"files,omitempty"`
-	// Directories for PATH, relative to the toolbox, before "bin" and "node_modules/.bin", which are always there.
+	// Directories for PATH, relative to the toolbox. "bin" and "node_modules/.bin" always follow them.
 	PathDirectories []string `protobuf:"bytes,5,rep,name=path_directories,json=pathDirectories,proto3" json:"path_directories,omitempty"`
-	// Python packages, all of them and each as NAME==VERSION --hash=sha256:HEX [--hash=...]: what is not named is not installed, no
-	// matter what depends on it, and only wheels are, so that no package's code runs while it is. `runtimes` names PYTHON too. They
-	// are under python/ in the toolbox, their programs in python/bin, which is not in PATH unless `path_directories` has it, beside
-	// python/bin/python, an interpreter that finds them: what else the sandbox runs with Python does not.
+	// Python packages, each as NAME==VERSION --hash=sha256:HEX [--hash=...]. List all of them: dependencies that are not
+	// listed are not installed. Only wheels are installed, so no package's code runs during installation. `runtimes` must
+	// name PYTHON too. The packages are under python/ in the toolbox, their programs in python/bin, which is in PATH only if
+	// `path_directories` has it. python/bin/python is an interpreter that finds them; other Python programs of the sandbox do
+	// not.
 	PythonPackages []string `protobuf:"bytes,6,rep,name=python_packages,json=pythonPackages,proto3" json:"python_packages,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -290,12 +291,12 @@ func (x *ToolboxSpec) GetPythonPackages() []string {
 	return nil
 }
 
-// An installed toolbox.
+// Toolbox is an installed toolbox.
 type Toolbox struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ToolboxId string                 `protobuf:"bytes,1,opt,name=toolbox_id,json=toolboxId,proto3" json:"toolbox_id,omitempty"`
 	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Where sandboxes see it.
+	// Its path in sandboxes.
 	MountPath     string                 `protobuf:"bytes,3,opt,name=mount_path,json=mountPath,proto3" json:"mount_path,omitempty"`
 	SizeBytes     int64                  `protobuf:"varint,4,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	CreateTime    *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
@@ -494,7 +495,7 @@ type isPrepareToolboxResponse_Event interface {
 }
 
 type PrepareToolboxResponse_Progress struct {
-	// A line for a person who waits.
+	// A progress line for people.
 	Progress string `protobuf:"bytes,1,opt,name=progress,proto3,oneof"`
 }
 
@@ -510,7 +511,7 @@ func (*PrepareToolboxResponse_Toolbox) isPrepareToolboxResponse_Event() {}
 // See ListToolboxes.
 type ListToolboxesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As in SandboxService.ListSandboxes.
+	// See SandboxService.ListSandboxes.
 	PageSize      int32  `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields

@@ -28,15 +28,16 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type ToolboxServiceClient interface {
-	// Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-	// progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+	// PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+	// installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+	// Transient failures are retried.
 	// Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-	// registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-	// metadata's `permanent` is "true" where no retry helps).
+	// registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+	// lines, and the metadata's `permanent` is "true" if no retry helps).
 	PrepareToolbox(ctx context.Context, in *PrepareToolboxRequest, opts ...grpc.CallOption) (ToolboxService_PrepareToolboxClient, error)
-	// Installed toolboxes, newest first.
+	// ListToolboxes lists installed toolboxes, newest first.
 	ListToolboxes(ctx context.Context, in *ListToolboxesRequest, opts ...grpc.CallOption) (*ListToolboxesResponse, error)
-	// Removes an installed toolbox. Idempotent.
+	// DeleteToolbox deletes an installed toolbox. Idempotent.
 	// Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
 	DeleteToolbox(ctx context.Context, in *DeleteToolboxRequest, opts ...grpc.CallOption) (*DeleteToolboxResponse, error)
 }
@@ -106,15 +107,16 @@ func (c *toolboxServiceClient) DeleteToolbox(ctx context.Context, in *DeleteTool
 // All implementations must embed UnimplementedToolboxServiceServer
 // for forward compatibility
 type ToolboxServiceServer interface {
-	// Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-	// progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+	// PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+	// installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+	// Transient failures are retried.
 	// Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-	// registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-	// metadata's `permanent` is "true" where no retry helps).
+	// registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+	// lines, and the metadata's `permanent` is "true" if no retry helps).
 	PrepareToolbox(*PrepareToolboxRequest, ToolboxService_PrepareToolboxServer) error
-	// Installed toolboxes, newest first.
+	// ListToolboxes lists installed toolboxes, newest first.
 	ListToolboxes(context.Context, *ListToolboxesRequest) (*ListToolboxesResponse, error)
-	// Removes an installed toolbox. Idempotent.
+	// DeleteToolbox deletes an installed toolbox. Idempotent.
 	// Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
 	DeleteToolbox(context.Context, *DeleteToolboxRequest) (*DeleteToolboxResponse, error)
 	mustEmbedUnimplementedToolboxServiceServer()

@@ -4,7 +4,7 @@
 // 	protoc        v6.31.1
 // source: penstock/trajectory/v1/trajectory.proto
 
-// What comes out of a rollout: calls, branches, samples, reward and grade. Messages only.
+// A trajectory is the result of a rollout: calls, branches, samples, reward and grade. Messages only.
 
 package trajectoryv1
 
@@ -27,7 +27,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// The wire dialect in which an agent made a call.
+// Dialect is the API in which an agent made a call.
 type Dialect int32
 
 const (
@@ -87,18 +87,18 @@ func (Dialect) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{0}
 }
 
-// How much of a model call the service could capture.
+// CaptureLevel is how much of a model call was captured.
 type CaptureLevel int32
 
 const (
 	CaptureLevel_CAPTURE_LEVEL_UNSPECIFIED CaptureLevel = 0
-	// Nothing: only that it happened.
+	// Only that the call happened.
 	CaptureLevel_CAPTURE_LEVEL_NONE CaptureLevel = 1
 	// Messages, but no token ids. Evaluation only.
 	CaptureLevel_CAPTURE_LEVEL_TEXT CaptureLevel = 2
 	// Exact token ids of prompt and completion, without logprobs.
 	CaptureLevel_CAPTURE_LEVEL_TOKENS CaptureLevel = 3
-	// Exact token ids and the logprobs of what was sampled.
+	// Exact token ids, and the logprobs of the sampled ones.
 	CaptureLevel_CAPTURE_LEVEL_TOKENS_AND_LOGPROBS CaptureLevel = 4
 )
 
@@ -147,14 +147,14 @@ func (CaptureLevel) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{1}
 }
 
-// What a call was for. Every call is labelled, none is dropped.
+// CallClass is what a call was for. Every call has a class; none is dropped.
 type CallClass int32
 
 const (
 	CallClass_CALL_CLASS_UNSPECIFIED CallClass = 0
 	// The agent's main conversation.
 	CallClass_CALL_CLASS_MAIN CallClass = 1
-	// A conversation that the agent opened beside it.
+	// A conversation that the agent opened beside the main one.
 	CallClass_CALL_CLASS_SUB_AGENT CallClass = 2
 	// A history that the agent itself shortened or summarised.
 	CallClass_CALL_CLASS_COMPACTION CallClass = 3
@@ -164,7 +164,7 @@ const (
 	CallClass_CALL_CLASS_PROBE CallClass = 5
 	// A history that was edited in place.
 	CallClass_CALL_CLASS_EDIT CallClass = 6
-	// The same messages asked again, of which another answer is the one that the agent went on with.
+	// The same messages again, where the agent continued with another answer to them.
 	CallClass_CALL_CLASS_RETRY CallClass = 7
 )
 
@@ -219,8 +219,8 @@ func (CallClass) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{2}
 }
 
-// Where a call stands: QUEUED -> LEASED or DISPATCHED -> DELIVERED | FAILED | CANCELLED | EXPIRED, and from LEASED back to
-// QUEUED when the session that held it is lost. The last four are terminal.
+// CallState is QUEUED -> LEASED or DISPATCHED -> DELIVERED | FAILED | CANCELLED | EXPIRED, and from LEASED back to QUEUED
+// if the session that holds the call is lost. The last four are terminal.
 type CallState int32
 
 const (
@@ -231,11 +231,11 @@ const (
 	CallState_CALL_STATE_DELIVERED CallState = 3
 	// The answerer reported that it cannot answer.
 	CallState_CALL_STATE_FAILED CallState = 4
-	// The agent went away and did not come back, or the rollout was closed.
+	// The agent disconnected and did not return, or the rollout was closed.
 	CallState_CALL_STATE_CANCELLED CallState = 5
-	// Nobody answered in time.
+	// No answer came in time.
 	CallState_CALL_STATE_EXPIRED CallState = 6
-	// At the rollout's model source: proxied, or delegated by the trainer. After a crash it is dispatched again.
+	// With the rollout's model source: proxied, or delegated by the trainer. It is dispatched again after a crash.
 	CallState_CALL_STATE_DISPATCHED CallState = 7
 )
 
@@ -290,7 +290,7 @@ func (CallState) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{3}
 }
 
-// Who answered a call.
+// Answerer is what answered a call.
 type Answerer int32
 
 const (
@@ -343,16 +343,16 @@ func (Answerer) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{4}
 }
 
-// How far a trajectory may be trusted.
+// Grade is how far a trajectory can be trained on.
 type Grade int32
 
 const (
 	Grade_GRADE_UNSPECIFIED Grade = 0
 	// Every token and logprob is exact.
 	Grade_GRADE_EXACT Grade = 1
-	// Usable, with reservations that the findings name.
+	// Usable, with the reservations of the findings.
 	Grade_GRADE_USABLE Grade = 2
-	// Not to be trained on.
+	// Must not be trained on.
 	Grade_GRADE_UNUSABLE Grade = 3
 )
 
@@ -399,7 +399,7 @@ func (Grade) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
 }
 
-// How much it matters.
+// Severity is how much a finding matters.
 type Finding_Severity int32
 
 const (
@@ -452,7 +452,7 @@ func (Finding_Severity) EnumDescriptor() ([]byte, []int) {
 	return file_penstock_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5, 0}
 }
 
-// One model call of an agent.
+// Call is one model call of an agent.
 type Call struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	CallId    string                 `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
@@ -464,10 +464,10 @@ type Call struct {
 	CallClass CallClass `protobuf:"varint,6,opt,name=call_class,json=callClass,proto3,enum=penstock.trajectory.v1.CallClass" json:"call_class,omitempty"`
 	// The branch that this call extended or opened.
 	BranchId string `protobuf:"bytes,7,opt,name=branch_id,json=branchId,proto3" json:"branch_id,omitempty"`
-	// The call whose tokens this one's prompt continues; unset for a root.
+	// The call whose tokens this prompt continues. Unset for a root.
 	ParentCallId *string `protobuf:"bytes,8,opt,name=parent_call_id,json=parentCallId,proto3,oneof" json:"parent_call_id,omitempty"`
 	// The prompt is `prompt_shared_count` tokens of the parent's prompt and completion, then `prompt_suffix_token_ids`
-	// (little-endian int32): each token of a trajectory is carried once.
+	// (little-endian int32). Each token of a trajectory is carried once.
 	PromptSharedCount    uint32 `protobuf:"varint,9,opt,name=prompt_shared_count,json=promptSharedCount,proto3" json:"prompt_shared_count,omitempty"`
 	PromptSuffixTokenIds []byte `protobuf:"bytes,10,opt,name=prompt_suffix_token_ids,json=promptSuffixTokenIds,proto3" json:"prompt_suffix_token_ids,omitempty"`
 	// Length of the whole prompt in tokens.
@@ -475,38 +475,38 @@ type Call struct {
 	// Unset unless DELIVERED.
 	Completion   *v1.Completion `protobuf:"bytes,12,opt,name=completion,proto3,oneof" json:"completion,omitempty"`
 	CaptureLevel CaptureLevel   `protobuf:"varint,13,opt,name=capture_level,json=captureLevel,proto3,enum=penstock.trajectory.v1.CaptureLevel" json:"capture_level,omitempty"`
-	// As the agent asked, after the service's normalisation; Completion.sampling_used says what was done.
+	// As requested by the agent, after normalisation. Completion.sampling_used has the values used.
 	SamplingRequested *v1.Sampling `protobuf:"bytes,14,opt,name=sampling_requested,json=samplingRequested,proto3" json:"sampling_requested,omitempty"`
-	// What of the request the service changed or ignored, one sentence each. Empty = nothing.
+	// What the service changed or ignored in the request, one sentence each. Empty = nothing.
 	Normalisations []string `protobuf:"bytes,15,rep,name=normalisations,proto3" json:"normalisations,omitempty"`
-	// On the first call of a trajectory that has these tools; later ones carry tools_sha256 only.
+	// Set on the first call of a trajectory with these tools. Later ones carry tools_sha256 only.
 	Tools []*v1.Tool `protobuf:"bytes,16,rep,name=tools,proto3" json:"tools,omitempty"`
-	// The agent's request body, byte for byte; empty when the reader did not ask for bodies.
+	// The agent's request body, byte for byte. Empty unless the reader asked for bodies.
 	RequestBody []byte `protobuf:"bytes,17,opt,name=request_body,json=requestBody,proto3" json:"request_body,omitempty"`
 	// SHA-256 of the request body.
 	RequestBodySha256 []byte `protobuf:"bytes,18,opt,name=request_body_sha256,json=requestBodySha256,proto3" json:"request_body_sha256,omitempty"`
-	// The model's name as the agent asked for it.
+	// The model's name in the agent's request.
 	ModelRequested string `protobuf:"bytes,19,opt,name=model_requested,json=modelRequested,proto3" json:"model_requested,omitempty"`
-	// Session identifiers that the agent sent in headers named by its spec, for telling sub-agents apart.
+	// Session identifiers from the headers that the agent's spec names, to distinguish sub-agents.
 	AgentSession map[string]string `protobuf:"bytes,20,rep,name=agent_session,json=agentSession,proto3" json:"agent_session,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// How often the agent asked for it: 1 = no retry.
+	// How often the agent sent it: 1 = no retry.
 	HttpAttempts int32 `protobuf:"varint,21,opt,name=http_attempts,json=httpAttempts,proto3" json:"http_attempts,omitempty"`
 	// How often it was leased to an answerer.
 	Leases int32 `protobuf:"varint,22,opt,name=leases,proto3" json:"leases,omitempty"`
-	// The agent was shown a Completion.message without a span, or one that differs from what the span parses to (R21). Its
-	// tokens, if any, are masked 0.
+	// Whether the agent got a Completion.message without a span, or one that differs from the parsed span (R21). Its tokens,
+	// if any, are masked 0.
 	Injected    bool                   `protobuf:"varint,23,opt,name=injected,proto3" json:"injected,omitempty"`
 	ReceiveTime *timestamppb.Timestamp `protobuf:"bytes,24,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
 	LeaseTime   *timestamppb.Timestamp `protobuf:"bytes,25,opt,name=lease_time,json=leaseTime,proto3" json:"lease_time,omitempty"`
 	EndTime     *timestamppb.Timestamp `protobuf:"bytes,26,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
-	// Head of the rollout's hash chain after this call; docs/trajectories.md defines the bytes that it is over.
+	// Head of the rollout's hash chain after this call. docs/trajectories.md defines the hashed bytes.
 	ChainSha256 []byte `protobuf:"bytes,27,opt,name=chain_sha256,json=chainSha256,proto3" json:"chain_sha256,omitempty"`
-	// Why it FAILED, EXPIRED or was CANCELLED; a stable UPPER_SNAKE reason.
+	// Why it FAILED, EXPIRED or was CANCELLED: a stable UPPER_SNAKE reason.
 	EndReason string   `protobuf:"bytes,28,opt,name=end_reason,json=endReason,proto3" json:"end_reason,omitempty"`
 	Answerer  Answerer `protobuf:"varint,29,opt,name=answerer,proto3,enum=penstock.trajectory.v1.Answerer" json:"answerer,omitempty"`
-	// Position in the hash chain: the order in which calls were delivered. Unset unless DELIVERED.
+	// Position in the hash chain, the order of delivery. Unset unless DELIVERED.
 	ChainIndex *int32 `protobuf:"varint,30,opt,name=chain_index,json=chainIndex,proto3,oneof" json:"chain_index,omitempty"`
-	// Digest of the tools, empty without tools.
+	// Digest of the tools. Empty without tools.
 	ToolsSha256   []byte `protobuf:"bytes,31,opt,name=tools_sha256,json=toolsSha256,proto3" json:"tools_sha256,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -759,8 +759,8 @@ func (x *Call) GetToolsSha256() []byte {
 	return nil
 }
 
-// One call of a tool that a trainer's host offered, made by the agent at the gate. What the gate refused by itself (unknown names,
-// arguments against the schema, a used-up budget) is not recorded.
+// HostToolCall is an agent's call of a tool of a trainer's host. Calls that the gate refused by itself (unknown names,
+// invalid arguments, a used-up budget) are not recorded.
 type HostToolCall struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	ToolCallId string                 `protobuf:"bytes,1,opt,name=tool_call_id,json=toolCallId,proto3" json:"tool_call_id,omitempty"`
@@ -768,20 +768,20 @@ type HostToolCall struct {
 	// Position among the rollout's host tool calls in order of arrival, from 0.
 	Index int32  `protobuf:"varint,3,opt,name=index,proto3" json:"index,omitempty"`
 	Name  string `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`
-	// QUEUED (nobody is there who serves it), LEASED (to a session), DELIVERED (it has a result, be it an error), FAILED (its session
-	// went), CANCELLED or EXPIRED.
+	// QUEUED (no session serves the tool), LEASED (to a session), DELIVERED (it has a result, which may be an error), FAILED
+	// (its session ended), CANCELLED or EXPIRED.
 	State CallState `protobuf:"varint,5,opt,name=state,proto3,enum=penstock.trajectory.v1.CallState" json:"state,omitempty"`
-	// As the agent gave them, as JSON.
+	// The agent's arguments, as JSON.
 	ArgumentsJson string `protobuf:"bytes,6,opt,name=arguments_json,json=argumentsJson,proto3" json:"arguments_json,omitempty"`
-	// The tool said that it failed.
+	// Whether the tool reported that it failed.
 	IsError bool `protobuf:"varint,7,opt,name=is_error,json=isError,proto3" json:"is_error,omitempty"`
-	// The result as JSON; empty when the reader did not ask for bodies, or there is none.
+	// The result as JSON. Empty if there is none, or the reader did not ask for bodies.
 	ResultJson string `protobuf:"bytes,8,opt,name=result_json,json=resultJson,proto3" json:"result_json,omitempty"`
-	// SHA-256 and length of it in bytes; empty and 0 without a result.
+	// SHA-256 and length in bytes of the result. Empty and 0 without a result.
 	ResultSha256 []byte `protobuf:"bytes,9,opt,name=result_sha256,json=resultSha256,proto3" json:"result_sha256,omitempty"`
 	ResultBytes  int64  `protobuf:"varint,10,opt,name=result_bytes,json=resultBytes,proto3" json:"result_bytes,omitempty"`
-	// Why it FAILED, EXPIRED or was CANCELLED, or ARGUMENTS_INVALID where the gate answered with an error and asked nobody, since the
-	// arguments do not fit the tool's schema; a stable UPPER_SNAKE reason.
+	// Why it FAILED, EXPIRED or was CANCELLED: a stable UPPER_SNAKE reason. ARGUMENTS_INVALID = the arguments do not match
+	// the tool's schema, and the gate itself answered with an error.
 	EndReason     string                 `protobuf:"bytes,11,opt,name=end_reason,json=endReason,proto3" json:"end_reason,omitempty"`
 	ReceiveTime   *timestamppb.Timestamp `protobuf:"bytes,12,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
 	EndTime       *timestamppb.Timestamp `protobuf:"bytes,13,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
@@ -910,12 +910,12 @@ func (x *HostToolCall) GetEndTime() *timestamppb.Timestamp {
 	return nil
 }
 
-// A path through the graph of calls.
+// Branch is a path through the graph of calls.
 type Branch struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	BranchId    string                 `protobuf:"bytes,1,opt,name=branch_id,json=branchId,proto3" json:"branch_id,omitempty"`
 	BranchClass CallClass              `protobuf:"varint,2,opt,name=branch_class,json=branchClass,proto3,enum=penstock.trajectory.v1.CallClass" json:"branch_class,omitempty"`
-	// The call after which this branch left another; unset for a root.
+	// The call after which this branch left another. Unset for a root.
 	ForkCallId *string `protobuf:"bytes,3,opt,name=fork_call_id,json=forkCallId,proto3,oneof" json:"fork_call_id,omitempty"`
 	// Tokens shared with that call's prompt and completion.
 	SharedCount uint32 `protobuf:"varint,4,opt,name=shared_count,json=sharedCount,proto3" json:"shared_count,omitempty"`
@@ -999,14 +999,15 @@ func (x *Branch) GetReason() string {
 	return ""
 }
 
-// A run of a sample that one call sampled: [start, end) in the sample's tokens.
+// TurnSpan is the part of a sample that one call sampled: tokens [start, end).
 type TurnSpan struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	CallId string                 `protobuf:"bytes,1,opt,name=call_id,json=callId,proto3" json:"call_id,omitempty"`
 	Start  uint32                 `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
 	End    uint32                 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
-	// Why its tokens are masked 0; empty when they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
-	// limit cut it. BUDGET: what was left of a budget of the rollout or its run did. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
+	// Why its tokens are masked 0; empty = they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
+	// limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE,
+	// or CLASS_ and the name of a class that is not trained.
 	UntrainedReason string `protobuf:"bytes,4,opt,name=untrained_reason,json=untrainedReason,proto3" json:"untrained_reason,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -1070,10 +1071,11 @@ func (x *TurnSpan) GetUntrainedReason() string {
 	return ""
 }
 
-// What a trainer eats: one token sequence, root to leaf of a branch.
+// Sample is one token sequence to train on, from the root to the leaf of a branch.
 //
-// Invariants: the three arrays have `count` elements (logprobs is empty where the source gives none); mask is 1 exactly on sampled tokens that may be trained; where mask is
-// 1 the logprob is finite and <= 0, elsewhere it is 0.0; a prefix that several samples share is masked 1 in one only.
+// Invariants: The three arrays have `count` elements (logprobs is empty if the source gives none). The mask is 1 exactly on
+// sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is 0.0. A prefix
+// that several samples share is masked 1 in one of them only.
 type Sample struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	SampleId string                 `protobuf:"bytes,1,opt,name=sample_id,json=sampleId,proto3" json:"sample_id,omitempty"`
@@ -1086,15 +1088,15 @@ type Sample struct {
 	// Little-endian float32.
 	Logprobs     []byte          `protobuf:"bytes,6,opt,name=logprobs,proto3" json:"logprobs,omitempty"`
 	LogprobsMode v1.LogprobsMode `protobuf:"varint,7,opt,name=logprobs_mode,json=logprobsMode,proto3,enum=penstock.chat.v1.LogprobsMode" json:"logprobs_mode,omitempty"`
-	// Over the sampled tokens; gaps are context.
+	// Of the sampled tokens; gaps are context.
 	Versions []*v1.PolicyVersionSpan `protobuf:"bytes,8,rep,name=versions,proto3" json:"versions,omitempty"`
 	Turns    []*TurnSpan             `protobuf:"bytes,9,rep,name=turns,proto3" json:"turns,omitempty"`
 	// Tokens before the first sampled one.
 	PromptCount uint32 `protobuf:"varint,10,opt,name=prompt_count,json=promptCount,proto3" json:"prompt_count,omitempty"`
-	// Share of this sample in its rollout's loss; the weights of a rollout's trainable samples add up to 1.
+	// Share of this sample in its rollout's loss. The weights of a rollout's trainable samples add up to 1.
 	Weight      float64   `protobuf:"fixed64,11,opt,name=weight,proto3" json:"weight,omitempty"`
 	BranchClass CallClass `protobuf:"varint,12,opt,name=branch_class,json=branchClass,proto3,enum=penstock.trajectory.v1.CallClass" json:"branch_class,omitempty"`
-	// The last turn was cut by a limit.
+	// Whether a limit cut the last turn.
 	Truncated     bool `protobuf:"varint,13,opt,name=truncated,proto3" json:"truncated,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1221,7 +1223,7 @@ func (x *Sample) GetTruncated() bool {
 	return false
 }
 
-// One thing that was found when a trajectory was graded.
+// Finding is a reason for a trajectory's grade.
 type Finding struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Severity Finding_Severity       `protobuf:"varint,1,opt,name=severity,proto3,enum=penstock.trajectory.v1.Finding_Severity" json:"severity,omitempty"`
@@ -1291,7 +1293,7 @@ func (x *Finding) GetCallId() string {
 	return ""
 }
 
-// A reward, made inside the environment.
+// Reward is a reward, computed inside the environment.
 type Reward struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Finite, in [range_min, range_max].
@@ -1362,8 +1364,8 @@ func (x *Reward) GetComponents() map[string]float64 {
 	return nil
 }
 
-// A whole trajectory. Streams carry it in fragments: merging all of them in order (protobuf MergeFrom) gives the message. One call is
-// never split; with its body a fragment may reach 40 MiB.
+// Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (protobuf MergeFrom), they give the
+// message. A call is never split. With its body, a fragment can reach 40 MiB.
 type Trajectory struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
@@ -1378,27 +1380,27 @@ type Trajectory struct {
 	Grade        Grade        `protobuf:"varint,9,opt,name=grade,proto3,enum=penstock.trajectory.v1.Grade" json:"grade,omitempty"`
 	Findings     []*Finding   `protobuf:"bytes,10,rep,name=findings,proto3" json:"findings,omitempty"`
 	CaptureLevel CaptureLevel `protobuf:"varint,11,opt,name=capture_level,json=captureLevel,proto3,enum=penstock.trajectory.v1.CaptureLevel" json:"capture_level,omitempty"`
-	// SHA-256 of the tokenizer and template that the tokens belong to; empty when no tokens were captured.
+	// SHA-256 of the tokenizer and the template of the tokens. Empty = no tokens were captured.
 	TokenizerSha256    []byte `protobuf:"bytes,12,opt,name=tokenizer_sha256,json=tokenizerSha256,proto3" json:"tokenizer_sha256,omitempty"`
 	ChatTemplateSha256 []byte `protobuf:"bytes,13,opt,name=chat_template_sha256,json=chatTemplateSha256,proto3" json:"chat_template_sha256,omitempty"`
 	// Head of the hash chain over the calls in order of delivery.
 	ChainSha256 []byte                 `protobuf:"bytes,14,opt,name=chain_sha256,json=chainSha256,proto3" json:"chain_sha256,omitempty"`
 	CreateTime  *timestamppb.Timestamp `protobuf:"bytes,15,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	EndTime     *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
-	// The agent's name, the hash of its spec, the task's id; empty before the driver has filled them in.
+	// The agent's name, the hash of its spec, the task's id. Empty until the driver has set them.
 	Agent           string               `protobuf:"bytes,17,opt,name=agent,proto3" json:"agent,omitempty"`
 	AgentSpecSha256 string               `protobuf:"bytes,18,opt,name=agent_spec_sha256,json=agentSpecSha256,proto3" json:"agent_spec_sha256,omitempty"`
 	TaskId          string               `protobuf:"bytes,19,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
 	Duration        *durationpb.Duration `protobuf:"bytes,20,opt,name=duration,proto3" json:"duration,omitempty"`
-	// Whatever the task's author attached to the task.
+	// The task's metadata.
 	TaskMetadata *structpb.Struct `protobuf:"bytes,21,opt,name=task_metadata,json=taskMetadata,proto3" json:"task_metadata,omitempty"`
-	// Why the rollout did not complete: the driver's FailureCause by name and its UPPER_SNAKE reason; empty = it completed.
+	// Why the rollout did not complete: the driver's FailureCause by name and its UPPER_SNAKE reason. Empty = it completed.
 	FailureCause  string `protobuf:"bytes,22,opt,name=failure_cause,json=failureCause,proto3" json:"failure_cause,omitempty"`
 	FailureReason string `protobuf:"bytes,23,opt,name=failure_reason,json=failureReason,proto3" json:"failure_reason,omitempty"`
 	GroupIndex    *int32 `protobuf:"varint,24,opt,name=group_index,json=groupIndex,proto3,oneof" json:"group_index,omitempty"`
-	// In order of arrival. They are in no hash chain: what the model read of them is in its prompts, which are.
+	// In order of arrival. They are in no hash chain; the part that the model read is in its prompts, which are.
 	HostToolCalls []*HostToolCall `protobuf:"bytes,25,rep,name=host_tool_calls,json=hostToolCalls,proto3" json:"host_tool_calls,omitempty"`
-	// Who made the rollout fail: the driver's Party by name; empty = it completed.
+	// The component at fault: the driver's Party by name. Empty = the rollout completed.
 	FailureCausedBy string `protobuf:"bytes,26,opt,name=failure_caused_by,json=failureCausedBy,proto3" json:"failure_caused_by,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache

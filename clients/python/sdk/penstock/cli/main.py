@@ -1,7 +1,9 @@
 """`penstock`: the command line, thin over the client."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from importlib import metadata
 from typing import Annotated, Any, cast
 
@@ -9,17 +11,15 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from penstock.cli import (
+from penstock.cli.commands import (
     agents,
-    completion,
     conformance,
     credentials,
     dashboard,
     diff,
-    doctor,
     evals,
     export,
-    gap,
+    logprob_diff,
     openenv,
     replay,
     rollout,
@@ -29,17 +29,18 @@ from penstock.cli import (
     verify,
     watch,
 )
-from penstock.cli.console import EXIT_CODES, INTERRUPTED, err, out
+from penstock.cli.commands.doctor import command as doctor
+from penstock.cli.terminal.console import EXIT_CODES, INTERRUPTED, err, out
 
 _UsageError = cast(
     "type[typer.BadParameter]",
     next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
 )
-"""What a wrong command line raises; the name of its module differs between versions of typer."""
+"""The exception of a wrong command line; its module's name differs between versions of typer."""
 
 
 class _Group(TyperGroup):
-    """All errors begin alike: `error:`, whether the command line or a service is at fault."""
+    """A group whose errors all begin with `error:`, whether from the command line or from a service."""
 
     def main(
         self,
@@ -62,8 +63,8 @@ class _Group(TyperGroup):
             if context := getattr(error, "ctx", None):
                 err.print(escape(context.get_usage()), soft_wrap=True)
                 err.print(f"Try '{context.command_path} --help' for help.\n", soft_wrap=True)
-            told = error.format_message().replace("Input should be", "must be")
-            err.print(f"[bold red]error[/]: {escape(told)}", soft_wrap=True)
+            message = error.format_message().replace("Input should be", "must be")
+            err.print(f"[bold red]error[/]: {escape(message)}", soft_wrap=True)
             sys.exit(error.exit_code)
         except typer.Abort:
             err.print("interrupted")
@@ -74,18 +75,38 @@ class _Group(TyperGroup):
 app = typer.Typer(
     name="penstock",
     cls=_Group,
-    help="Run coding agents in sandboxes and meter their model calls.",
+    help="Run coding agents in sandboxes and record their model calls.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
-    rich_markup_mode=None,  # its tables cut the names of options where a terminal is narrow
+    rich_markup_mode=None,  # its tables truncate option names on narrow terminals
 )
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def _add(command: Callable[..., None], context: dict[str, Any] | None = None) -> None:
-    """A command with its first line as the short help: click cuts docstrings to the width of the terminal."""
+    """Adds a command with its first line as the short help: click cuts docstrings to the width of the terminal."""
     app.command(short_help=(command.__doc__ or "").partition("\n")[0], context_settings=context)(command)
+
+
+class Shell(StrEnum):
+    """Shells that complete."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    context: typer.Context, shell: Annotated[Shell, typer.Argument(help="Which shell.", show_default=False)]
+) -> None:
+    """Print the script by which a shell completes this program's command lines.
+
+    bash: eval "$(penstock completion bash)"; zsh: the same, after compinit; fish: penstock completion fish | source.
+    To keep it, add that line to the shell's start file.
+    """
+    os.environ["_PENSTOCK_COMPLETE"] = f"source_{shell}"  # click's variable for printing the script
+    context.find_root().command.main(args=[], prog_name="penstock")
 
 
 _add(up.up)
@@ -104,9 +125,9 @@ _add(doctor.doctor)
 _add(credentials.credentials)
 _add(export.export)
 _add(verify.verify)
-_add(gap.gap)
+_add(logprob_diff.gap)
 _add(conformance.conformance)
-_add(completion.completion)
+_add(completion)
 
 
 def _print_versions(asked: bool) -> None:
@@ -124,7 +145,7 @@ def _print_versions(asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_versions, is_eager=True, help="Versions of what is installed."),
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Versions of the installed packages."),
     ] = False,
 ) -> None:
     """What holds for all commands."""

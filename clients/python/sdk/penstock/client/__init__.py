@@ -10,29 +10,7 @@
 `penstock.client.sync` has the same without `await`.
 """
 
-from penstock.client.calls import ModelCall
-from penstock.client.chat import (
-    Completion,
-    FinishReason,
-    Image,
-    LogprobsMode,
-    Message,
-    Part,
-    Reasoning,
-    Role,
-    Sampling,
-    Text,
-    Timings,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolResult,
-    Usage,
-    VersionSpan,
-)
 from penstock.client.connection import Penstock, connect
-from penstock.client.endpoints import Endpoints, Tls
-from penstock.client.engine import EngineInfo, EngineStats, LogprobGap, ReplicaStats
 from penstock.client.errors import (
     Aborted,
     AlreadyDelivered,
@@ -60,11 +38,67 @@ from penstock.client.errors import (
     Unsupported,
     Violation,
 )
-from penstock.client.handles import GroupHandle, RolloutHandle
-from penstock.client.host_tools import HostTool, HostToolCall, ToolFailed
-from penstock.client.inference import Prompt
+from penstock.client.inference.client import Prompt
+from penstock.client.inference.engine_info import EngineInfo, EngineStats, LogprobGap, ReplicaStats
+from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
+from penstock.client.intercept.calls import ModelCall
+from penstock.client.intercept.host_tools import HostTool, HostToolCall, ToolFailed
+from penstock.client.intercept.session import InterceptSession, Selector
 from penstock.client.operations import LeftSandbox, ServiceStatus, Trouble
-from penstock.client.results import (
+from penstock.client.rollouts.client import RolloutOptions
+from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
+from penstock.client.sandboxes.handle import Fork, SandboxHandle
+from penstock.client.tasks.spec import (
+    AgentChoice,
+    AgentKeyTerms,
+    Allowlist,
+    Budgets,
+    CallRate,
+    Command,
+    ControlTokens,
+    Inference,
+    Limits,
+    McpServer,
+    Mode,
+    OneEndpoint,
+    OpenNetwork,
+    PolicyConstraint,
+    Resources,
+    RewardFrom,
+    RunBudgets,
+    SandboxChoice,
+    SeedFile,
+    Tokenizer,
+    TokenScope,
+    TokenTerms,
+    Upstream,
+    Verifier,
+)
+from penstock.client.tasks.task import Task
+from penstock.client.terminals import Observation, Terminal, TerminalHandle
+from penstock.client.terminus.calls import TerminalToolCall, build_terminal_tool_call
+from penstock.client.terminus.session import TerminusSession, TerminusSessionFactory, terminus_reward
+from penstock.client.transport.endpoints import Endpoints, Tls
+from penstock.client.types.chat import (
+    Completion,
+    FinishReason,
+    Image,
+    LogprobsMode,
+    Message,
+    Part,
+    Reasoning,
+    Role,
+    Sampling,
+    Text,
+    Timings,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+    Usage,
+    VersionSpan,
+)
+from penstock.client.types.results import (
     AgentEvent,
     AgentExited,
     ArtifactCollected,
@@ -88,41 +122,8 @@ from penstock.client.results import (
     RolloutResult,
     VerifierCommand,
 )
-from penstock.client.rollouts import RolloutOptions
-from penstock.client.sandbox_handle import Fork, SandboxHandle
-from penstock.client.sandbox_spec import SandboxSpec
-from penstock.client.sandbox_values import Backend, Diff, FileInfo, RunResult, Snapshot, Stats
-from penstock.client.sessions import InterceptSession, Selector
-from penstock.client.tasks import (
-    AgentChoice,
-    Allowlist,
-    Budgets,
-    CallRate,
-    Command,
-    ControlTokens,
-    Inference,
-    Limits,
-    McpServer,
-    Mode,
-    OneEndpoint,
-    OpenNetwork,
-    PolicyConstraint,
-    Resources,
-    RewardFrom,
-    RunBudgets,
-    SandboxChoice,
-    SeedFile,
-    Task,
-    Tokenizer,
-    TokenScope,
-    TokenTerms,
-    Upstream,
-    Verifier,
-)
-from penstock.client.terminals import Observation, Terminal, TerminalHandle
-from penstock.client.terminus import TerminusSession, TerminusSessionFactory, terminus_reward
-from penstock.client.terminus_calls import TerminalToolCall, build_terminal_tool_call
-from penstock.client.trajectories import (
+from penstock.client.types.sandboxes import Backend, Diff, FileInfo, RunResult, SandboxSpec, Snapshot, Stats
+from penstock.client.types.trajectories import (
     Branch,
     Call,
     Finding,
@@ -132,7 +133,6 @@ from penstock.client.trajectories import (
     Trajectory,
     TurnSpan,
 )
-from penstock.client.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
 
 __all__ = [
     "Aborted",
@@ -140,6 +140,7 @@ __all__ = [
     "AgentChoice",
     "AgentEvent",
     "AgentExited",
+    "AgentKeyTerms",
     "Allowlist",
     "AlreadyDelivered",
     "AlreadyExists",

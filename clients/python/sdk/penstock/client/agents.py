@@ -1,17 +1,18 @@
-"""The registry of agents: what can be run, and specs of your own."""
+"""The registry of agents: the agents that can run, and specs of your own."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
-from penstock.client import wire
-from penstock.client.agentfile import load_spec
-from penstock.client.rpc import Service
+from penstock.client.transport.rpc import Service
+from penstock.client.wire import chat
+from penstock.client.wire.agents import load_spec
 from penstock.driver.v1 import agent_pb2, agent_service_pb2_grpc
 from penstock.driver.v1 import agent_service_pb2 as pb
-from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,13 @@ class Agent:
 
     @property
     def can_skip_permissions(self) -> bool:
-        """Whether it asks before it acts, and can be told not to: `AgentChoice.skip_permissions`."""
+        """Whether its permission prompts can be switched off: `AgentChoice.skip_permissions`."""
         return bool(self.spec.skip_permissions_argv or self.spec.skip_permissions_env)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """A finding of `check`; `outcome` is progress, ok, warning (it works, and could be better) or failed."""
+    """A finding of `check`; `outcome` is progress, ok, warning (it works but could be better) or failed."""
 
     step: str
     outcome: str
@@ -61,14 +62,14 @@ class AgentsClient:
         self._stub = agent_service_pb2_grpc.AgentServiceStub(service.channel)
 
     async def list(self) -> AsyncGenerator[Agent, None]:
-        """All agents by name: what can be asked for."""
+        """Yields all agents, sorted by name."""
         request = pb.ListAgentsRequest()
         async for page in self._service.pages(self._stub.ListAgents, request):
             for item in page.agents:
                 yield _agent(item)
 
     async def get(self, name: str, *, spec_sha256: str = "") -> Agent:
-        """One agent; an older version of it by its digest. Raises NotFound `AGENT_UNKNOWN`."""
+        """Returns one agent; an older version of it by its digest. Raises NotFound `AGENT_UNKNOWN`."""
         request = pb.GetAgentRequest(name=name, spec_sha256=spec_sha256)
         answer = await self._service.call(self._stub.GetAgent, request, repeatable=True)
         return _agent(answer.agent)
@@ -80,7 +81,7 @@ class AgentsClient:
             spec: a spec, or the path of its YAML file.
 
         Raises:
-            InvalidArgument: the file or the spec does not hold; `violations` name the fields.
+            InvalidArgument: the file or the spec is invalid; `violations` name the fields.
             AlreadyExists: `AGENT_BUILT_IN`.
         """
         message = spec if isinstance(spec, agent_pb2.AgentSpec) else load_spec(Path(spec))
@@ -95,7 +96,7 @@ class AgentsClient:
     async def check(
         self, agent: str | agent_pb2.AgentSpec | Path, *, backend: str = "", spec_only: bool = False
     ) -> AsyncGenerator[CheckFinding, None]:
-        """Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, reports as it goes.
+        """Checks an agent: reads its spec, installs it, runs its check command in a sandbox; yields findings meanwhile.
 
         Args:
             agent: a registered agent's name; or a spec or the path of its file, which need not be registered.
@@ -104,7 +105,7 @@ class AgentsClient:
 
         Raises:
             NotFound: `AGENT_UNKNOWN`.
-            InvalidArgument: `AGENT_FILE`: the file does not hold.
+            InvalidArgument: `AGENT_FILE`: the file is invalid.
         """
         request = pb.CheckAgentRequest(backend=backend, spec_only=spec_only)
         if isinstance(agent, str):
@@ -113,24 +114,17 @@ class AgentsClient:
             request.spec.CopyFrom(load_spec(agent) if isinstance(agent, Path) else agent)
         async with aclosing(self._service.stream(self._stub.CheckAgent, request)) as findings:
             async for item in findings:
-                outcome = wire.word(pb.CheckAgentResponse.Outcome, item.outcome, "OUTCOME_")
+                outcome = chat.word(pb.CheckAgentResponse.Outcome, item.outcome, "OUTCOME_")
                 yield CheckFinding(item.step, outcome, item.message)
 
 
-def _agent(message: pb.Agent) -> Agent:
-    spec = message.spec
-    return Agent(
-        name=spec.name,
-        description=spec.description,
-        version=spec.version,
-        spec_sha256=message.spec_sha256,
-        built_in=message.built_in,
-        needs_root=spec.needs_root,
-        dialects=tuple(wire.word(trajectory_pb2.Dialect, item, "DIALECT_") for item in spec.dialects),
-        options=tuple(
-            AgentOptionInfo(item.name, wire.word(agent_pb2.AgentOption.Type, item.type, "TYPE_"), item.description)
-            for item in spec.options
-        ),
-        register_time=wire.time(message, "register_time"),
-        spec=spec,
-    )
+reader(
+    AgentOptionInfo,
+    agent_pb2.AgentOption,
+    left_out=("choices", "default_value", "minimum", "maximum"),
+)
+_agent: Final = reader(
+    Agent,
+    pb.Agent,
+    renamed={name: f"spec.{name}" for name in ("name", "description", "version", "needs_root", "dialects", "options")},
+)

@@ -1,40 +1,39 @@
-"""The connection: what `connect` gives, with one client per service."""
+"""The connection that `connect` returns, with one client per service."""
 
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 from penstock.client.agents import AgentsClient
-from penstock.client.driver import Driver
-from penstock.client.endpoints import SERVICES, Endpoints, Target, Tls, resolve
 from penstock.client.errors import ConfigurationError
-from penstock.client.inference import InferenceClient
+from penstock.client.inference.client import InferenceClient
+from penstock.client.intercept.session import InterceptSession, Selector, SessionOptions
 from penstock.client.operations import OperationsClient
-from penstock.client.rollouts import GroupsClient, RolloutsClient
-from penstock.client.rpc import Service
-from penstock.client.sandboxes import SandboxesClient
-from penstock.client.sessions import InterceptSession, Selector
+from penstock.client.rollouts.client import GroupsClient, RolloutsClient
+from penstock.client.rollouts.driver_rpc import Driver
+from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.terminals import TerminalsClient
+from penstock.client.transport.endpoints import SERVICES, Endpoints, Target, Tls, resolve
+from penstock.client.transport.rpc import Service
 
 
 class Penstock:
-    """The four services, inside an `async with`. Channels connect with their first call."""
+    """Clients for the four services, inside an `async with`. Channels connect with their first call."""
 
     rollouts: RolloutsClient
-    """Start, watch and collect rollouts."""
+    """Starts, watches and collects rollouts."""
     groups: GroupsClient
     """The same for groups of rollouts whose rewards are compared."""
     sandboxes: SandboxesClient
-    """Sandboxes by themselves."""
+    """Standalone sandboxes."""
     agents: AgentsClient
     """The registry of agents."""
     terminals: TerminalsClient
     """Episodes in which the policy itself types the commands."""
 
     operations: OperationsClient
-    """How the services fare."""
+    """Status of the services."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
@@ -60,21 +59,19 @@ class Penstock:
         self.groups = GroupsClient(driver)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     @property
     def inference(self) -> InferenceClient:
-        """Generate, score, push weights.
+        """Generates, scores, pushes weights.
 
         Raises:
-            ConfigurationError: `NO_INFERENCE`, the services that this connects to have no inference service.
+            ConfigurationError: `NO_INFERENCE`: there is no inference service at this connection.
         """
         if self._inference is None:
             raise ConfigurationError(
-                "There is no inference service here: start one with `penstock up --model-dir DIR`",
+                "These services have no inference service: start one with `penstock up --model-dir DIR`",
                 reason="NO_INFERENCE",
             )
         return self._inference
@@ -100,33 +97,35 @@ class Penstock:
         Open it before the rollouts start or later: calls wait at the gate.
 
         Args:
-            selector: whose calls; or the same by run_id, group_id, rollout_ids and labels. Nothing = every call.
-            run_id: of one training run.
-            group_id: of one group.
-            rollout_ids: of these rollouts.
-            labels: of rollouts with all of these.
-            credits: most calls leased and not answered at once.
-            credit_bytes: most bytes of the same; None = 32 MiB.
+            selector: which calls; or the same by run_id, group_id, rollout_ids and labels. None set = every call.
+            run_id: calls of one training run.
+            group_id: calls of one group.
+            rollout_ids: calls of these rollouts.
+            labels: calls of rollouts with all of these labels.
+            credits: maximum calls leased and unanswered at once.
+            credit_bytes: maximum bytes of the same; None = 32 MiB.
             policy_version: the newest weights that the trainer has.
-            identity: who this is, for people; empty = this machine's name.
+            identity: a name for this session, for people; empty = this machine's name.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
-            reconnect_timeout: seconds for which a gate that is away is waited for, at first and later.
+            reconnect_timeout: seconds to wait for an unreachable gate, at first and on reconnects.
         """
         if selector is None:
             selector = Selector(run_id=run_id, group_id=group_id, rollout_ids=rollout_ids, labels=labels or {})
         elif run_id or group_id or rollout_ids or labels:
-            raise ConfigurationError("Give a selector or its parts, not both", reason="SELECTOR")
+            raise ConfigurationError("Set a selector or its parts, not both", reason="SELECTOR")
         return InterceptSession(
             self._services["interception"],
             selector,
-            credits=credits,
-            credit_bytes=credit_bytes,
-            identity=identity or socket.gethostname(),
-            policy_version=policy_version,
-            messages=messages,
-            bodies=bodies,
-            reconnect_timeout=reconnect_timeout,
+            SessionOptions(
+                credits=credits,
+                credit_bytes=credit_bytes,
+                identity=identity or socket.gethostname(),
+                policy_version=policy_version,
+                messages=messages,
+                bodies=bodies,
+                reconnect_timeout=reconnect_timeout,
+            ),
         )
 
     def _intercept(self, selector: Selector, *, credits: int, policy_version: int | None) -> InterceptSession:
@@ -138,12 +137,12 @@ def connect(target: Target | None = None, token: str | None = None, *, tls: Tls 
 
     Args:
         target: a host that has all services on their default ports, a mapping of service to `host:port`, or the path
-            of a connection file. None = the environment, else what `penstock up` runs, else loopback.
+            of a connection file. None = the environment, else the running `penstock up`, else loopback.
         token: sent with each call; None = `PENSTOCK_TOKEN`, `PENSTOCK_TOKEN_FILE`, or the connection file's.
         tls: certificates. None = `PENSTOCK_CA_FILE`, or the connection file's; without either plaintext, which
             carries a token to this machine only.
 
     Raises:
-        ConfigurationError: an address, the token or the connection file does not hold.
+        ConfigurationError: an address, the token or the connection file is invalid.
     """
     return Penstock(resolve(target, token, tls))

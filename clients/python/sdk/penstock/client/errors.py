@@ -1,7 +1,7 @@
 """The client's one family of exceptions, and the one table from gRPC statuses to them.
 
-Every error that the client raises on purpose is a `PenstockError`. `reason` is the stable UPPER_SNAKE name that a
-program may compare (the services' `ErrorInfo.reason`); the text is for people and says what to do where that is known.
+Every error that the client raises on purpose is a `PenstockError`. `reason` is the stable UPPER_SNAKE name for programs
+to compare (the services' `ErrorInfo.reason`); the text is for people, with advice where possible.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request that does not hold: its path from the root of the request, and what is wrong with it."""
+    """One invalid field of a request: its path from the root of the request, and what is wrong with it."""
 
     field: str
     description: str
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What went wrong first: groups are for programs, a person wants one line."""
+    """Returns a group's first error: groups are for programs, a person wants one line."""
     first = group.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
@@ -36,10 +36,10 @@ class PenstockError(Exception):
 
     Attributes:
         message: what happened, for people.
-        reason: stable name in UPPER_SNAKE; `TRANSPORT_<CODE>` when the transport failed and no service spoke.
+        reason: stable name in UPPER_SNAKE; `TRANSPORT_<CODE>` when the transport failed and no service answered.
         metadata: small facts that the service added.
-        violations: the fields that do not hold.
-        retry_after: seconds after which a retry may help; None when that is not known.
+        violations: the invalid fields.
+        retry_after: seconds after which a retry may help; None when unknown.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError):
-    """The request is wrong whatever the state; `violations` name the fields."""
+    """The request is invalid whatever the state; `violations` name the fields."""
 
 
 class Unauthenticated(PenstockError):
-    """No token was sent, or one that the service does not know."""
+    """No token was sent, or an unknown one."""
 
 
 class PermissionDenied(PenstockError):
@@ -79,15 +79,15 @@ class PermissionDenied(PenstockError):
 
 
 class NotFound(PenstockError):
-    """There is no such thing."""
+    """The resource does not exist."""
 
 
 class AlreadyExists(PenstockError):
-    """The id is taken by something with other content."""
+    """The id is in use by a resource with other content."""
 
 
 class FailedPrecondition(PenstockError):
-    """Not possible in the present state; repeating the call alone will not help."""
+    """The resource's state does not allow this; repeating the call alone will not help."""
 
 
 class Aborted(PenstockError):
@@ -95,11 +95,11 @@ class Aborted(PenstockError):
 
 
 class Cancelled(PenstockError):
-    """The service says that the call was cancelled. A call that was dropped without a word is `Unavailable`."""
+    """The service reports that the call was cancelled. A call dropped without a status is `Unavailable`."""
 
 
 class ResourceExhausted(PenstockError):
-    """A limit is reached; `retry_after` says when to try again where that helps."""
+    """A limit is reached; `retry_after` is set where a later retry can help."""
 
 
 class Unavailable(PenstockError):
@@ -107,11 +107,11 @@ class Unavailable(PenstockError):
 
 
 class DeadlineExceeded(PenstockError):
-    """The time allowed for the call is over."""
+    """The call's deadline has passed."""
 
 
 class Unsupported(PenstockError):
-    """The service or its backend cannot do it at all."""
+    """The service or its backend does not support it."""
 
 
 class DataLoss(PenstockError):
@@ -123,23 +123,23 @@ class Internal(PenstockError):
 
 
 class ConfigurationError(PenstockError):
-    """The client itself is set up wrongly: an address, a token, a file."""
+    """The client itself is misconfigured: an address, a token, a file."""
 
 
 class SessionClosed(PenstockError):
-    """A harness session was closed while somebody waited."""
+    """A harness session was closed during a wait."""
 
 
 class RolloutFailed(PenstockError):
-    """A harness session's rollout failed by no doing of its policy: leave it out of baselines. `reason` says why."""
+    """A harness session's rollout failed through no fault of its policy: leave it out of baselines. See `reason`."""
 
 
 class SessionLost(PenstockError):
-    """An Intercept session ended and could not be taken up again."""
+    """An Intercept session ended and could not be resumed."""
 
 
 class ResultRejected(PenstockError):
-    """The gate did not take a result; the subclass says why."""
+    """The gate rejected a result; the subclass gives the cause."""
 
     retryable: ClassVar[bool] = False
     """Whether the call is still leased, so that another result may be given."""
@@ -162,7 +162,7 @@ class NotLeased(ResultRejected):
 
 
 class InvalidCompletion(ResultRejected):
-    """The completion breaks a rule, which `violations` names."""
+    """The completion breaks a rule; see `violations`."""
 
     retryable = True
 
@@ -174,7 +174,7 @@ class StalePolicy(ResultRejected):
 
 
 def wrong_type(argument: str, expected: str, given: object) -> InvalidArgument:
-    """The refusal of an argument of another type, before anything is sent."""
+    """Returns the error for an argument of the wrong type, before anything is sent."""
     what = f"expected {expected}, not {type(given).__name__}"
     return InvalidArgument(f"{argument}: {what}", reason="ARGUMENT_TYPE", violations=(Violation(argument, what),))
 
@@ -203,17 +203,22 @@ _CLASSES: Final[Mapping[grpc.StatusCode, type[PenstockError]]] = MappingProxyTyp
 )
 
 
+def is_broken(error: PenstockError) -> bool:
+    """Whether a broken stream can be resumed: the service went away, or the stream was not read."""
+    return isinstance(error, Unavailable) or error.reason == "READER_TOO_SLOW"
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
-    """The exception that a failed call stands for.
+    """Returns the exception for a failed call.
 
     Args:
         error: what grpc raised.
-        peer: who was called, for people: `the driver at 127.0.0.1:7702`.
+        peer: the called service, for people: `the driver at 127.0.0.1:7702`.
     """
     code = error.code()
     if code is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
-        # grpc.aio has forgotten what the service said; the next attempt hears it.
-        return Unavailable(f"{peer} ended the stream while it was written to.", reason="STREAM_BROKEN")
+        # grpc.aio lost the service's status; the next attempt will get it.
+        return Unavailable(f"{peer} ended the stream during a write.", reason="STREAM_BROKEN")
     reason = f"TRANSPORT_{code.name}"
     message = error.details() or f"The call to {peer} failed with {code.name}."
     metadata: dict[str, str] = {}
@@ -221,7 +226,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
     retry_after: float | None = None
     for detail in _status(error).details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        with suppress(DecodeError):  # what it says without this detail is still worth hearing
+        with suppress(DecodeError):  # the rest of the status is still useful without this detail
             if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
                 reason, metadata = info.reason, dict(info.metadata)
             elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad):
@@ -231,11 +236,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
     if reason == "TRANSPORT_UNAVAILABLE":
         message = f"Cannot reach {peer}. Is it running? `penstock up` starts all services. ({message})"
     elif reason == "TRANSPORT_CANCELLED":
-        # Cancelling here ends as asyncio.CancelledError. It was the server's core, which drops calls under a flood.
+        # Cancelling here ends as asyncio.CancelledError. So it was the server's core, which drops calls under overload.
         code = grpc.StatusCode.UNAVAILABLE
         message = (
             f"{peer[:1].upper()}{peer[1:]} dropped the call before it was answered: it is overloaded or shutting down."
-            f" Try again; if it stays so, look at who connects to it. ({message})"
+            f" Try again; if it continues, check which programs connect to it. ({message})"
         )
     elif reason == "TRANSPORT_UNIMPLEMENTED":
         message = f"This is not implemented by {peer}: {message}"

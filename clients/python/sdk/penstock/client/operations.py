@@ -1,14 +1,14 @@
-"""How the services fare: `ps.operations`."""
+"""Status of the services: `ps.operations`."""
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.client.endpoints import ServiceName
 from penstock.client.errors import NotFound
-from penstock.client.rpc import Service
-from penstock.client.wire import duration
+from penstock.client.transport.endpoints import ServiceName
+from penstock.client.transport.rpc import Service
+from penstock.client.wire.chat import duration
 from penstock.driver.v1 import (
     rollout_service_pb2,
     rollout_service_pb2_grpc,
@@ -21,48 +21,48 @@ from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_servic
 
 ROLLOUT_LABEL: Final = "penstock_rollout"
 TERMINAL_LABEL: Final = "penstock_terminal"
-"""Of the sandboxes that the driver makes: whose they are."""
+"""Labels of the sandboxes that the driver creates: the id of their rollout or terminal."""
 
 _CALL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """One thing that is wrong, or about to be. `reason` is stable; docs/guides/operate.md lists them."""
+    """One diagnostic: a problem, present or imminent. `reason` is stable; docs/guides/operate.md lists them."""
 
     service: str
     reason: str
     message: str
     advice: str
     grave: bool = True
-    """Something stands still or is lost; otherwise it is a warning."""
+    """True: something is stuck or lost. False: a warning."""
     subjects: Sequence[str] = ()
-    """Ids of what it is about, at most 20."""
+    """Ids of the affected resources, at most 20."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """A service at one moment. Times in seconds; `clock_skew` is how far its clock is ahead of ours."""
+    """A service's status at one moment. Times in seconds; `clock_skew` is how far its clock is ahead of ours."""
 
     service: str
     address: str
     version: str
     clock_skew: float
     clock_error: float
-    """How wrong `clock_skew` may be: half of the time that asking took."""
+    """Maximum error of `clock_skew`: half of the request's round trip."""
     up: float
     loop_lag: float
     resident_bytes: int
     open_files: int
     max_files: int
     gauges: Mapping[str, float]
-    """By name, and its labels where it has some: `penstock_gate_open_calls{state="queued"}`."""
+    """By name, with labels if it has any: `penstock_gate_open_calls{state="queued"}`."""
     troubles: Sequence[Trouble]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftSandbox:
-    """A sandbox whose rollout or terminal is over. `known` says whether the driver knows that one."""
+    """A leftover sandbox: its rollout or terminal is over. `known` is whether the driver knows that one."""
 
     sandbox_id: str
     rollout_id: str
@@ -74,7 +74,7 @@ class LeftSandbox:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A sandbox that the driver made: for whom, and when, in seconds since the epoch."""
+    """A sandbox that the driver created: its rollout or terminal, and the time in seconds since the epoch."""
 
     rollout_id: str
     terminal_id: str
@@ -90,21 +90,21 @@ class OperationsClient:
     async def status(
         self, service: ServiceName, *, patience: float = 60.0, min_free_bytes: int | None = None
     ) -> ServiceStatus:
-        """How a service fares, and what it takes for trouble.
+        """Returns a service's status and its diagnostics.
 
         Args:
-            service: which.
-            patience: seconds that something may wait before it is a trouble.
-            min_free_bytes: how much of its disk must be free; None = 1 GiB.
+            service: its name.
+            patience: seconds that something may wait before it counts as a problem.
+            min_free_bytes: minimum free disk space; None = 1 GiB.
 
         Raises:
-            PenstockError: what it answered with; `Unsupported` is one that is older than this.
+            PenstockError: the service's error; `Unsupported` from a service that is older than this RPC.
             KeyError: there is no such service here.
         """
         of = self._services[service]
         request = pb.GetStatusRequest(patience=duration(patience), min_free_bytes=min_free_bytes)
         stub = pb_grpc.OperationsServiceStub(of.channel)
-        # Asked twice: to connect takes time that would be taken for the clocks' difference.
+        # Called twice: the time to connect would distort the clock difference.
         await of.call(stub.GetStatus, request, timeout=_CALL_S, repeatable=True)
         began, since = time.time(), time.monotonic()
         answer = await of.call(stub.GetStatus, request, timeout=_CALL_S)
@@ -136,20 +136,20 @@ class OperationsClient:
         )
 
     async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
-        """Sandboxes of rollouts and terminals that are over.
+        """Returns the sandboxes of rollouts and terminals that are over.
 
-        The driver ends a rollout only when its sandbox is gone; a terminal's goes a moment after the end, and is there
-        a moment before the driver tells of the terminal.
+        The driver ends a rollout only when its sandbox is gone. A terminal's sandbox is removed a moment after the end,
+        and exists a moment before the driver lists the terminal.
 
         Args:
-            patience: how many seconds either may take.
+            patience: seconds that either may take.
 
         Raises:
-            PenstockError: what the sandbox service or the driver answered with.
+            PenstockError: the error of the sandbox service or the driver.
         """
         before = await self._sandboxes()
         running = await self._running()
-        # One that was there before the rollouts were asked for, and still is: no rollout just ended or began.
+        # Only those that existed before the rollouts were listed, and still do: no rollout just ended or began.
         still = (await self._sandboxes()).keys()
         found = []
         for sandbox_id, made in before.items():
@@ -180,7 +180,7 @@ class OperationsClient:
         return LeftSandbox(sandbox_id=sandbox_id, rollout_id="", known=known, terminal_id=made.terminal_id)
 
     async def _sandboxes(self) -> dict[str, _Made]:
-        """Every sandbox that the driver made for somebody."""
+        """Returns every sandbox that the driver created for a rollout or a terminal."""
         service = self._services["sandbox"]
         stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
         request = sandbox_service_pb2.ListSandboxesRequest()

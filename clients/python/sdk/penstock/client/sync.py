@@ -7,9 +7,9 @@
         for rollout in group.results():
             print(rollout.reward)
 
-Whatever the asynchronous object has, its stand-in here has under the same name: coroutines wait for their result,
-asynchronous iterators iterate, asynchronous blocks are `with` blocks. Values (tasks, completions, trajectories) are
-the very same. Safe to use from several threads.
+Each asynchronous object has a wrapper here with the same names: coroutines become blocking calls, asynchronous
+iterators iterate, asynchronous blocks are `with` blocks. Values (tasks, completions, trajectories) are the very same.
+Thread-safe.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from typing import Any, Final, Self, TypeVar
 
 from penstock.client import connection
 from penstock.client.agents import AgentsClient
-from penstock.client.calls import ModelCall
 from penstock.client.connection import Penstock
-from penstock.client.endpoints import Target, Tls
-from penstock.client.handles import GroupHandle, RolloutHandle
-from penstock.client.inference import InferenceClient
-from penstock.client.rollouts import GroupsClient, RolloutsClient
-from penstock.client.sandbox_handle import Fork, SandboxHandle
-from penstock.client.sandboxes import SandboxesClient
-from penstock.client.sessions import InterceptSession
+from penstock.client.inference.client import InferenceClient
+from penstock.client.inference.weights import WeightTransfer
+from penstock.client.intercept.calls import ModelCall
+from penstock.client.intercept.session import InterceptSession
+from penstock.client.rollouts.client import GroupsClient, RolloutsClient
+from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
+from penstock.client.sandboxes.client import SandboxesClient
+from penstock.client.sandboxes.handle import Fork, SandboxHandle
 from penstock.client.terminals import TerminalHandle, TerminalsClient
-from penstock.client.weights import WeightTransfer
+from penstock.client.transport.endpoints import Target, Tls
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ _LIVE: Final = (
     ModelCall,
     WeightTransfer,
 )
-"""Objects that talk to a service, and so get a stand-in; everything else is a value."""
+"""Objects that use a service, and so get a wrapper; everything else is a value."""
 
 
 class Loop:
@@ -65,14 +65,14 @@ class Loop:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine; its result is waited for in another thread than the loop's."""
+        """Starts a coroutine; wait for its result in another thread than the loop's."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("penstock.client.sync cannot be used from its own event loop")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine, waited for; an interrupt of the waiting thread cancels it."""
+        """Waits for a coroutine and returns its result; an interrupt of the waiting thread cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -89,7 +89,7 @@ class Loop:
 
 
 class Standin:
-    """Stands in for an object of the asynchronous client."""
+    """Synchronous wrapper of an object of the asynchronous client."""
 
     def __init__(self, target: Any, loop: Loop) -> None:
         self._target = target
@@ -143,7 +143,7 @@ class Standin:
 
 
 class SyncPenstock(Standin):
-    """What `connect` gives: owns the event loop, which ends with the block."""
+    """Returned by `connect`: owns the event loop, which ends with the block."""
 
     def __enter__(self) -> Self:
         try:

@@ -12,31 +12,36 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from types import TracebackType
 from typing import Final, Self
 
-from penstock.client import results, rollouts, tasks, wire, wire_results, wire_sandboxes, wire_specs
-from penstock.client.driver import Patience
 from penstock.client.errors import Unavailable
-from penstock.client.rpc import Service
-from penstock.client.sandbox_values import RunResult
-from penstock.client.trajectories import Reward
+from penstock.client.rollouts import client
+from penstock.client.rollouts.driver_rpc import Patience
+from penstock.client.tasks import spec as tasks
+from penstock.client.tasks.task import Task
+from penstock.client.transport.rpc import Service
+from penstock.client.types import results
+from penstock.client.types.sandboxes import RunResult
+from penstock.client.types.trajectories import Reward
+from penstock.client.wire import chat, specs
 from penstock.driver.v1 import terminal_service_pb2 as pb
 from penstock.driver.v1 import terminal_service_pb2_grpc as pb_grpc
+from penstock.values import reader
 
 OPEN_TIMEOUT_S: Final = 1500.0
-"""Seconds that opening may take: the first one of a task prepares what the others share."""
+"""Seconds that opening may take: a task's first episode prepares the state that the others share."""
 _CLOSE_TIMEOUT_S: Final = 120.0
 _CONNECT_S: Final = 25.0
-"""Seconds that an attempt to connect takes at most, and more: what broke later had reached the driver."""
+"""Maximum seconds of an attempt to connect, plus a margin: a call that broke later had reached the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
     """An episode as the driver reported it. Times are UTC.
 
-    `reward` None = not graded, which is not zero. `failure` says why an ended one has no reward that was due.
-    `setup` are the task's setup commands where this episode's preparation ran them, `verifier` those of the verifier.
+    `reward` None = not graded, which is not zero. `failure` is set if an ended episode should have a reward but has
+    none. `setup` are the task's setup commands where this episode's preparation ran them, `verifier` those of the
+    verifier.
     """
 
     terminal_id: str
@@ -56,10 +61,10 @@ class Terminal:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one step gave: a command's `result`, or the episode's end.
+    """The result of one step: a command's `result`, or the episode's end.
 
-    With `ended`: `reward` of a graded answer (None = not graded, which is not zero), `failure` where there is none that
-    was due, or where the episode ended under the command.
+    With `ended`: `reward` of a graded answer (None = not graded, which is not zero), and `failure` where a reward was
+    due but is missing, or where the episode ended during the command.
     """
 
     step_id: str
@@ -70,13 +75,13 @@ class Observation:
 
     @property
     def ok(self) -> bool:
-        """The command ended by itself with 0, or the answer was taken and nothing failed."""
+        """Whether the command exited with 0, or the answer was accepted and nothing failed."""
         return self.result.ok if self.result is not None else self.failure is None
 
     def text(self) -> str:
-        """What a policy is shown: both outputs, where they were cut, and how the command ended if not with 0.
+        """Returns the text for the policy: both outputs, where they were cut, and how the command ended if not with 0.
 
-        Nothing of the verifier is in it, and no reward.
+        It contains nothing of the verifier and no reward.
         """
         if self.result is None:
             return f"The episode has ended: {self.failure.message}" if self.failure else "The episode has ended."
@@ -94,7 +99,7 @@ class TerminalHandle:
         self._service = service
         self._stub = pb_grpc.TerminalServiceStub(service.channel)
         self.info = info
-        """The episode as it was last reported."""
+        """The episode as last reported."""
 
     def __repr__(self) -> str:
         return f"TerminalHandle({self.terminal_id})"
@@ -102,9 +107,7 @@ class TerminalHandle:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -119,32 +122,32 @@ class TerminalHandle:
         timeout: float | None = None,
         step_id: str = "",
     ) -> Observation:
-        """Runs one command in the episode's shell and gives what came of it.
+        """Runs one command in the episode's shell and returns its result.
 
-        The working directory, variables and functions go from one to the next. A connection that breaks is taken up
-        again and the command is not run twice; cancelling this leaves it running, and the next step waits for it.
+        The working directory, variables and functions persist between commands. A broken connection is resumed and the
+        command is not run twice; cancelling this leaves it running, and the next step waits for it.
 
         Args:
             command: text for the shell, an argument vector, or a `Command`.
             timeout: seconds; None = the command's own, or the episode's.
-            step_id: chosen by you; a repeated one gives its first answer again. Empty = assigned.
+            step_id: idempotency key; a repeated one returns the first result. Empty = assigned.
 
         Raises:
             FailedPrecondition: `EPISODE_ENDED`.
-            ResourceExhausted: `STEP_LIMIT`, only an answer is taken now.
+            ResourceExhausted: `STEP_LIMIT`, only an answer is accepted now.
             InvalidArgument: `STEP_INVALID`.
         """
         if isinstance(command, str):
             given = tasks.Command(shell=command)
         else:
             given = command if isinstance(command, tasks.Command) else tasks.Command(command)
-        request = pb.StepRequest(command=wire_specs.command(given))
+        request = pb.StepRequest(command=specs.command(given))
         if timeout is not None:
             request.command.timeout.FromNanoseconds(round(timeout * 1e9))
         return await self._step(request, step_id)
 
     async def answer(self, text: str = "", *, step_id: str = "") -> Observation:
-        """Gives the final answer, which ends the episode: its verifier runs, and reads the text in a file.
+        """Submits the final answer, which ends the episode: its verifier runs and reads the text from a file.
 
         Args:
             text: at most 1 MiB; may be empty.
@@ -164,20 +167,20 @@ class TerminalHandle:
                 answer = await self._service.exchange(self._stub.Step, request)
             except Unavailable as error:
                 if loop.time() - begun > _CONNECT_S:
-                    patience.sign()  # the step may be longer than the patience with a driver that is away
+                    patience.sign()  # the step may take longer than we wait for a driver that is down
                 await patience.pause(error)
                 continue
             return observation(answer)
 
     async def refresh(self) -> Terminal:
-        """The episode as it stands."""
+        """Fetches the episode's current state."""
         request = pb.GetTerminalRequest(terminal_id=self.terminal_id)
         answer = await self._service.call(self._stub.GetTerminal, request, repeatable=True)
         self.info = terminal(answer.terminal)
         return self.info
 
     async def close(self) -> None:
-        """Ends it without an answer, unless it has ended: its sandbox is gone when this returns. Idempotent."""
+        """Ends it without an answer unless it has ended; returns when its sandbox is removed. Idempotent."""
         request = pb.CloseTerminalRequest(terminal_id=self.terminal_id)
         await self._service.call(self._stub.CloseTerminal, request, timeout=_CLOSE_TIMEOUT_S, repeatable=True)
 
@@ -191,7 +194,7 @@ class TerminalsClient:
 
     async def open(
         self,
-        task: tasks.Task,
+        task: Task,
         *,
         sandbox: tasks.SandboxChoice | None = None,
         wall_time: float | None = None,
@@ -200,17 +203,17 @@ class TerminalsClient:
         max_steps: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> TerminalHandle:
-        """Opens an episode and returns when the first command may come: `async with await ps.terminals.open(task)`.
+        """Opens an episode and returns when it is ready for commands: `async with await ps.terminals.open(task)`.
 
         Args:
             task: what to do; nothing of its verifier is in the sandbox before the answer. Its `sandbox`, `labels` and
-                `limits.agent` hold where nothing is given here; it has no model calls and so no use for `budgets`,
-                and the driver's own limits for preparing, setup and verifier.
+                `limits.agent` apply unless given here. There are no model calls, so `budgets` is not used, and the
+                driver's own limits apply to preparing, setup and verifier.
             sandbox: where; it has no network, whatever setup had.
             wall_time: seconds until the answer; None = the task's, or 30 min.
             command_timeout: seconds for each command; None = 2 min.
             output_limit_bytes: of each stream of an observation, half of it the end; None = 64 KiB, at most 1 MiB.
-            max_steps: most commands; None = 240, the most.
+            max_steps: maximum commands; None = 240, the maximum.
             labels: for finding it.
 
         Raises:
@@ -218,66 +221,47 @@ class TerminalsClient:
             InvalidArgument: `TERMINAL_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
             ResourceExhausted: `TERMINAL_LIMIT`.
         """
-        sandbox = rollouts.sandbox_of(task, sandbox)
+        sandbox = client.sandbox_of(task, sandbox)
         if wall_time is None and task.limits is not None:
             wall_time = task.limits.agent
         request = pb.OpenTerminalRequest(
             request_id=secrets.token_hex(16),
-            task=wire_specs.task(task),
-            wall_time=wire.duration(wall_time),
-            command_timeout=wire.duration(command_timeout),
+            task=specs.task(task),
+            wall_time=chat.duration(wall_time),
+            command_timeout=chat.duration(command_timeout),
             labels={**task.labels, **(labels or {})},
             output_limit_bytes=output_limit_bytes,
             max_steps=max_steps,
         )
         if sandbox is not None:
-            request.sandbox.CopyFrom(wire_specs.sandbox_choice(sandbox))
+            request.sandbox.CopyFrom(specs.sandbox_choice(sandbox))
         answer = await self._service.call(self._stub.OpenTerminal, request, timeout=OPEN_TIMEOUT_S, repeatable=True)
         return TerminalHandle(self._service, terminal(answer.terminal))
 
     async def attach(self, terminal_id: str) -> TerminalHandle:
-        """A handle of an episode that was opened elsewhere. Raises NotFound `TERMINAL_UNKNOWN`."""
+        """Returns a handle of an episode that was opened elsewhere. Raises NotFound `TERMINAL_UNKNOWN`."""
         request = pb.GetTerminalRequest(terminal_id=terminal_id)
         answer = await self._service.call(self._stub.GetTerminal, request, repeatable=True)
         return TerminalHandle(self._service, terminal(answer.terminal))
 
 
-def terminal(message: pb.Terminal) -> Terminal:
-    """An episode."""
-    return Terminal(
-        terminal_id=message.terminal_id,
-        task_id=message.task.task_id,
-        labels=dict(message.labels),
-        step_count=message.step_count,
-        ended=message.ended,
-        reward=wire_results.reward(message.reward) if message.HasField("reward") else None,
-        failure=wire_results.failure(message.failure) if message.HasField("failure") else None,
-        setup=tuple(map(wire_results.command_finished, message.setup_commands)),
-        verifier=tuple(map(wire_results.command_finished, message.verifier_commands)),
-        sandbox_id=message.sandbox_id,
-        create_time=wire.time(message, "create_time"),
-        expire_time=wire.time(message, "expire_time"),
-        end_time=wire.time(message, "end_time"),
-    )
+terminal: Final = reader(
+    Terminal,
+    pb.Terminal,
+    renamed={"task_id": "task.task_id", "setup": "setup_commands", "verifier": "verifier_commands"},
+)
+"""Converts an episode."""
 
-
-def observation(message: pb.StepResponse) -> Observation:
-    """What a step gave."""
-    return Observation(
-        step_id=message.step_id,
-        result=wire_sandboxes.run_result(message.result) if message.HasField("result") else None,
-        ended=message.ended,
-        reward=wire_results.reward(message.reward) if message.HasField("reward") else None,
-        failure=wire_results.failure(message.failure) if message.HasField("failure") else None,
-    )
+observation: Final = reader(Observation, pb.StepResponse)
+"""Converts the result of a step."""
 
 
 def _whole(kept: bytes, written: int) -> str:
-    """An output as text, with a note where its middle is left out."""
+    """Returns an output as text, with a note where its middle is left out."""
     more = written - len(kept)
     if more <= 0:
         return kept.decode("utf-8", "replace")
-    # The first half of the limit and the last half are kept, the first one larger by the odd byte.
+    # The first and the last half of the limit are kept; the first one has the odd byte.
     head = len(kept) - len(kept) // 2
     first, last = (part.decode("utf-8", "replace") for part in (kept[:head], kept[head:]))
     return f"{first}\n[{more} bytes left out]\n{last}"

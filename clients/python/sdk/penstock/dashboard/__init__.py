@@ -1,4 +1,4 @@
-"""The dashboard: a page in the browser that shows what runs, and the door through which it reaches the services.
+"""The dashboard: a browser page that shows running work, and the gateway through which it reaches the services.
 
-`serve` starts it. The page itself is built from clients/web into `static/`, which the wheel carries.
+`serve` starts it. The page itself is built from clients/web into `static/`, which is part of the wheel.
 """

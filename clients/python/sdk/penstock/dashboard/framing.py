@@ -1,7 +1,7 @@
-"""gRPC-Web on the wire: frames with a length before them, the trailers as the last one.
+"""The gRPC-Web wire format: length-prefixed frames, the trailers as the last one.
 
-The format is PROTOCOL-WEB.md of the gRPC project; only the binary form without compression is spoken. Messages are not
-looked into.
+The format is PROTOCOL-WEB.md of the gRPC project; only the binary form without compression is supported. Messages are
+not decoded.
 """
 
 import base64
@@ -21,32 +21,31 @@ _KEY: Final = re.compile(r"[a-z0-9_.-]+")
 
 
 class BadFrame(ValueError):
-    """What came is no gRPC-Web; says what it is instead."""
+    """The input is not gRPC-Web; the text describes the problem."""
 
 
 def message_of(body: bytes | bytearray) -> bytes:
-    """The one message of a request's body.
+    """Returns the one message of a request's body.
 
     Raises:
         BadFrame: it is not exactly one frame with an uncompressed message.
     """
     if len(body) < _HEAD.size:
-        raise BadFrame("a frame has at least 5 bytes")
+        raise BadFrame("a frame must have at least 5 bytes")
     flags, length = _HEAD.unpack_from(body)
     if flags:
-        raise BadFrame("compressed messages and trailers are not taken")
+        raise BadFrame("compressed messages and trailers are not supported")
     if length != len(body) - _HEAD.size:
-        raise BadFrame("one frame is expected, of the length that it says")
+        raise BadFrame("expected one frame of the stated length")
     return bytes(memoryview(body)[_HEAD.size :])
 
 
 def data_frame(message: bytes) -> bytes:
-    """A message of an answer."""
     return _HEAD.pack(0, len(message)) + message
 
 
 def trailers_frame(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]] = ()) -> bytes:
-    """The end of an answer: status, text, and the service's trailing metadata (details of errors)."""
+    """Returns the last frame of an answer: status, text, and the service's trailing metadata (details of errors)."""
     lines = [("grpc-status", str(code)), ("grpc-message", quote(message, safe=" !#$&'()*+,/:;=?@[]"))]
     for key, value in metadata:
         if not _KEY.fullmatch(key) or key in ("grpc-status", "grpc-message"):
@@ -60,7 +59,7 @@ def trailers_frame(code: int, message: str, metadata: Iterable[tuple[str, str | 
 
 
 def timeout_of(header: str | None) -> float | None:
-    """Seconds of a `grpc-timeout` header; None without one.
+    """Returns the seconds of a `grpc-timeout` header; None without one.
 
     Raises:
         BadFrame: it is malformed.
@@ -69,5 +68,5 @@ def timeout_of(header: str | None) -> float | None:
         return None
     found = _TIMEOUT.fullmatch(header)
     if found is None:
-        raise BadFrame("grpc-timeout is a number and one of H, M, S, m, u, n")
+        raise BadFrame("grpc-timeout must be a number and one of H, M, S, m, u, n")
     return int(found[1]) * _UNITS_S[found[2]]

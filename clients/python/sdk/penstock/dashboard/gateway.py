@@ -1,10 +1,10 @@
-"""The page's calls, passed on byte for byte: gRPC-Web from the browser, gRPC to the services.
+"""Proxies the page's calls byte for byte: gRPC-Web from the browser, gRPC to the services.
 
 Invariants: only the methods of `methods.ALLOWED`, and only with the caller's own bearer token, which is passed on and
 never kept, logged or replaced, nor sent in clear beyond this machine; a message is never decoded; a stream is read from
-the service no faster than the browser takes it; when the browser goes, its call is cancelled; what strangers make it
-hold is bounded in number, bytes and time, since it cannot tell a token that is valid from one that is not; what cannot
-be passed on is told as a gRPC status, as the services' errors are.
+the service no faster than the browser reads it; when the browser disconnects or stops reading, its call is cancelled;
+resources held for strangers are bounded in number, bytes and time, since the gateway cannot validate tokens; a call
+that cannot be proxied ends with a gRPC status, as the services' errors do.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from aiohttp import web
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock.client.endpoints import SERVICES, Endpoints, is_local
 from penstock.client.errors import ConfigurationError
-from penstock.client.rpc import Service
+from penstock.client.transport.endpoints import SERVICES, Endpoints, is_local
+from penstock.client.transport.rpc import Service
+from penstock.dashboard import slow_browsers
 from penstock.dashboard.framing import (
     CONTENT_TYPE,
     CONTENT_TYPES,
@@ -33,32 +34,34 @@ from penstock.dashboard.framing import (
 from penstock.dashboard.methods import ALLOWED, SERVICE_HEADER, Method
 
 MAX_REQUEST_BYTES: Final = 8 << 20
-"""Of one request: a task with its files, pasted into a form."""
+"""Maximum size of one request: a task with its files, pasted into a form."""
 UNARY_S: Final = 60.0
-"""For a unary call whose caller sets no deadline."""
+"""Timeout of a unary call without a deadline of its own."""
 _PASSED_ON: Final = ("x-request-id", "traceparent", "tracestate")
 _PRINTABLE: Final = re.compile(r"[ -~]*")
-"""What gRPC takes as metadata."""
+"""Characters that gRPC accepts as metadata."""
 _HEADERS: Final = {"content-type": CONTENT_TYPE, "cache-control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of all calls together.
+    """Limits of all calls together.
 
     Attributes:
-        calls: at once, those whose request is still coming included. A page has a few.
+        calls: at once, including those whose request is still arriving. A page has a few.
         held_bytes: of requests, until their calls end; the memory is twice that.
-        read_s: seconds that a request may take to come.
+        read_s: seconds that a request may take to arrive.
+        write_s: seconds in which a browser must read some of its pending data (`writing.PROGRESS_BYTES`, or all).
     """
 
     calls: int = 512
     held_bytes: int = 32 << 20
     read_s: float = 10.0
+    write_s: float = 60.0
 
 
 class Refused(Exception):
-    """The gateway itself says no."""
+    """The gateway itself refuses the call."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
         super().__init__(message)
@@ -66,7 +69,7 @@ class Refused(Exception):
         self.reason = reason
 
     def frame(self) -> bytes:
-        """As the services tell their errors."""
+        """Returns the error in the services' form."""
         detail = AnyMessage()
         detail.Pack(error_details_pb2.ErrorInfo(reason=self.reason, domain="penstock"))
         status = status_pb2.Status(code=self.code.value[0], message=str(self), details=[detail])
@@ -74,7 +77,7 @@ class Refused(Exception):
 
 
 class Gateway:
-    """One channel to each service that there is. Made inside a running event loop, closed with `close`.
+    """Channels to the available services. Created inside a running event loop, closed with `close`.
 
     Raises:
         ConfigurationError: `TOKEN_IN_CLEAR`.
@@ -86,8 +89,8 @@ class Gateway:
             # Endpoints refuse this for a token of their own; here each page brings one, whatever they have.
             if address and endpoints.tls is None and not is_local(address):
                 raise ConfigurationError(
-                    f"The pages' tokens are not sent in clear to {address}: name the CA of the services'"
-                    " certificates (PENSTOCK_CA_FILE, or a connection file), or reach them through `ssh -L`.",
+                    f"The pages' tokens must not be sent in cleartext to {address}: set the CA of the services' "
+                    "certificates (PENSTOCK_CA_FILE, or a connection file), or reach them through `ssh -L`.",
                     reason="TOKEN_IN_CLEAR",
                 )
         self._services: Mapping[str, Service] = {
@@ -98,14 +101,13 @@ class Gateway:
         self._held_bytes = 0
 
     async def close(self) -> None:
-        """Ends what is open."""
         for service in self._services.values():
             await service.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """One call: POST /rpc/{service}/{method}."""
+        """Handles one call: POST /rpc/{service}/{method}."""
         body = bytearray()
-        self._calls += 1  # before anything of the body is read: it costs memory and time
+        self._calls += 1  # before the body is read: that costs memory and time
         try:
             method, service, metadata, timeout = self._admit(request)
             await self._read(request, body)
@@ -113,10 +115,11 @@ class Gateway:
             channel = service.channel
             path = f"/{request.match_info['service']}/{request.match_info['method']}"
             if method.streaming:
-                open_stream: Any = channel.unary_stream(path)  # without serialisers: bytes as they are
-                return await _stream(request, open_stream(message, timeout=timeout, metadata=metadata))
-            call: Any = channel.unary_unary(path)
-            return await _single(call(message, timeout=timeout or UNARY_S, metadata=metadata))
+                open_stream: Any = channel.unary_stream(path)  # without serialisers: raw bytes
+                call = open_stream(message, timeout=timeout, metadata=metadata)
+                return await _stream(request, call, self._bounds.write_s)
+            open_single: Any = channel.unary_unary(path)
+            return await _single(open_single(message, timeout=timeout or UNARY_S, metadata=metadata))
         except Refused as refusal:
             return _answer(refusal.frame())
         except BadFrame as error:
@@ -126,45 +129,45 @@ class Gateway:
             self._held_bytes -= len(body)
 
     async def _read(self, request: web.Request, body: bytearray) -> None:
-        """The request's body into `body`; each byte of it is counted as held."""
+        """Reads the request's body into `body`; counts each byte of it as held."""
         try:
             async with asyncio.timeout(self._bounds.read_s):
                 async for piece in request.content.iter_any():
                     if len(body) + len(piece) > MAX_REQUEST_BYTES:
-                        text = f"A request of the dashboard has at most {MAX_REQUEST_BYTES >> 20} MiB."
+                        text = f"A request of the dashboard must have at most {MAX_REQUEST_BYTES >> 20} MiB."
                         raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "REQUEST_TOO_LARGE", text)
                     if self._held_bytes + len(piece) > self._bounds.held_bytes:
-                        text = "The dashboard holds as many bytes of requests as it may: ask again in a moment."
+                        text = "The dashboard's request buffer is full: try again in a moment."
                         raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "DASHBOARD_BUSY", text)
                     body += piece
                     self._held_bytes += len(piece)
         except TimeoutError:
-            text = f"The request did not come within {self._bounds.read_s:g} s."
+            text = f"The request was not received within {self._bounds.read_s:g} s."
             raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_SLOW", text) from None
 
     def _admit(self, request: web.Request) -> tuple[Method, Service, list[tuple[str, str]], float | None]:
         name = f"{request.match_info['service']}/{request.match_info['method']}"
         method = ALLOWED.get(name)
         if method is None:
-            text = "The dashboard passes on what it shows, and starting and cancelling rollouts; this is neither."
+            text = "The dashboard allows reading, and starting and cancelling rollouts. This method is neither."
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, "DASHBOARD_METHOD", text)
         credential = request.headers.getall("authorization", [])
         if len(credential) != 1:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_MISSING", "The dashboard needs a token.")
         if not _PRINTABLE.fullmatch(credential[0]):
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID", "A token is printable ASCII.")
+            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID", "A token must be printable ASCII.")
         if request.content_type not in CONTENT_TYPES:
-            raise BadFrame(f"the content type is {CONTENT_TYPE}")
+            raise BadFrame(f"the content type must be {CONTENT_TYPE}")
         timeout = timeout_of(request.headers.get("grpc-timeout"))
         asked: str | None = method.service or request.headers.get(SERVICE_HEADER)
         if asked not in SERVICES:
-            raise BadFrame(f"the header {SERVICE_HEADER} is one of {', '.join(SERVICES)}")
+            raise BadFrame(f"the header {SERVICE_HEADER} must be one of {', '.join(SERVICES)}")
         service = self._services.get(asked)
         if service is None:
-            text = f"There is no {asked} service here."
+            text = f"There is no {asked} service."
             raise Refused(grpc.StatusCode.UNAVAILABLE, "SERVICE_ABSENT", text)
         if self._calls > self._bounds.calls:
-            text = "The dashboard has as many calls open as it may: close some of its pages."
+            text = "The dashboard has too many open calls: close some of its pages."
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "DASHBOARD_BUSY", text)
         metadata = [("authorization", credential[0])]
         for key in _PASSED_ON:
@@ -188,20 +191,19 @@ async def _single(call: Any) -> web.Response:
         call.cancel()
 
 
-async def _stream(request: web.Request, call: Any) -> web.StreamResponse:
+async def _stream(request: web.Request, call: Any, write_s: float) -> web.StreamResponse:
     response = web.StreamResponse(headers={**_HEADERS, "x-accel-buffering": "no"})
     try:
         await response.prepare(request)
         try:
             async for message in call:
-                await response.write(data_frame(message))
+                await slow_browsers.taken(request, response.write(data_frame(message)), write_s)
             end = await _trailers(call)
         except grpc.aio.AioRpcError as error:
             end = _failed(error)
-        await response.write(end)
-        await response.write_eof()
+        await slow_browsers.taken(request, response.write_eof(end), write_s)
     except ConnectionError as error:
-        # The browser went; nobody is left to be told.
+        # The browser disconnected; there is no one to answer.
         raise asyncio.CancelledError from error
     finally:
         call.cancel()
@@ -209,10 +211,10 @@ async def _stream(request: web.Request, call: Any) -> web.StreamResponse:
 
 
 async def _trailers(call: Any) -> bytes:
-    """The end of a call that went well."""
+    """Returns the last frame of a successful call."""
     return trailers_frame(0, "", await call.trailing_metadata())
 
 
 def _failed(error: grpc.aio.AioRpcError) -> bytes:
-    """The end of a call that did not: the service's own status, details included."""
+    """Returns the last frame of a failed call: the service's own status, details included."""
     return trailers_frame(error.code().value[0], error.details() or "", error.trailing_metadata())

@@ -1,22 +1,22 @@
-"""What the page may call: reads, and starting and cancelling rollouts. Everything else is closed here, whoever asks.
+"""The methods that the page may call: reads, and starting and cancelling rollouts. All others are refused.
 
-The services decide again by the role of the token: this list only keeps a page that was taken over from what no page
-needs, such as commands in sandboxes, files, tokens of rollouts, weights.
+The services authorize by the token's role as well: this list only keeps a compromised page from methods that no page
+needs, such as commands in sandboxes, files, agent keys of rollouts, weights.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.client.endpoints import ServiceName
+from penstock.client.transport.endpoints import ServiceName
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Who serves it, and whether its answer is a stream."""
+    """The service of a method, and whether its answer is a stream."""
 
     service: ServiceName | None
-    """None = every service does; the request's header `SERVICE_HEADER` names the one that is asked."""
+    """None = every service has it; the request's header `SERVICE_HEADER` names the one to call."""
     streaming: bool = False
 
 

@@ -1,6 +1,6 @@
 """The built page: its files, read once, and the headers that keep a browser from running anything else.
 
-Invariant: what is served is what was in the directory when it was read; no path of a request reaches the file system.
+Invariant: the files are served as they were when read; no path of a request reaches the file system.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Final
 from penstock.client.errors import ConfigurationError
 
 STATIC: Final = Path(__file__).parent / "static"
-"""Where `make dashboard` builds the page to."""
+"""Output directory of `make dashboard`."""
 
 HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": (
@@ -27,13 +27,11 @@ HEADERS: Final[Mapping[str, str]] = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page."""
-
     body: bytes
     content_type: str
     cache_control: str
@@ -41,14 +39,14 @@ class Asset:
 
 
 def load(directory: Path = STATIC) -> Mapping[str, Asset]:
-    """The page's files by path, `index.html` also as the empty one.
+    """Returns the page's files by path, `index.html` also under the empty one.
 
     Raises:
         ConfigurationError: `DASHBOARD_NOT_BUILT`.
     """
     if not (directory / "index.html").is_file():
         raise ConfigurationError(
-            "The dashboard's page is not built here: run `make dashboard` in a checkout (it needs Node.js), or install"
+            "The dashboard's page is not built: run `make dashboard` in a checkout (it needs Node.js), or install"
             " a released wheel, which has it.",
             reason="DASHBOARD_NOT_BUILT",
         )

@@ -1,4 +1,4 @@
-"""The agent that an attack is: its program in a spec like any other agent's."""
+"""The agent of an attack: its program in a spec like any other agent's."""
 
 import base64
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.client.connection import Penstock
-from penstock.client.tasks import AgentChoice
+from penstock.client.tasks.spec import AgentChoice
 from penstock.driver.v1 import agent_pb2
 from penstock.redteam.attack import Attack, text_of
 from penstock.trajectory.v1 import trajectory_pb2
@@ -24,18 +24,18 @@ _LIBRARY: Final = ("-shared", "-fPIC", "-Wl,-init,begin")
 
 
 class NoCompiler(Exception):
-    """This machine cannot make the program of an attack that is written in C."""
+    """This machine cannot compile an attack that is written in C."""
 
 
 async def registered(ps: Penstock, spec: agent_pb2.AgentSpec) -> AgentChoice:
-    """An agent for rollouts of one's own: known by its hash, off the list again before this returns."""
+    """Registers an unlisted agent for the caller: deleted before this returns, addressed by its spec's hash."""
     agent = await ps.agents.register(spec)
     await ps.agents.delete(agent.name)
     return AgentChoice(name=agent.name, spec_sha256=agent.spec_sha256)
 
 
 def spec_of(attack: Attack, *, own_kernel: bool = False) -> agent_pb2.AgentSpec:
-    """The spec of an attack's agent, for sandboxes of a kernel of their own or of the machine's.
+    """Returns the spec of an attack's agent, for sandboxes with their own kernel or the machine's.
 
     Raises NoCompiler; takes as long as a compiler where the program is in C.
     """
@@ -49,7 +49,7 @@ def spec_of(attack: Attack, *, own_kernel: bool = False) -> agent_pb2.AgentSpec:
 
 
 def beside(attack: Attack) -> agent_pb2.AgentSpec:
-    """The spec of the agent in another sandbox."""
+    """Returns the spec of the agent in another sandbox."""
     assert attack.beside is not None
     return _python(f"{attack.name}-beside", f"Beside: {attack.tries}", attack.beside)
 
@@ -76,7 +76,7 @@ def _spec_of(attack: Attack) -> agent_pb2.AgentSpec:
 
 
 def agent(name: str, tries: str, script: str, files: dict[str, str] | None = None) -> agent_pb2.AgentSpec:
-    """An agent that runs a shell script, in a home with more files beside it."""
+    """Returns an agent that runs a shell script, with further files in its home."""
     texts = {"start.sh": script, "endpoint": "{{base_url}}\n", "key": "{{api_key}}", **(files or {})}
     return agent_pb2.AgentSpec(
         name=f"redteam-{name}",
@@ -107,7 +107,7 @@ def agent(name: str, tries: str, script: str, files: dict[str, str] | None = Non
 
 
 def _compiled(source: str, kind: tuple[str, ...]) -> bytes:
-    """The program; it needs no library and so no image's compiler."""
+    """Returns the compiled program; it needs no library and so no compiler in the image."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise NoCompiler("its program is in C and this machine has no compiler (cc)")
@@ -122,5 +122,5 @@ def _compiled(source: str, kind: tuple[str, ...]) -> bytes:
         argv = [compiler, *_FLAGS, *kind, "-o", "attack", "attack.c"]
         done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
         if done.returncode != 0:
-            raise NoCompiler(f"its program is in C and {compiler} does not make it: {done.stderr.strip()[-500:]}")
+            raise NoCompiler(f"its program is in C and {compiler} does not compile it: {done.stderr.strip()[-500:]}")
         return (Path(folder) / "attack").read_bytes()

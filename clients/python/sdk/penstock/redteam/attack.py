@@ -1,7 +1,7 @@
-"""Attacks as data: what each tries, the program that tries it, and what must happen.
+"""Attacks as data: the goal of each, its program, and the expected outcome.
 
-They are in the files `attacks/*.yaml` of this package, one for each class; the README beside this module says what a
-key means.
+They are in the files `attacks/*.yaml` of this package, one for each class; the README beside this module documents the
+keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,24 @@ from penstock.client.errors import InvalidArgument
 
 
 class AttackClass(StrEnum):
-    """What an attacker wants."""
+    """The goal of an attacker."""
 
     ESCAPE = "escape"
     """To reach the host, its kernel or other sandboxes."""
     SURVIVE = "survive"
     """To be alive when the verifier works."""
     FORGE_REWARD = "forge_reward"
-    """To be given a reward that was not earned."""
+    """To get a reward that was not earned."""
     DISGUISE_FAILURE = "disguise_failure"
-    """Not to be graded, by a failure that looks like somebody else's."""
+    """To avoid grading by a failure that is blamed on another component."""
     EXHAUST = "exhaust"
-    """To take memory, disk, processes or time that others need."""
+    """To use up memory, disk, processes or time that others need."""
     NETWORK = "network"
     """To reach anything but the rollout's own model endpoint."""
     INGRESS = "ingress"
-    """To be served more at the model endpoint than the rollout may have."""
+    """To get more from the model endpoint than the rollout may have."""
     FLOOD = "flood"
-    """To stop others at the services by many or large messages."""
+    """To deny the services to others by many or large messages."""
 
 
 class Grading(StrEnum):
@@ -44,24 +44,24 @@ class Grading(StrEnum):
 
 
 class Expected(BaseModel):
-    """What must happen beside what holds for all attacks: no reward above the baseline's, no failure that is retriable
-    or told as infrastructure's, the task's or the model's, an end in time, and services that run on.
+    """What must happen beside what holds for all attacks: no reward above the baseline's, no retriable failure or one
+    blamed on infrastructure, the task or the model, an end in time, and services that keep running.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     any_reward: bool = False
-    """The task lets the agent's own program say its reward: only how the rollout ends counts."""
+    """The task lets the agent's own program set its reward: only how the rollout ends counts."""
     graded: bool = False
-    """The rollout must be given a reward: the attack must not even prevent it."""
+    """The rollout must get a reward: the attack must not even prevent it."""
     neighbour: bool = False
-    """A rollout that does its work meanwhile must get its full reward."""
+    """A concurrent rollout that does its work must get its full reward."""
     failure: tuple[str, ...] = ()
-    """If its rollout fails, the reason must be one of these; none given = any that is the agent's own."""
+    """If its rollout fails, the reason must be one of these; none given = any that is the agent's own fault."""
     refused: str = ""
-    """The reason with which its rollout must be refused."""
+    """The reason of its rollout's required refusal."""
     max_growth_bytes: int | None = Field(None, gt=0)
-    """Resident memory that no service may grow by while the attack runs."""
+    """Bytes of resident memory that no service may grow by during the attack."""
 
 
 class Attack(BaseModel):
@@ -78,42 +78,42 @@ class Attack(BaseModel):
     c: str | None = None
     """Free-standing C: no library, `_start` from `programs/freestanding.h`."""
     library: bool = False
-    """With `c`: it is a library for a loader, with `begin` as what runs when it is loaded."""
+    """With `c`: it is a shared library, with `begin` as its initializer."""
     then: str = ""
-    """With `c`: the shell lines that use the program, which is `$program`."""
+    """With `c`: the shell lines that run the program, which is `$program`."""
     user: str = ""
-    """As whom, where that is the point; else as the run says."""
+    """The account, if the attack depends on it; else the run's."""
     model: Literal["source", "echo", "black_box"] = "source"
-    """Who answers its model calls: the run's source, or an endpoint that says back what reached it."""
+    """Answers its model calls: the run's source, or an endpoint that echoes requests."""
     host_tool: bool = False
     """Whether it is offered the host tool of `surroundings.py`."""
     beside: str | None = None
-    """The Python of an agent in another sandbox, which is there meanwhile; the attack begins when it says `tried`."""
+    """Python program of a concurrent agent in another sandbox; the attack begins when it reports `tried`."""
     beside_ends: bool = False
-    """The other one has ended when the attack begins."""
+    """Whether the attack begins only after the other one has ended."""
     task: Literal["sums", "tests", "careless"] = "sums"
     """The task whose verifier is attacked; see `tasks.py`."""
     grading: tuple[Grading, ...] = (Grading.IN_PLACE,)
     backends: tuple[str, ...] = ()
-    """Where it applies; none given = everywhere."""
+    """Backends that it applies to; none given = all."""
     seconds: Annotated[float, Field(gt=0, le=120)] = 20.0
-    """How long the agent may run."""
+    """Seconds that the agent may run."""
     alone: bool = False
-    """It takes so much that nothing else is tried meanwhile."""
+    """It uses so many resources that no other attack runs meanwhile."""
     expected: Expected = Expected()
 
     @model_validator(mode="after")
     def _one_program(self) -> "Attack":
         programs = [text for text in (self.sh, self.python, self.c) if text is not None]
         if len(programs) != 1:
-            raise ValueError("an attack has exactly one of sh, python and c")
-        # A spec's files are templates, and two braces would be a value's name.
+            raise ValueError("an attack must have exactly one of sh, python and c")
+        # A spec's files are templates, in which two braces begin a value's name.
         if any("{{" in text for text in (*programs, self.then, self.beside or "")):
-            raise ValueError("a program holds no two braces in a row")
+            raise ValueError("a program must not have two braces in a row")
         return self
 
     def applies_to(self, backend: str) -> bool:
-        """Whether it makes sense on this backend."""
+        """Whether it applies to this backend."""
         return not self.backends or backend in self.backends
 
 
@@ -121,24 +121,24 @@ _FILES: Final = resources.files("penstock.redteam")
 
 
 def text_of(path: str) -> str:
-    """A file of this package."""
+    """Returns a file of this package."""
     return _FILES.joinpath(*path.split("/")).read_text("utf-8")
 
 
 def registry() -> Mapping[str, Attack]:
-    """All attacks by name, in the order of their classes."""
+    """Returns all attacks by name, in the order of their classes."""
     found: dict[str, Attack] = {}
     for kind in AttackClass:
         for item in _entries(kind):
             attack = Attack.model_validate({"attack_class": kind, **item})
             if attack.name in found:
-                raise ValueError(f"two attacks are called {attack.name}")
+                raise ValueError(f"two attacks have the name {attack.name}")
             found[attack.name] = attack
     return found
 
 
 def select(names: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Attack]:
-    """The attacks with these names or of these classes; all without either.
+    """Returns the attacks with these names or of these classes; all without either.
 
     Raises:
         InvalidArgument: `ATTACK_UNKNOWN`, there is no attack or no class of such a name.
@@ -148,7 +148,7 @@ def select(names: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Attac
     unknown += [name for name in classes if name not in set(AttackClass)]
     if unknown:
         raise InvalidArgument(
-            f"There is no attack and no class {', '.join(unknown)}; classes are {', '.join(AttackClass)},"
+            f"There is no attack and no class {', '.join(unknown)}; classes: {', '.join(AttackClass)},"
             " `penstock doctor --attack --list` lists the attacks",
             reason="ATTACK_UNKNOWN",
         )

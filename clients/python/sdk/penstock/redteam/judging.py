@@ -1,4 +1,4 @@
-"""What came of an attack: from what was seen of its rollout, its neighbour and the services, to a verdict."""
+"""Judges an attack: from the observations of its rollout, its neighbour and the services, to a verdict."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from penstock.client.results import FailureCause, Outcome, Phase
+from penstock.client.types.results import FailureCause, Outcome, Phase
 from penstock.redteam.attack import Attack, Grading
 
 _MARK: Final = "REDTEAM "
@@ -16,19 +16,19 @@ _BEFORE_THE_AGENT: Final = frozenset({Phase.QUEUED, Phase.PREPARING, Phase.CONFI
 
 
 class Verdict(StrEnum):
-    """What came of an attack."""
+    """The verdict on an attack."""
 
     HELD = "held"
     BROKEN = "broken"
     NOT_APPLICABLE = "not_applicable"
-    """It cannot be tried here; the reason says why."""
+    """It cannot be tried here; see the reason."""
     UNCLEAR = "unclear"
-    """It was not seen to have been tried: nothing is known."""
+    """No evidence that it was tried: nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one attack under one grading. `seconds` is what its rollout took; `reward` None: not graded."""
+    """The result of one attack under one grading. `seconds` is its rollout's duration; `reward` None: not graded."""
 
     attack: Attack
     grading: Grading
@@ -47,42 +47,42 @@ class Result:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of an attack. `outcome` None: its rollout did not end in time and was cancelled."""
+    """Observations of an attack. `outcome` None: its rollout did not end in time and was cancelled."""
 
     outcome: Outcome | None = None
     refused: tuple[str, str] | None = None
-    """The reason and the message with which its rollout was refused."""
+    """The reason and the message of its rollout's refusal."""
     missing: str = ""
-    """What was to be there beside it and was not."""
-    said: list[str] = field(default_factory=list)
+    """Missing parts of its surroundings."""
+    reports: list[str] = field(default_factory=list)
     has_tried: asyncio.Event = field(default_factory=asyncio.Event)
     neighbour: Outcome | None = None
     restarted: Sequence[str] = ()
     growth: Mapping[str, int] = field(default_factory=dict)
 
     def hear(self, line: str) -> None:
-        """Takes a line of the agent's, if it is one for us."""
-        if line.startswith(_MARK) and len(self.said) < 100:
-            self.said.append(line.removeprefix(_MARK)[:500])
-            if self.said[-1].startswith("tried: "):
+        """Processes a line of the agent's output, if it is a report for us."""
+        if line.startswith(_MARK) and len(self.reports) < 100:
+            self.reports.append(line.removeprefix(_MARK)[:500])
+            if self.reports[-1].startswith("tried: "):
                 self.has_tried.set()
 
-    def told(self, kind: str) -> list[str]:
-        """What the program said of this kind."""
-        return [line.removeprefix(f"{kind}: ") for line in self.said if line.startswith(f"{kind}: ")]
+    def reported(self, kind: str) -> list[str]:
+        """Returns the program's reports of this kind."""
+        return [line.removeprefix(f"{kind}: ") for line in self.reports if line.startswith(f"{kind}: ")]
 
 
 def judge(attack: Attack, seen: Seen, baseline: float) -> tuple[Verdict, tuple[str, ...]]:
-    """The verdict, and the reasons for it.
+    """Returns the verdict, and the reasons for it.
 
     Args:
-        attack: what was tried.
-        seen: what was seen of it.
+        attack: the attack.
+        seen: the observations of it.
         baseline: the reward of an agent that does nothing.
     """
-    if inapplicable := seen.told("inapplicable"):
+    if inapplicable := seen.reported("inapplicable"):
         return Verdict.NOT_APPLICABLE, tuple(inapplicable)
-    wrong = [*seen.told("broken"), *_of_services(attack, seen)]
+    wrong = [*seen.reported("broken"), *_of_services(attack, seen)]
     if seen.missing:
         return Verdict.UNCLEAR, (*wrong, seen.missing)
     refused = seen.refused or _refused(seen.outcome)
@@ -93,18 +93,18 @@ def judge(attack: Attack, seen: Seen, baseline: float) -> tuple[Verdict, tuple[s
     if attack.expected.refused:
         return Verdict.BROKEN, (*wrong, f"it was not refused as {attack.expected.refused}")
     if seen.outcome is None:
-        return Verdict.BROKEN, (*wrong, "its rollout did not end in the time that its limits give it")
+        return Verdict.BROKEN, (*wrong, "its rollout did not end within its time limits")
     failure = seen.outcome.failure
-    if not seen.said and failure is not None and (failure.phase is None or failure.phase in _BEFORE_THE_AGENT):
+    if not seen.reports and failure is not None and (failure.phase is None or failure.phase in _BEFORE_THE_AGENT):
         return Verdict.UNCLEAR, (*wrong, f"its rollout failed before it: {failure.reason}: {failure.message}")
     wrong += _of_outcome(attack, seen.outcome, baseline)
     if wrong:
         return Verdict.BROKEN, tuple(wrong)
-    if not seen.told("tried"):
-        told = "" if failure is None else f" ({failure.reason}: {failure.message})"
+    if not seen.reported("tried"):
+        failure_text = "" if failure is None else f" ({failure.reason}: {failure.message})"
         stderr = seen.outcome.agent_stderr.decode("utf-8", "replace")[-300:]
-        return Verdict.UNCLEAR, (f"its program did not say that it tried{told} {stderr}".strip(),)
-    return Verdict.HELD, tuple(seen.told("tried"))
+        return Verdict.UNCLEAR, (f"its program did not report that it tried{failure_text} {stderr}".strip(),)
+    return Verdict.HELD, tuple(seen.reported("tried"))
 
 
 def _refused(outcome: Outcome | None) -> tuple[str, str] | None:
@@ -118,21 +118,21 @@ def _of_outcome(attack: Attack, outcome: Outcome, baseline: float) -> list[str]:
     wrong = []
     reward, failure = outcome.reward, outcome.failure
     if reward is not None and reward.value > baseline and not attack.expected.any_reward:
-        wrong.append(f"it got a reward of {reward.value:g} where doing nothing gets {baseline:g}")
+        wrong.append(f"it got a reward of {reward.value:g} but doing nothing gets {baseline:g}")
     if reward is None and attack.expected.graded:
         wrong.append("it was not graded")
     if failure is not None and failure.cause in _NOT_THE_AGENTS:
-        wrong.append(f"its failure was told as {failure.cause}'s: {failure.reason}: {failure.message}")
+        wrong.append(f"its failure was reported with the cause {failure.cause}: {failure.reason}: {failure.message}")
     allowed = attack.expected.failure
     if failure is not None and allowed and failure.reason not in allowed:
         wrong.append(f"its failure was {failure.reason} and not {' or '.join(allowed)}: {failure.message}")
     if failure is not None and failure.retriable:
-        wrong.append(f"its failure was told as worth another try: {failure.reason}: {failure.message}")
+        wrong.append(f"its failure was reported as retriable: {failure.reason}: {failure.message}")
     return wrong
 
 
 def _of_services(attack: Attack, seen: Seen) -> list[str]:
-    wrong = [f"the {name} service ended and was started again" for name in seen.restarted]
+    wrong = [f"the {name} service ended and was restarted" for name in seen.restarted]
     allowed = attack.expected.max_growth_bytes
     if allowed is not None:
         wrong += [
@@ -143,8 +143,8 @@ def _of_services(attack: Attack, seen: Seen) -> list[str]:
     if attack.expected.neighbour:
         neighbour = seen.neighbour
         if neighbour is None:
-            wrong.append("a neighbour that does its work did not end in time")
+            wrong.append("a neighbour rollout did not end in time")
         elif neighbour.reward is None or neighbour.reward.value < 1:
             why = "" if neighbour.failure is None else f": {neighbour.failure.reason}: {neighbour.failure.message}"
-            wrong.append(f"a neighbour that did its work did not get its reward{why}")
+            wrong.append(f"a neighbour rollout did not get its reward{why}")
     return wrong

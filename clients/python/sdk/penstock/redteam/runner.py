@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from penstock.client.abandoning import abandon, created
 from penstock.client.connection import Penstock
 from penstock.client.errors import FailedPrecondition, InvalidArgument, PenstockError, first_of
-from penstock.client.results import AgentEvent, Ended, Outcome
-from penstock.client.rollouts import RolloutOptions
-from penstock.client.tasks import AgentChoice, Budgets, Limits, Mode, ModelSource, Resources, SandboxChoice
-from penstock.redteam import surroundings
+from penstock.client.rollouts.client import RolloutOptions
+from penstock.client.rollouts.handles import abandon, created
+from penstock.client.tasks.spec import AgentChoice, Budgets, Limits, Mode, ModelSource, Resources, SandboxChoice
+from penstock.client.types.results import AgentEvent, Ended, Outcome
+from penstock.redteam import fixtures
 from penstock.redteam.agents import NoCompiler, agent, beside, registered, spec_of
 from penstock.redteam.attack import Attack, Grading, registry
 from penstock.redteam.judging import Result, Seen, Verdict, judge
@@ -31,23 +31,23 @@ _LIMITS: Final = {
 _PREPARE_S: Final = 180.0
 _VERIFY_S: Final = 60.0
 _SLACK_S: Final = 120.0
-"""How much longer than all of its limits a rollout may take: starting, killing, collecting."""
+"""Seconds that a rollout may take beyond all of its limits: starting, killing, collecting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of all attacks on a backend, in the order in which they were given."""
+    """The results of all attacks on a backend, in the given order."""
 
     backend: str
     results: tuple[Result, ...]
 
     def count(self, verdict: Verdict) -> int:
-        """How many ended so."""
+        """Returns the number of results with this verdict."""
         return sum(result.verdict is verdict for result in self.results)
 
     @property
     def held(self) -> bool:
-        """Nothing is broken."""
+        """Whether nothing is broken."""
         return self.count(Verdict.BROKEN) == 0
 
 
@@ -61,26 +61,26 @@ async def run(
     concurrency: int = 2,
     on_result: Callable[[Result], None] = lambda _: None,
 ) -> Report:
-    """Runs attacks, each as a rollout for each grading that it has, and says what came of them.
+    """Runs attacks, each as a rollout per grading, and returns the results.
 
     Args:
-        ps: a client with the operator's token: agents are registered (and taken off the list at once).
+        ps: a client with the operator's token: agents are registered (and unlisted at once).
         attacks: which; None = all of `registry()`.
         backend: where; empty = the operator's default.
-        user: as whom, if not the backend's ordinary user.
-        source: who answers model calls; None = the default inference service, or an endpoint of this program where
-            there is none. An attack asks little or nothing.
-        concurrency: attacks at a time, 1 to 8; those that take much are run alone whatever this is.
+        user: the account, if not the backend's ordinary user.
+        source: answers model calls; None = the default inference service, or an endpoint of this program if there
+            is none. An attack makes few calls or none.
+        concurrency: attacks at a time, 1 to 8; resource-hungry ones always run alone.
         on_result: called with each result as soon as it is known.
 
     Raises:
         InvalidArgument: `ATTACKS`, the concurrency is out of range or there is no such backend.
-        FailedPrecondition: `BACKEND_UNAVAILABLE`, it says what to install or set; `ATTACK_BASELINE`, an agent that does
-            nothing is not graded 0, or one that does the task not 1, so that no attack says anything here.
-        PenstockError: services that cannot be reached or refuse.
+        FailedPrecondition: `BACKEND_UNAVAILABLE`, with what to install or set; `ATTACK_BASELINE`, an agent that does
+            nothing is not graded 0, or one that does the task not 1, so that the attacks would prove nothing here.
+        PenstockError: the services cannot be reached or refuse.
     """
     if not 1 <= concurrency <= 8:
-        raise InvalidArgument("concurrency is 1 to 8", reason="ATTACKS")
+        raise InvalidArgument("concurrency must be 1 to 8", reason="ATTACKS")
     chosen = list(registry().values()) if attacks is None else list(attacks)
     async with contextlib.AsyncExitStack() as stack:
         field = await _field(ps, backend, user, source)
@@ -90,7 +90,7 @@ async def run(
             if source is not None or refused.reason != "INFERENCE_UNKNOWN":
                 raise
             # Services without an engine: an endpoint of this program answers instead.
-            field = await _field(ps, backend, user, await stack.enter_async_context(surroundings.echo()))
+            field = await _field(ps, backend, user, await stack.enter_async_context(fixtures.echo()))
             await field.check_baseline()
         return await _attack(field, chosen, concurrency, on_result)
 
@@ -125,7 +125,9 @@ async def _field(ps: Penstock, backend: str, user: str, source: ModelSource | No
     known = {item.name: item for item in await ps.sandboxes.backends()}
     name = backend or next((item.name for item in known.values() if item.is_default), "")
     if name not in known:
-        raise InvalidArgument(f"There is no backend {name}; there are {', '.join(sorted(known))}", reason="ATTACKS")
+        raise InvalidArgument(
+            f"There is no backend {name}; known backends: {', '.join(sorted(known))}", reason="ATTACKS"
+        )
     if not known[name].available:
         raise FailedPrecondition(f"{name}: {known[name].unavailable_reason}", reason="BACKEND_UNAVAILABLE")
     resources: dict[str, int] = {}
@@ -141,13 +143,13 @@ async def _field(ps: Penstock, backend: str, user: str, source: ModelSource | No
     }
     if source is not None:
         options["source"] = source
-    # Without differences the default is to grade in the agent's sandbox.
+    # Without diffs the default is to grade in the agent's sandbox.
     forks = "diff" in known[name].capabilities
     return _Field(ps, name, options, Watch(ps), forks=forks, own_kernel="own_kernel" in known[name].capabilities)
 
 
 class _Field:
-    """A deployment's backend that is attacked."""
+    """The backend of a deployment under attack."""
 
     def __init__(
         self, ps: Penstock, backend: str, options: RolloutOptions, watch: Watch, *, forks: bool, own_kernel: bool
@@ -169,12 +171,12 @@ class _Field:
             if reward != wanted:
                 raise FailedPrecondition(
                     f"An agent that {'does the task' if wanted else 'does nothing'} got {reward} and not {wanted:g}"
-                    f" on {self.backend}: {_told(seen.outcome)}",
+                    f" on {self.backend}: {_failure_text(seen.outcome)}",
                     reason="ATTACK_BASELINE",
                 )
 
     async def attack(self, attack: Attack, grading: Grading) -> Result:
-        """Runs one attack. Raises PenstockError where services cannot be reached or refuse it."""
+        """Runs one attack. Raises PenstockError if the services cannot be reached or refuse it."""
         begin = time.monotonic()
         reason = self._inapplicable(attack, grading)
         if reason:
@@ -186,7 +188,7 @@ class _Field:
             return Result(attack=attack, grading=grading, verdict=Verdict.NOT_APPLICABLE, reasons=(str(missing),))
         seen, rollout_id = Seen(), ""
         async with (
-            surroundings.of(self._ps, attack) as options,
+            fixtures.of(self._ps, attack) as options,
             self.watch.during(seen),
             self._neighbour(attack, seen),
             self._beside(attack, seen),
@@ -207,7 +209,7 @@ class _Field:
             verdict=verdict,
             reasons=reasons,
             reward=reward,
-            failure=_told(seen.outcome),
+            failure=_failure_text(seen.outcome),
             rollout_id=rollout_id,
             seconds=time.monotonic() - begin,
         )
@@ -221,7 +223,7 @@ class _Field:
 
     @contextlib.asynccontextmanager
     async def _neighbour(self, attack: Attack, seen: Seen) -> AsyncIterator[None]:
-        """A rollout that does its work during the block, where the attack must not harm one."""
+        """Runs a rollout that does its work during the block, if the attack must not harm one."""
         if not attack.expected.neighbour:
             yield
             return
@@ -238,7 +240,7 @@ class _Field:
 
     @contextlib.asynccontextmanager
     async def _beside(self, attack: Attack, seen: Seen) -> AsyncIterator[None]:
-        """What an attack wants in another sandbox; what that one found broken is told as the attack's."""
+        """Runs the attack's agent in another sandbox; breaches that it finds count as the attack's."""
         if attack.beside is None:
             yield
             return
@@ -251,9 +253,11 @@ class _Field:
             if work.done():
                 work.result()
             if not other.has_tried.is_set():
-                seen.missing = f"the sandbox beside it was not ready: {'; '.join(other.said) or _told(other.outcome)}"
+                seen.missing = (
+                    f"the sandbox beside it was not ready: {'; '.join(other.reports) or _failure_text(other.outcome)}"
+                )
             yield
-            seen.said += [f"broken: the sandbox beside it: {line}" for line in other.told("broken")]
+            seen.reports += [f"broken: the sandbox beside it: {line}" for line in other.reported("broken")]
         finally:
             work.cancel()
             ready.cancel()
@@ -288,7 +292,7 @@ class _Field:
             await abandon(handle, _OVER)
             raise
         with contextlib.suppress(PenstockError):
-            await handle.delete()  # a rollout that is still being ended stays: it is the operator's evidence
+            await handle.delete()  # a rollout that is still ending is kept: it is the operator's evidence
         return handle.rollout_id
 
 
@@ -296,7 +300,7 @@ def _worker() -> str:
     return f"cat >work.sh <<'END'\n{SOLUTION}END\n"
 
 
-def _told(outcome: Outcome | None) -> str:
+def _failure_text(outcome: Outcome | None) -> str:
     if outcome is None:
         return "it did not end"
     return "" if outcome.failure is None else f"{outcome.failure.reason}: {outcome.failure.message}"

@@ -1,9 +1,10 @@
-"""The tasks whose verifiers are attacked. None can be done by an attack's program: a reward is a forged one."""
+"""The tasks whose verifiers are attacked. No attack's program can do them: any reward is forged."""
 
 import secrets
 from typing import Final
 
-from penstock.client.tasks import Command, RewardFrom, SeedFile, Task, Verifier
+from penstock.client.tasks.spec import Command, RewardFrom, SeedFile, Verifier
+from penstock.client.tasks.task import Task
 from penstock.redteam.attack import Grading
 
 _JUDGE: Final = """
@@ -23,14 +24,14 @@ echo $reward >"$PENSTOCK_REWARD_FILE"
 """
 
 SOLUTION: Final = "while read -r left right; do echo $((left + right)); done\n"
-"""What work.sh holds where the task is done."""
+"""Content of work.sh when the task is done."""
 
 
 def task_of(kind: str, grading: Grading) -> Task:
-    """A task by its name in an attack.
+    """Returns a task by its name in an attack.
 
-    `sums`: work.sh adds numbers that nobody knows before; it runs in a command of its own, and another one judges what
-    it wrote. `tests`: check.sh fails, and is put back before it is run. `careless`: the verifier runs the agent's own
+    `sums`: work.sh adds numbers that nobody knows before; it runs in a command of its own, and another one judges its
+    output. `tests`: check.sh fails, and is restored before it is run. `careless`: the verifier runs the agent's own
     judge.sh with the reward's file.
     """
     fresh_fork = None if grading is Grading.FORK else False

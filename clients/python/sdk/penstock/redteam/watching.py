@@ -1,4 +1,4 @@
-"""The services while they are attacked: whether one ended, and how much memory each takes."""
+"""Watches the services during attacks: whether one ended, and how much memory each uses."""
 
 import asyncio
 import contextlib
@@ -6,20 +6,20 @@ from collections.abc import AsyncIterator
 from typing import Final, Self
 
 from penstock.client.connection import Penstock
-from penstock.client.endpoints import SERVICES, ServiceName
 from penstock.client.errors import PenstockError
 from penstock.client.operations import ServiceStatus
+from penstock.client.transport.endpoints import SERVICES, ServiceName
 from penstock.redteam.judging import Seen
 
 _EVERY_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
-"""How long a service may be silent after an attack before it counts as ended."""
+"""Seconds that a service may be silent after an attack before it counts as ended."""
 _SAME_START_S: Final = 5.0
-"""Two readings of one start differ by what the answers took."""
+"""Tolerance: two readings of one start time differ by the duration of the answers."""
 
 
 class Watch:
-    """Looks at the services for as long as it is entered. Belongs to one event loop."""
+    """Polls the services while entered. Belongs to one event loop."""
 
     def __init__(self, ps: Penstock) -> None:
         self._ps = ps
@@ -32,7 +32,7 @@ class Watch:
 
     async def __aenter__(self) -> Self:
         names: list[ServiceName] = [name for name in SERVICES if self._ps.endpoints.address(name)]
-        # One that does not answer now is not there, or not of a version that tells: nothing can be said of it.
+        # One that does not answer now is down, or too old to report its status: it cannot be checked.
         self._names = [name for name in names if await self._look(name)]
         self._task = asyncio.create_task(self._run())
         return self
@@ -44,7 +44,7 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def during(self, seen: Seen) -> AsyncIterator[None]:
-        """Tells `seen` what befell the services during the block; growth is told rightly of one block at a time."""
+        """Records in `seen` what happened to the services during the block; growth is exact for one block at a time."""
         await self._look_at_all()
         before = {name: status.resident_bytes for name, status in self._now.items()}
         ended, peaks = dict(self._ended), dict(before)
@@ -74,7 +74,7 @@ class Watch:
         return False
 
     async def _look(self, name: ServiceName) -> bool:
-        """Whether the service says how it fares."""
+        """Whether the service reports its status."""
         try:
             status = await self._ps.operations.status(name)
         except PenstockError:

@@ -6,9 +6,9 @@ async with await NumpyEngine.open(EngineOptions(model_dir=path, model_name="demo
 """
 
 from penstock_inference.engines.base import EngineOptions
+from penstock_inference.engines.checkpoint import parse_safetensors
 from penstock_inference.engines.numpy.engine import NumpyEngine
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
-from penstock_inference.safetensors_file import parse_safetensors
 
 __all__ = ["EngineOptions", "ModelConfig", "NumpyEngine", "Weights", "open_engine", "parse_safetensors"]
 

@@ -1,8 +1,8 @@
 """The forward pass, arranged so that a token's numbers depend on its own prefix and on nothing else.
 
 A matrix product's rounding depends on the shape that BLAS is given: one row alone and the same row among 64 differ in
-the last bits, which is enough to flip a sampled token. So every product here has a shape that does not depend on who
-else is in the batch:
+the last bits, which is enough to flip a sampled token. So no product here has a shape that depends on the other
+rows of the batch:
 
 - Projections run in tiles of `row_tile` rows (padded), one GEMM of a fixed shape per tile. Rows of one GEMM do not mix,
   and `Decoder` checks when it is built that on this BLAS a row's result does not depend on its place in the tile.
@@ -35,8 +35,8 @@ Ints = NDArray[np.int64]
 class KVCache:
     """Keys and values of `slots` sequences, each (layers, slots, kv_heads, length, head_dim) float32.
 
-    Memory is touched, and so used, only as far as sequences grow. Every number in it is finite, also where nothing was
-    written yet: masked positions are multiplied by zero, which a NaN would survive.
+    Memory is touched, and so used, only as far as sequences grow. Every number in it is finite, also in unwritten
+    positions: masked positions are multiplied by zero, which a NaN would survive.
     """
 
     def __init__(self, config: ModelConfig, slots: int, max_tokens: int) -> None:
@@ -56,7 +56,7 @@ class KVCache:
         self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
 
     def clear(self, slot: int) -> None:
-        """Back to zeros, for a slot that may hold numbers that are not finite."""
+        """Zero a slot that may hold numbers that are not finite."""
         self.keys[:, slot] = 0
         self.values[:, slot] = 0
 
@@ -78,7 +78,7 @@ class _AttentionGroup:
     slots: slice | Ints
     blocks: int
     mask: Array
-    """(queries or slots, 1, blocks, 1, BLOCK): 0 where a query may look, -inf elsewhere."""
+    """(queries or slots, 1, blocks, 1, BLOCK): 0 where a query may attend, -inf elsewhere."""
 
 
 class Decoder:
@@ -217,8 +217,8 @@ def _attend(queries: Array, keys: Array, values: Array, group: _AttentionGroup) 
 def _group_decodes(positions: Ints, slots: Ints) -> list[_AttentionGroup]:
     """How decode rows attend: one product over a view of the cache when the slots are dense, else by length class.
 
-    A view computes idle slots and short rows to the longest; an index copies keys and values. Which one runs changes
-    the time, never a row's numbers.
+    A view computes idle slots, and short rows to the longest length; an index copies keys and values. The choice
+    affects the time, never a row's numbers.
     """
     if positions.size == 0:
         return []

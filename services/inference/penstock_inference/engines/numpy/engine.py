@@ -1,4 +1,4 @@
-"""The numpy engine as the service drives it: requests checked, pauses, weight updates. `worker` has the thread."""
+"""The numpy engine as the service drives it: checked requests, pauses, weight updates. `worker` has the thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from penstock_chassis.errors import (
-    Aborted,
     AlreadyExists,
     FailedPrecondition,
     ResourceExhausted,
@@ -41,7 +40,14 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     UpdatePhases,
 )
-from penstock_inference.engines.checks import MAX_SEED, check_prompt, check_sampling, raise_violations
+from penstock_inference.engines.checks import (
+    MAX_SEED,
+    check_prompt,
+    check_sampling,
+    check_update,
+    open_update,
+    raise_violations,
+)
 from penstock_inference.engines.numpy.decoder import KVCache
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
 from penstock_inference.engines.numpy.scheduler import Scheduler
@@ -65,27 +71,27 @@ _CAPABILITIES = Capabilities(
 
 @dataclasses.dataclass(slots=True)
 class _Update:
-    """An open update: what arrived so far."""
+    """An open update: the tensors received so far."""
 
     version: int
     label: str
     update_format: UpdateFormat
     tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
     staged: Weights | None = None
-    """What they are with the rest, once that was checked."""
+    """The complete new weights, once checked."""
 
 
 class NumpyEngine:
-    """A decoder on the CPU, for tests and machines without a GPU. See `base.Engine` for what each method promises.
+    """A decoder on the CPU, for tests and machines without a GPU. See `base.Engine` for the contract of each method.
 
-    Use as `async with await NumpyEngine.open(options) as engine`, or with weights of one's own through the constructor
-    and `start`. All methods belong to the event loop that called `start`.
+    Use as `async with await NumpyEngine.open(options) as engine`, or with your own weights through the constructor and
+    `start`. All methods belong to the event loop that called `start`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, options: EngineOptions, tokenizer: Tokenizer | None = None
     ) -> None:
-        """Without a tokenizer, stop texts are refused. Raises FailedPrecondition for what is too large."""
+        """Without a tokenizer, stop texts are refused. Raises FailedPrecondition for a model that is too large."""
         config.check_size()
         if options.extra:
             raise_violations([Violation(f"engine_options.{name}", "not an option of numpy") for name in options.extra])
@@ -124,7 +130,7 @@ class NumpyEngine:
         return engine
 
     def start(self) -> None:
-        """Start the thread that computes; call it once, on the event loop."""
+        """Start the compute thread; call it once, on the event loop."""
         self._worker.start()
 
     async def __aenter__(self) -> Self:
@@ -134,7 +140,6 @@ class NumpyEngine:
         await self.aclose()
 
     def info(self) -> EngineInfo:
-        """What this engine is, now."""
         stats = self._scheduler.stats()
         return EngineInfo(
             engine="numpy",
@@ -155,11 +160,10 @@ class NumpyEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, of the last finished step."""
+        """Counters and gauges as of the last finished step."""
         return dataclasses.replace(self._scheduler.stats(), failure=self._worker.failure)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Sample a completion; closing the iterator aborts it."""
         self._check(request)
         seed = request.sampling.seed
         sequence = Sequence(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed)
@@ -181,14 +185,13 @@ class NumpyEngine:
             self._request_ids.discard(request.request_id)
 
     async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        """Logprobs of `token_ids[1:]` under the current policy at `temperature`."""
         request = GenerateRequest("", token_ids, Sampling(max_tokens=1, temperature=temperature), stream=False)
         violations = check_sampling(request.sampling, self._config.vocab_size)
         violations += check_prompt(token_ids, 0, self._config.vocab_size, self._max_context)
         if temperature <= 0:
             violations.append(Violation("temperature", "must be above 0: greedy sampling has no logprobs"))
         if token_ids.size < 2:
-            violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
+            violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
         raise_violations(violations)
         async with aclosing(self._worker.follow(Sequence(request, seed=0, score_temperature=temperature))) as events:
             async for event in events:
@@ -199,7 +202,6 @@ class NumpyEngine:
     async def abort(
         self, *, request_ids: Sequence_[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        """End the generations named; how many were ended."""
         ids = frozenset(request_ids)
 
         def chosen(sequence: Sequence) -> bool:
@@ -214,8 +216,6 @@ class NumpyEngine:
         return await self._worker.between_steps(abort)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; returns once it has stopped."""
-
         def stop() -> None:
             self._scheduler.admitting = False
             if mode is not PauseMode.WAIT:
@@ -229,7 +229,6 @@ class NumpyEngine:
             await self._worker.idle()
 
     async def resume(self) -> None:
-        """Go on after a pause."""
 
         def go_on() -> None:
             self._scheduler.admitting = True
@@ -239,31 +238,21 @@ class NumpyEngine:
         await self._worker.between_steps(go_on)
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
-        """Open the one update that may be open."""
-        if self._update is not None:
-            raise Aborted("another update is open", reason="UPDATE_IN_PROGRESS", retry_after_s=1.0)
-        loaded = self._scheduler.version
-        if version <= loaded:
-            raise FailedPrecondition(
-                f"policy version {version} is not newer than {loaded}, which is in force",
-                reason="POLICY_VERSION_NOT_NEWER",
-                metadata={"policy_version": str(loaded)},
-            )
+        check_update(version, self._scheduler.version, another_open=self._update is not None)
         self._update = _Update(version, label, update_format, {})
 
     async def push_tensors(self, tensors: Tensors) -> None:
-        """Add tensors to the open update."""
-        update = self._open_update()
+        update = open_update(self._update)
         shapes = self._config.tensor_shapes()
-        # A name that is not the model's is refused at the commit, with all others; a second tensor of a name, now.
+        # Unknown names are refused at the commit, all together; a repeated name is refused now.
         raise_violations([Violation(name, "was pushed before") for name in tensors if name in update.tensors])
         if len(update.tensors) + len(tensors) > 2 * len(shapes):
             raise_violations([Violation("tensors", f"more than the model's {len(shapes)}")])
         update.tensors.update(tensors)
 
     async def stage_update(self) -> None:
-        """Check the open update whole and have it ready."""
-        update = self._open_update()
+        """Check the complete open update and have it ready."""
+        update = open_update(self._update)
         try:
             update.staged = await self._weights(update)
         except BaseException:
@@ -271,8 +260,7 @@ class NumpyEngine:
             raise
 
     async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
-        """Check the update whole, then swap weights and version between two steps."""
-        update = self._open_update()
+        update = open_update(self._update)
         try:
             return await self._commit(update, mode)
         finally:
@@ -283,7 +271,7 @@ class NumpyEngine:
         weights = update.staged or await self._weights(update)
         loaded = time.monotonic()
         was_paused, was_frozen = self.stats().paused, self._scheduler.frozen
-        # What a pause froze will not finish before it is resumed; what one lets finish is waited for.
+        # Frozen generations cannot finish before a resume; those of a WAIT pause can, so wait for them.
         stops = mode is PauseMode.ABORT or (mode is PauseMode.WAIT and not was_frozen)
         try:
             if stops:
@@ -302,17 +290,11 @@ class NumpyEngine:
         return await asyncio.to_thread(Weights.build, self._config, update.tensors)
 
     async def abort_update(self) -> None:
-        """Drop the open update, if any."""
         self._update = None
 
     async def aclose(self) -> None:
         """End everything in flight and the thread. Idempotent."""
         await self._worker.aclose()
-
-    def _open_update(self) -> _Update:
-        if self._update is None:
-            raise FailedPrecondition("no update is open", reason="NO_UPDATE_OPEN")
-        return self._update
 
     def _check(self, request: GenerateRequest) -> None:
         violations = check_sampling(request.sampling, self._config.vocab_size)
@@ -320,7 +302,7 @@ class NumpyEngine:
             request.prompt_token_ids, request.sampling.max_tokens, self._config.vocab_size, self._max_context
         )
         if request.sampling.stop and self._detokenizer is None:
-            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory does not have"))
+            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory lacks"))
         if not request.request_id:
             violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:

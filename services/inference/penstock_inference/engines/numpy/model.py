@@ -1,8 +1,8 @@
 """A decoder's configuration and weights, read from a local directory in Hugging Face's layout.
 
-Families: Llama, Qwen2 (bias on q, k, v) and Qwen3 (norm on each query and key head). What a configuration asks for and
-this engine does not compute (sliding windows, scaled rotary embeddings, other activations) is refused by name: a model
-that would run, but wrongly, never loads. Weights are immutable once built; an update builds new ones.
+Families: Llama, Qwen2 (bias on q, k, v) and Qwen3 (norm on each query and key head). Features that this engine does not
+compute (sliding windows, scaled rotary embeddings, other activations) are refused by name: a model that would compute
+wrong results never loads. Weights are immutable once built; an update builds new ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unsupported, Violation
 from penstock_chassis.validation import violations_of
-from penstock_inference.safetensors_file import parse_safetensors
+from penstock_inference.engines.checkpoint import parse_safetensors
 
 MAX_PARAMETERS = 50_000_000
-"""Above this the NumPy engine would be slow enough to mislead; it points to vLLM instead."""
+"""Above this the NumPy engine would be misleadingly slow; the error points to vLLM instead."""
 
 Array = NDArray[np.float32]
 
@@ -34,7 +34,7 @@ class _RopeFile(BaseModel):
 
 
 class _ConfigFile(BaseModel):
-    """The part of `config.json` that decides what is computed."""
+    """The part of `config.json` that affects the computation."""
 
     model_config = ConfigDict(extra="ignore")
     model_type: str
@@ -82,7 +82,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """From the contents of `config.json` and, when there is one, `generation_config.json` (its stop ids win).
+        """From the contents of `config.json` and, if present, `generation_config.json` (its stop ids win).
 
         Raises InvalidArgument for a malformed file and Unsupported for a model that this engine does not compute.
         """
@@ -96,7 +96,7 @@ class ModelConfig:
             ) from error
         family = file.model_type
         if family not in ("llama", "qwen2", "qwen3"):
-            raise _unsupported(f"model_type {family!r}; the numpy engine computes llama, qwen2 and qwen3")
+            raise _unsupported(f"model_type {family!r}; it supports llama, qwen2 and qwen3")
         rope = file.rope_parameters
         scaling = (file.rope_scaling or {}).get("rope_type", (file.rope_scaling or {}).get("type", "default"))
         if scaling != "default" or (rope is not None and rope.rope_type != "default"):
@@ -134,7 +134,7 @@ class ModelConfig:
             rope_theta=(rope.rope_theta if rope is not None and rope.rope_theta else file.rope_theta),
             max_position=file.max_position_embeddings,
             tied_embeddings=file.tie_word_embeddings,
-            # Qwen2 has the three biases always; the others say so.
+            # Qwen2 always has the three biases; the others have a flag.
             qkv_bias=family == "qwen2" or file.attention_bias,
             out_bias=family != "qwen2" and file.attention_bias,
             qk_norm=family == "qwen3",
@@ -205,7 +205,7 @@ class ModelConfig:
 class Layer:
     """One block's weights, float32; matrices are (in, out), which BLAS multiplies fastest.
 
-    Where one product computes several, they stand side by side.
+    Matrices that one product computes together are stored side by side.
     """
 
     attn_norm: Array
@@ -237,9 +237,9 @@ class Weights:
     def build(cls, config: ModelConfig, tensors: Mapping[str, NDArray[Any]]) -> Weights:
         """From tensors by published name, copied to float32.
 
-        With tied embeddings a `lm_head.weight` is the embedding under a second name and is not looked at.
-        Raises FailedPrecondition (TENSOR_MISSING, TENSOR_UNKNOWN, TENSOR_SHAPE) or InvalidArgument (TENSOR_NOT_FINITE),
-        naming every tensor at fault.
+        With tied embeddings a `lm_head.weight` is the embedding under a second name and is ignored. Raises
+        FailedPrecondition (TENSOR_MISSING, TENSOR_UNKNOWN, TENSOR_SHAPE) or InvalidArgument (TENSOR_NOT_FINITE), naming
+        every tensor at fault.
         """
         shapes = config.tensor_shapes()
         _check_tensors(config, shapes, tensors)
@@ -315,7 +315,7 @@ def _check_tensors(
         elif tuple(tensor.shape) != shapes[name]:
             misshapen.append(Violation(name, f"has shape {tuple(tensor.shape)}, the model's is {shapes[name]}"))
         elif not bool(np.isfinite(tensor).all()):
-            infinite.append(Violation(name, "holds a value that is not finite"))
+            infinite.append(Violation(name, "has a value that is not finite"))
     for kind, reason, violations in (
         (FailedPrecondition, "TENSOR_MISSING", missing),
         (FailedPrecondition, "TENSOR_UNKNOWN", unknown),
@@ -328,4 +328,4 @@ def _check_tensors(
 
 
 def _unsupported(what: str) -> Unsupported:
-    return Unsupported(f"the model needs what the numpy engine does not compute: {what}", reason="MODEL_UNSUPPORTED")
+    return Unsupported(f"the numpy engine does not support this model: {what}", reason="MODEL_UNSUPPORTED")

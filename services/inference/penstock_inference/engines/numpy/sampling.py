@@ -1,10 +1,9 @@
-"""From logits to a token and the logprob that it really had.
+"""Samples a token from logits and computes its exact logprob.
 
-The distribution is computed in float64; a token is drawn from it by inverting its cumulative sum at one uniform number,
-and the logprob reported is of the very distribution that was summed. (Gumbel noise would be as exact, and needs one
-number per entry of the vocabulary: it took a quarter of a step.) The numbers come from a Philox generator of the
-request's own, one per token, so a seed gives the same tokens whoever else is in the batch. All functions work on rows
-that are independent of each other.
+The distribution is computed in float64. A token is drawn by inverting the cumulative sum at one uniform number, and the
+reported logprob is of the very distribution that was summed. (Gumbel noise would be as exact, but needs one number per
+vocabulary entry: it took a quarter of a step.) The numbers come from the request's own Philox generator, one per token,
+so a seed gives the same tokens whatever else is in the batch. All functions work on independent rows.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _UNIFORMS_AT_ONCE = 32
 
 
 class Distribution:
-    """What a token of each row is drawn from: softmax of (rows, vocab) logits, which it overwrites.
+    """The distribution of each row's next token: softmax of (rows, vocab) logits, which it overwrites.
 
-    A logit of -inf is a token that cannot be drawn. A row with a number that is not finite otherwise, or without any
-    live token, is not `valid`, and what is asked of it has no meaning.
+    A logit of -inf is a token that cannot be drawn. A row with any other non-finite number, or without a possible
+    token, is not `valid`, and results for it are meaningless.
     """
 
     def __init__(self, logits: Floats) -> None:
@@ -36,7 +35,7 @@ class Distribution:
 
     def draw(self, uniforms: Floats) -> NDArray[np.int64]:
         """One token per row, at the row's uniform number in [0, 1)."""
-        # Below the total by at least one unit in the last place, so that some entry always exceeds the threshold.
+        # At least one unit in the last place below the total, so that some entry always exceeds the threshold.
         threshold = np.minimum(uniforms * self._total, np.nextafter(self._total, 0.0))
         tokens: NDArray[np.int64] = (self._cumulative > threshold[:, None]).argmax(axis=-1)
         return tokens
@@ -46,7 +45,7 @@ class Distribution:
         return int(self._shifted[row].argmax())
 
     def logprobs(self, tokens: NDArray[np.int64]) -> Floats:
-        """Of one token per row."""
+        """The logprob of one token per row."""
         result: Floats = self._shifted[np.arange(tokens.size), tokens] - np.log(self._total)
         return result
 
@@ -75,9 +74,9 @@ def apply_penalties(
 def drop_unlikely(logits: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> None:
     """Set the logits of one row's (vocab,) unlikely tokens to -inf.
 
-    min-p keeps tokens at least `min_p` times as likely as the likeliest; top-k keeps the k likeliest of those; top-p
-    keeps the fewest likeliest whose share of what is left reaches `top_p`. Ties are broken by the lower id; at least
-    one token survives.
+    min-p keeps tokens at least `min_p` times as likely as the most likely one; top-k keeps the k most likely of those;
+    top-p keeps the fewest most likely whose share of the rest reaches `top_p`. Ties are broken by the lower id; at
+    least one token survives.
     """
     if min_p > 0:
         logits[logits < logits.max() + np.log(min_p)] = _NEVER
@@ -101,6 +100,6 @@ class Uniforms:
     def next(self) -> float:
         """The number for the next token."""
         if not self._numbers:
-            # Several at once, because a call costs more than the numbers; reversed, because a list pops from its end.
+            # Drawn in batches, because a call costs more than the numbers; reversed, because a list pops from its end.
             self._numbers = self._random.random(_UNIFORMS_AT_ONCE).tolist()[::-1]
         return self._numbers.pop()

@@ -1,9 +1,9 @@
-"""Continuous batching: which tokens the next step computes, and what comes of them.
+"""Continuous batching: chooses the tokens of each step and handles their results.
 
-Synchronous and single-threaded; `engine.NumpyEngine` runs it in a thread of its own. One `step` admits what fits, runs
-one forward pass over all decoding sequences plus a bounded piece of the prompts, samples one token for every sequence
-that is ready, and returns the events. Between two steps anything may be aborted and the weights may change, so a token
-has exactly one policy version.
+Synchronous and single-threaded; `engine.NumpyEngine` runs it in its own thread. One `step` admits requests that fit,
+runs one forward pass over all decoding sequences plus a bounded piece of the prompts, samples one token for every ready
+sequence, and returns the events. Aborts and weight changes happen only between two steps, so a token has exactly one
+policy version.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from penstock_inference.engines.numpy.sequence import Event, Sequence
 from penstock_inference.engines.numpy.slots import Slots
 
 PREFILL_TOKENS_PER_STEP = 512
-"""Prompt tokens that one step computes at most, so that decoding sequences wait for a bounded time."""
+"""Maximum prompt tokens per step, so that decoding sequences wait for a bounded time."""
 
 PREFILL_SCORES_PER_STEP = 4 << 20
-"""Attention scores (tokens x heads x context) of one sequence's prompt in one step at most: 16 MiB, and some 0.1 s."""
+"""Maximum attention scores (tokens x heads x context) of one prompt per step: 16 MiB, and some 0.1 s."""
 
 _LEAST_PREFILL = 16
 
 DELTA_INTERVAL_S = 0.05
-"""A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
+"""Minimum interval between deltas of a stream: a message per token would cost more than the token."""
 
 _REMEMBERED_VERSIONS = 16
 _LANES = 16
@@ -48,16 +48,14 @@ _LANES = 16
 class Scheduler:
     """All sequences of one engine."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, slots: int, max_tokens: int, version: int = 0, label: str = ""
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, slots: int, max_tokens: int) -> None:
         self._config = config
         self._decoder = Decoder(config, max_tokens)
         self._cache = KVCache(config, slots, max_tokens)
         self._slots = Slots(self._cache, slots, max_tokens)
         self._waiting: deque[Sequence] = deque()
         self._early: list[Sequence] = []
-        """Those that wait for a policy version to come."""
+        """Sequences that wait for a policy version."""
         self._running: dict[int, Sequence] = {}
         """By slot."""
         self._padded_vocab = -(-config.vocab_size // _LANES) * _LANES
@@ -68,8 +66,8 @@ class Scheduler:
         )
         self._busy_s = 0.0
         self.weights = weights
-        self.version = version
-        self.label = label
+        self.version = 0
+        self.label = ""
         self.admitting = True
         self.frozen = False
 
@@ -91,10 +89,13 @@ class Scheduler:
         self._queue(sequence)
 
     def replace_weights(self, weights: Weights, version: int, label: str) -> list[tuple[Sequence, Event]]:
-        """Swap the policy. Sequences that sampled something go on with the keys and values that they have; prompts
-        under way are computed again, so that only a completion that spans the swap is of mixed origin."""
+        """Swap the policy.
+
+        Sequences that have sampled something continue with their keys and values; prompts in progress are computed
+        again, so only a completion that spans the swap is of mixed origin.
+        """
         now = time.monotonic()
-        told: list[tuple[Sequence, Event]] = [(s, s.delta(now)) for s in self._running.values() if s.untold]
+        deltas: list[tuple[Sequence, Event]] = [(s, s.delta(now)) for s in self._running.values() if s.unsent]
         self.weights, self.version, self.label = weights, version, label
         self._slots.weights_changed()
         for slot, sequence in self._running.items():
@@ -105,10 +106,10 @@ class Scheduler:
         early, self._early = self._early, []
         for sequence in early:
             self._queue(sequence)
-        return told
+        return deltas
 
     def abort(self, chosen: Callable[[Sequence], bool]) -> list[tuple[Sequence, Event]]:
-        """End every sequence for which `chosen` holds, queued or running."""
+        """End every sequence for which `chosen` is true, queued or running."""
         ended = [s for s in (*self._running.values(), *self._waiting, *self._early) if chosen(s)]
         self._waiting = deque(s for s in self._waiting if not chosen(s))
         self._early = [s for s in self._early if not chosen(s)]
@@ -132,14 +133,14 @@ class Scheduler:
         )
 
     def step(self) -> list[tuple[Sequence, Event]]:
-        """Compute once and return what happened, in order for each sequence."""
+        """Compute one step and return its events, in order for each sequence."""
         began = time.monotonic()
         events: list[tuple[Sequence, Event]] = []
         if self.admitting:
             self._admit(events)
         decoding, chunks = self._plan()
         if decoding or chunks:
-            # Diverged weights overflow; what comes of it is checked where it matters, on the logits.
+            # Diverged weights overflow; the result is checked where it matters, on the logits.
             with np.errstate(all="ignore"):
                 self._compute(decoding, chunks, events)
             self._counts["steps"] += 1
@@ -147,7 +148,7 @@ class Scheduler:
         return events
 
     def _admit(self, events: list[tuple[Sequence, Event]]) -> None:
-        """Give slots to queued sequences, first come first served, but for those that wait for a shared prefix."""
+        """Give slots to queued sequences, first come first served, except for those that wait for a shared prefix."""
         held: list[Sequence] = []
         while self._waiting and self._slots.free:
             sequence = self._waiting.popleft()
@@ -156,7 +157,7 @@ class Scheduler:
                 self._counts["failed"] += 1
                 events.append((sequence, refusal))
                 continue
-            # Scoring wants logits of the whole prompt, so it cannot skip any of it.
+            # Scoring needs logits of the whole prompt, so it cannot reuse a prefix.
             placement = self._slots.place(sequence.prompt, self.version, reuse=sequence.score_temperature is None)
             if placement is None:
                 held.append(sequence)
@@ -178,15 +179,15 @@ class Scheduler:
         if request.exact_policy_version in (None, self.version):
             return None
         return FailedPrecondition(
-            f"policy version {request.exact_policy_version} was asked for and {self.version} is in force",
+            f"policy version {request.exact_policy_version} was requested, but {self.version} is in force",
             reason="POLICY_VERSION_UNAVAILABLE",
             metadata={"policy_version": str(self.version)},
         )
 
     def _plan(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Sequences that compute one token and then sample (by slot); the others, with how many prompt tokens of each.
+        """Sequences that compute one token and then sample (by slot); the others, with their number of prompt tokens.
 
-        A prompt with one token left, the rest of it cached, is like a decoding sequence and shares its products.
+        A prompt with one token left, the rest cached, counts as a decoding sequence and shares its products.
         """
         decoding: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
@@ -237,7 +238,7 @@ class Scheduler:
 
     def _sample(self, ready: list[Sequence], logits: Array, events: list[tuple[Sequence, Event]]) -> None:
         vocab = self._config.vocab_size
-        # Padding keeps each row's arithmetic in whole vector lanes, wherever the row is.
+        # Padding keeps each row's arithmetic in whole vector lanes, at any row position.
         wide = np.full((len(ready), self._padded_vocab), -np.inf)
         wide[:, :vocab] = logits
         uniforms = np.zeros(len(ready))
@@ -279,11 +280,11 @@ class Scheduler:
     def _take(
         self, sequence: Sequence, token: int, logprob: float, now: float, events: list[tuple[Sequence, Event]]
     ) -> None:
-        """Append a sampled token, tell about it, and end the sequence if it was the last."""
+        """Append a sampled token, emit its event, and end the sequence if it was the last."""
         if not sequence.token_ids:
             sequence.first_token_at = now
         sequence.record(token, logprob, self.version)
-        if sequence.request.stream and now - sequence.told_at >= DELTA_INTERVAL_S:
+        if sequence.request.stream and now - sequence.sent_at >= DELTA_INTERVAL_S:
             events.append((sequence, sequence.delta(now)))
         text = sequence.stop_texts.push(token) if sequence.stop_texts is not None else None
         if token in sequence.stop_ids:
@@ -329,7 +330,7 @@ class Scheduler:
             events.append((sequence, Scores(np.concatenate(sequence.scores), self.version)))
 
     def _fail(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
-        """The weights gave a number that is not finite: nothing to sample from, and a slot that must not spread it."""
+        """End a sequence with a non-finite logit: there is nothing to sample, and its slot must not spread it."""
         self._counts["failed"] += 1
         self._running.pop(sequence.slot)
         self._slots.discard(sequence.slot)
@@ -357,7 +358,7 @@ class Scheduler:
         stop_text: str | None = None,
     ) -> list[tuple[Sequence, Event]]:
         now = time.monotonic()
-        rest: list[tuple[Sequence, Event]] = [(sequence, sequence.delta(now))] if sequence.untold else []
+        rest: list[tuple[Sequence, Event]] = [(sequence, sequence.delta(now))] if sequence.unsent else []
         admitted = sequence.admitted_at or now
         first = sequence.first_token_at or now
         done = Done(

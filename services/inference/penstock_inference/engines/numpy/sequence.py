@@ -1,4 +1,4 @@
-"""One request on its way through the scheduler."""
+"""The state of one request in the scheduler."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from penstock_inference.engines.numpy.sampling import Uniforms
 from penstock_inference.engines.stops import StopTexts
 
 Event = GenerateEvent | Scores | PenstockError
-"""What a request is told; an error ends it."""
+"""An event for a request; an error ends it."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way: its prompt, what it sampled, and where it stands."""
+    """One request: its prompt, its sampled tokens, and its progress."""
 
     request: GenerateRequest
     seed: int
     score_temperature: float | None = None
-    """Set for a scoring request: logprobs of the prompt are wanted, nothing is sampled."""
+    """Set for a scoring request: it needs the prompt's logprobs and samples nothing."""
     queued_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -43,23 +43,22 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(policy version, index of the first token that it sampled), one for each change."""
+    """(policy version, index of the first token that it sampled), one per change."""
     top: list[tuple[TokenIds, Logprobs]] = field(default_factory=list)
-    told: int = 0
-    """Tokens that deltas have carried."""
-    told_at: float = 0.0
+    sent: int = 0
+    """Number of tokens sent in deltas."""
+    sent_at: float = 0.0
     scores: list[Logprobs] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
 
     @property
     def prompt(self) -> TokenIds:
-        """The prompt's token ids."""
         return self.request.prompt_token_ids
 
     @property
-    def untold(self) -> bool:
-        """Whether a reader of deltas waits for some."""
-        return self.request.stream and self.told < len(self.token_ids)
+    def unsent(self) -> bool:
+        """Whether a streaming request has unsent tokens."""
+        return self.request.stream and self.sent < len(self.token_ids)
 
     def record(self, token: int, logprob: float, version: int) -> None:
         """Append one sampled token."""
@@ -69,9 +68,9 @@ class Sequence:
         self.logprobs.append(logprob)
 
     def delta(self, now: float) -> Delta:
-        """The tokens that no delta has carried; all of one version, because a delta precedes a swap."""
-        news = slice(self.told, None)
-        self.told, self.told_at = len(self.token_ids), now
+        """The unsent tokens; all of one version, because a delta precedes a swap."""
+        news = slice(self.sent, None)
+        self.sent, self.sent_at = len(self.token_ids), now
         return Delta(
             np.array(self.token_ids[news], np.int32),
             np.array(self.logprobs[news], np.float32),
@@ -80,11 +79,11 @@ class Sequence:
         )
 
     def all_top(self) -> TopLogprobs | None:
-        """The alternatives to every token, if they were asked for."""
+        """The alternatives to every token, if requested."""
         return _stack_top(self.top)
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens."""
+        """The tokens that each version sampled."""
         starts = self.version_starts
         ends = [start for _, start in starts[1:]] + [len(self.token_ids)]
         return tuple(VersionSpan(version, start, ends[n]) for n, (version, start) in enumerate(starts))

@@ -1,9 +1,9 @@
-"""Slots of the KV cache and the prefixes that they hold.
+"""Slots of the KV cache and their cached prefixes.
 
-A slot belongs to one running sequence or to none; either way the tokens written to it stay useful as a prefix for later
-requests, until another sequence takes the slot. A prefix may be reused only under the policy version that computed all
-of it. Invariant: `written` tokens of row `ids` have keys and values in the cache; `planned` >= `written` is how far a
-prefill under way will get.
+A slot belongs to one running sequence or to none. Either way its tokens stay usable as a prefix for later requests,
+until another sequence takes the slot. A prefix may be reused only under the policy version that computed all of it.
+Invariant: `written` tokens of row `ids` have keys and values in the cache; `planned` >= `written` is how far a prefill
+in progress will get.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock_inference.engines.numpy.decoder import KVCache
 
 WORTH_WAITING_TOKENS = 16
-"""A request waits for a prefill under way that will hold at least this many more of its tokens than any slot does."""
+"""A request waits for a prefill in progress that will hold at least this many more of its tokens than any slot."""
 
 _MIXED = -1
 _EMPTY = -2
@@ -24,7 +24,7 @@ _EMPTY = -2
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence goes: a slot whose first `reused` tokens are in place."""
+    """A sequence's slot, whose first `reused` tokens are in place."""
 
     slot: int
     reused: int
@@ -45,7 +45,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that no sequence has."""
+        """Number of slots without a sequence."""
         return int((~self._busy).sum())
 
     def use(self) -> float:
@@ -71,7 +71,7 @@ class Slots:
         if reused and not self._busy[donor] and reused == self.written[donor]:
             slot = donor
         else:
-            # The longest unused; among the never used the lowest, which keeps busy slots next to each other.
+            # The least recently used; among never used ones the lowest, which keeps busy slots adjacent.
             slot = int(np.where(self._busy, np.iinfo(np.int64).max, self._last_used).argmin())
             if reused and slot != donor:
                 self._cache.copy_prefix(donor, slot, reused)
@@ -84,7 +84,7 @@ class Slots:
         return Placement(slot, reused)
 
     def release(self, slot: int) -> None:
-        """The sequence is over; what was written stays as a prefix."""
+        """End a sequence; its tokens stay as a prefix."""
         self._clock += 1
         self._busy[slot] = False
         self._planned[slot] = self.written[slot]
@@ -103,7 +103,7 @@ class Slots:
         self.written[slot] = 0
 
     def weights_changed(self) -> None:
-        """No prefix computed so far may serve a later request; running sequences keep theirs, now of mixed origin."""
+        """Exclude all computed prefixes from reuse; running sequences keep theirs, now of mixed origin."""
         self._version[self._busy] = _MIXED
         self._version[~self._busy] = _EMPTY
         self._last_used[~self._busy] = 0

@@ -1,8 +1,7 @@
-"""The thread that computes, and the way between it and the event loop.
+"""The compute thread, and its communication with the event loop.
 
-The event loop hands work over as callables on a queue, which the thread runs between two steps; so the scheduler, the
-cache and the weights are only ever touched by the thread, without a lock. Everything that a step produced goes back in
-one wake-up of the event loop.
+The event loop queues callables, which the thread runs between two steps. So only the thread touches the scheduler, the
+cache and the weights, without a lock. All results of a step return in one wake-up of the event loop.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from penstock_chassis.errors import Internal, PenstockError, Unavailable
 from penstock_inference.engines.base import Done, GenerateEvent, Scores
+from penstock_inference.engines.checks import closed
 from penstock_inference.engines.numpy.scheduler import Scheduler
 from penstock_inference.engines.numpy.sequence import Event, Sequence
 
@@ -40,16 +40,16 @@ class Worker:
 
     @property
     def in_flight(self) -> int:
-        """Requests that somebody follows."""
+        """Number of requests with a listener."""
         return len(self._streams)
 
     @property
     def failure(self) -> str:
-        """Why the thread ended though nobody closed it; empty while it runs."""
+        """Why the thread ended without being closed; empty while it runs."""
         return "" if self._over is None or self._stopping else self._over.message
 
     def start(self) -> None:
-        """Start the thread; once, on the event loop."""
+        """Start the thread; call it once, on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="penstock-numpy-engine", daemon=True)
         self._thread.start()
@@ -63,7 +63,7 @@ class Worker:
         await asyncio.to_thread(self._thread.join)
 
     async def follow(self, sequence: Sequence) -> AsyncGenerator[GenerateEvent | Scores, None]:
-        """Submit, yield until the end, abort when left early."""
+        """Submit a request and yield its events; abort it if the caller leaves early."""
         self._check_alive()
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[sequence] = events
@@ -90,7 +90,7 @@ class Worker:
         def run() -> None:
             try:
                 result = act()
-            except Exception as error:  # noqa: BLE001 - the caller's, not the thread's
+            except Exception as error:  # noqa: BLE001 - raised to the caller, not in the thread
                 self._wake(_settle, future, None, error)
             else:
                 self._wake(_settle, future, result)
@@ -99,21 +99,21 @@ class Worker:
         return await future
 
     async def idle(self) -> None:
-        """Until nothing runs or something else lets the waiting go (`release`)."""
+        """Wait until nothing runs, or until `release`."""
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
 
         def wait() -> None:
             self._idle_waits.append(future)
-            self._tell_if_idle()
+            self._signal_if_idle()
 
         await self.between_steps(wait)
         await future
 
-    # From here on: for the engine's thread only.
+    # From here on: only for the engine's thread.
 
     def deliver(self, events: list[tuple[Sequence, Event]]) -> None:
-        """Tell the event loop, in one wake-up."""
+        """Pass events to the event loop, in one wake-up."""
         if events:
             self._wake(self._dispatch, events)
 
@@ -125,21 +125,21 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            # More threads make products of this size slower, and a second core is somebody else's.
+            # One thread: more make products of this size slower, and a second core belongs to others.
             with threadpool_limits(limits=1, user_api="blas"):
                 while not self._stopping:
                     self._take_in()
                     if self._scheduler.has_work:
                         self.deliver(self._scheduler.step())
-                        self._tell_if_idle()
+                        self._signal_if_idle()
             self.deliver(self._scheduler.abort(lambda _: True))
             self._end(Unavailable("the engine was closed", reason="ENGINE_CLOSED"))
-        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+        except Exception:  # noqa: BLE001 - after any error, no caller may wait forever
             _log.exception("the engine's thread died")
             self._end(Internal("the engine failed; restart the inference service", reason="ENGINE_FAILED"))
 
     def _take_in(self) -> None:
-        """Run what the event loop handed over; wait for it when there is nothing to compute."""
+        """Run the callables from the event loop; wait for one when there is nothing to compute."""
         try:
             if not self._scheduler.has_work:
                 self._inbox.get()()
@@ -149,11 +149,11 @@ class Worker:
             return
 
     def _forget(self, sequence: Sequence) -> None:
-        """Nobody listens any more: free what it holds, if it is not over already."""
+        """Abort a sequence whose caller is gone, if it is not over already."""
         self._scheduler.abort(lambda s: s is sequence)
-        self._tell_if_idle()
+        self._signal_if_idle()
 
-    def _tell_if_idle(self) -> None:
+    def _signal_if_idle(self) -> None:
         if self._idle_waits and not self._scheduler.running:
             self.release()
 
@@ -164,7 +164,7 @@ class Worker:
                 events.put_nowait(error)
 
         self._wake(end)
-        # What was handed over and not taken would be waited for in vain.
+        # Run the remaining callables: their callers wait for them.
         try:
             while True:
                 self._inbox.get_nowait()()
@@ -175,7 +175,7 @@ class Worker:
         if self._over is not None:
             raise self._over
         if self._thread is None or self._stopping:
-            raise Unavailable("the engine is closed", reason="ENGINE_CLOSED")
+            raise closed()
 
     def _dispatch(self, events: list[tuple[Sequence, Event]]) -> None:
         for sequence, event in events:
@@ -188,7 +188,7 @@ class Worker:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            # The loop is closed: the process is going down and nobody is left to hear it.
+            # The loop is closed: the process is exiting and there is no listener.
             _log.debug("event loop closed before the engine")
 
 

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint as the engine: somebody else's server computes, by token ids where it takes them.
+"""The upstream engine: an OpenAI-compatible endpoint on a foreign server, with token ids if it supports them.
 
-What the endpoint gives is found out when it is first reached (`probe`) and declared: token ids with logprobs, token ids
-alone, or text alone. Nothing that it does not give is made up.
+`probe` finds out what the endpoint returns when it is first reached, and the engine declares it: token ids with
+logprobs, token ids alone, or text alone. Missing data is never made up.
 """
 
 from __future__ import annotations

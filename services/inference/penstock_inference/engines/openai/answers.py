@@ -1,6 +1,6 @@
-"""Reading a completion: untrusted JSON to token ids and logprobs, every one checked, none made up.
+"""Parses a completion: untrusted JSON to token ids and logprobs, each of them checked and none made up.
 
-An answer that breaks a rule is refused whole: what is wrong in one token cannot be trusted in the next.
+An answer that breaks a rule is refused as a whole: one wrong token makes the rest untrustworthy.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from penstock_inference.engines.base import Logprobs, TokenIds
 
 _PREFIX = "token_id:"
 LEAST_LOGPROB = -9999.0
-"""What servers write where JSON has no number: minus infinity, which no sampled token has."""
+"""What servers write for minus infinity, which JSON lacks and no sampled token has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One choice, or one event of its stream: tokens and what is known of them."""
+    """One choice, or one event of its stream: tokens and their data."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """As many as tokens, or none at all."""
+    """One per token, or none at all."""
     top: list[tuple[list[int], list[float]]]
-    """Alternatives of each token, likeliest first; empty where none were told."""
+    """Alternatives of each token, most likely first; empty if the endpoint sent none."""
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_token_ids: Sequence[int] | None
@@ -40,7 +40,7 @@ def read_choice(choice: Mapping[str, Any], vocab_size: int) -> Read:
     logprobs = logprobs if isinstance(logprobs, dict) else {}
     written = logprobs.get("tokens") or []
     if not isinstance(written, list):
-        raise broken("its logprobs name no list of tokens")
+        raise broken("its logprobs have no list of tokens")
     ids = choice.get("token_ids")
     if ids is None:
         ids = [token_id(token) for token in written]
@@ -66,7 +66,7 @@ def read_choice(choice: Mapping[str, Any], vocab_size: int) -> Read:
 
 
 def read_scores(answer: Any, token_ids: TokenIds) -> Logprobs:
-    """Logprobs of all tokens of a prompt but the first. Raises as `read_choice` does."""
+    """Logprobs of all tokens of a prompt except the first. Raises the errors of `read_choice`."""
     try:
         rows = answer["choices"][0]["prompt_logprobs"][1:]
         values = [row[str(token)]["logprob"] for row, token in zip(rows, token_ids[1:].tolist(), strict=True)]
@@ -87,7 +87,7 @@ def _values(values: Any, count: int) -> list[float]:
     if not values or not count:
         return []
     if not isinstance(values, list):
-        raise broken("its logprobs are no list")
+        raise broken("its logprobs are not a list")
     if len(values) != count:
         raise broken(f"{len(values)} logprobs for {count} tokens")
     if not all(type(value) in (int, float) and math.isfinite(value) and value > LEAST_LOGPROB for value in values):
@@ -98,7 +98,7 @@ def _values(values: Any, count: int) -> list[float]:
         )
     if max(values) > 1e-3:
         raise broken(f"a logprob of {max(values):.3g}, which is above 0")
-    # A logarithm of 1 may come out a rounding error above 0.
+    # A logarithm of 1 may be a rounding error above 0.
     return [min(float(value), 0.0) for value in values]
 
 
@@ -120,5 +120,5 @@ def _table(item: Mapping[str, Any], vocab_size: int) -> tuple[list[int], list[fl
 
 
 def broken(text: str) -> FailedPrecondition:
-    """An answer that breaks a rule."""
-    return FailedPrecondition(f"The upstream's answer does not hold: {text}.", reason="UPSTREAM_ANSWER_INVALID")
+    """The error for an answer that breaks a rule."""
+    return FailedPrecondition(f"The upstream's answer is invalid: {text}.", reason="UPSTREAM_ANSWER_INVALID")

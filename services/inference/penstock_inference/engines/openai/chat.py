@@ -1,6 +1,6 @@
-"""Text alone: a conversation to an endpoint's `/chat/completions`, and the message that comes back.
+"""Text only: sends a conversation to an endpoint's `/chat/completions` and reads the returned message.
 
-Only what that API has is passed on; the rest of the sampling is refused by name before it comes here.
+Only fields of that API are passed on; other sampling options are refused by name before.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from penstock_codec.openai_chat import read_finish_reason, read_message, read_us
 from penstock_inference.engines.base import Timings
 from penstock_inference.engines.openai.answers import broken
 from penstock_inference.engines.openai.wire import Endpoint
-from penstock_inference.engines.optional import ChatAnswer, ChatRequest
+from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest
 
 CHAT_FIELDS = ("max_tokens", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty")
 
 
 def chat_body(request: ChatRequest, model: str) -> dict[str, Any]:
-    """What is asked. Template options go along under the name that servers with templates have for them."""
+    """The request body. Template options have the field name that servers with templates use."""
     s = request.sampling
     body: dict[str, Any] = {
         "model": model,
@@ -43,7 +43,7 @@ def chat_body(request: ChatRequest, model: str) -> dict[str, Any]:
 
 
 async def ask(endpoint: Endpoint, body: dict[str, Any], queued_at: float) -> ChatAnswer:
-    """One answer. Raises PenstockError."""
+    """Send it and return the answer. Raises PenstockError."""
     began = time.monotonic()
     answer = await endpoint.post("/chat/completions", body)
     try:
@@ -55,4 +55,4 @@ async def ask(endpoint: Endpoint, body: dict[str, Any], queued_at: float) -> Cha
             timings=Timings(began - queued_at, 0.0, time.monotonic() - began),
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
-        raise broken("it is no chat completion") from None
+        raise broken("it is not a chat completion") from None

@@ -1,8 +1,8 @@
-"""The upstream engine as the service drives it. See `base.Engine` and `optional.Chats` for what each method promises.
+"""The upstream engine as the service drives it. See `base.Engine` and `optional.Chats` for the contract of each method.
 
-Queueing, pausing and aborting are done here; the endpoint is asked for one completion at a time. While it cannot be
-reached every call is UNAVAILABLE with the reason, and it is asked again with growing delays; what it gives is then
-found out anew, since another server may have come up.
+Queueing, pausing and aborting are done here; each completion is one request to the endpoint. While it is unreachable
+every call is UNAVAILABLE with the reason, and it is probed again with growing delays. Its features are then probed
+anew, since another server may have replaced it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from penstock_chassis.errors import (
     FailedPrecondition,
     InvalidArgument,
     PenstockError,
-    Unavailable,
     Violation,
 )
 from penstock_inference.engines.admission import Admission
@@ -44,27 +43,27 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     UpdatePhases,
 )
-from penstock_inference.engines.checks import check_prompt, check_sampling, raise_violations
+from penstock_inference.engines.checks import check_prompt, check_sampling, closed, raise_violations
 from penstock_inference.engines.openai.answers import broken, read_scores
 from penstock_inference.engines.openai.chat import CHAT_FIELDS, ask, chat_body
-from penstock_inference.engines.openai.flight import Flight
-from penstock_inference.engines.openai.lookout import Lookout
+from penstock_inference.engines.openai.in_flight import Flight
 from penstock_inference.engines.openai.model import Model
 from penstock_inference.engines.openai.options import OpenAiOptions
 from penstock_inference.engines.openai.probe import Facts, Level, Wanted
+from penstock_inference.engines.openai.upstream_monitor import UpstreamMonitor
 from penstock_inference.engines.openai.wire import Endpoint
-from penstock_inference.engines.optional import ChatAnswer, ChatRequest, missing_capability
+from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest, missing_capability
 
 DELTA_INTERVAL_S = 0.05
-"""A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
+"""Minimum interval between deltas of a stream: a message per token would cost more than the token."""
 STREAM_INTERVAL = 32
-"""Tokens in an event when nobody listens to the stream: it is there to know that the endpoint lives."""
+"""Tokens per event when the caller does not stream: the stream only shows that the endpoint is alive."""
 
 _log = structlog.get_logger("penstock.inference")
 
 
 class OpenAiEngine:
-    """An endpoint behind `base.Engine`; behind `optional.Chats` where it gives text alone."""
+    """An endpoint behind `base.Engine`, and behind `optional.Chats` if it returns only text."""
 
     def __init__(
         self,
@@ -78,22 +77,22 @@ class OpenAiEngine:
         self._chosen = chosen
         self._model = model
         wanted = Wanted(chosen.model, options.model_name, model.vocab_size, model.tokenizer, chosen.stated_mode)
-        self._lookout = Lookout(endpoint, wanted, self._check_facts)
+        self._lookout = UpstreamMonitor(endpoint, wanted, self._check_facts)
         self._stops = frozenset(model.stop_token_ids)
         self._version = chosen.policy_version
         self._admission = Admission(options.max_concurrency, options.max_waiting, lambda _: self._version or 0)
         self._request_ids: set[str] = set()
         self._running: dict[str, tuple[GenerateRequest, Callable[[], bool]]] = {}
-        """What runs by its request id, and how it is ended."""
+        """By request id: a function that aborts it."""
         self._counts: Counter[str] = Counter()
         self._paused = False
         self._closed = False
 
     @classmethod
     async def open(cls, options: EngineOptions) -> OpenAiEngine:
-        """Find out what the endpoint gives; if it cannot be reached, open all the same and go on trying.
+        """Probe the endpoint; if it is unreachable, open anyway and keep probing.
 
-        Raises what only a person can mend: InvalidArgument (ENGINE_OPTIONS_INVALID), FailedPrecondition
+        Raises errors that only a person can fix: InvalidArgument (ENGINE_OPTIONS_INVALID), FailedPrecondition
         (UPSTREAM_KEY_REFUSED, UPSTREAM_MODEL_UNKNOWN, UPSTREAM_ANSWER_INVALID, UPSTREAM_TOKENIZER_DIFFERS,
         UPSTREAM_PROMPT_CHANGED).
         """
@@ -110,7 +109,7 @@ class OpenAiEngine:
         return engine
 
     def info(self) -> EngineInfo:
-        """What this engine is, now. Raises Unavailable while nobody has reached the endpoint."""
+        """The engine's properties and current state. Raises Unavailable until the endpoint was reached."""
         facts = self._found()
         tokens = facts.level is Level.TOKENS
         logprobs = facts.logprobs_mode is not LogprobsMode.NONE
@@ -131,7 +130,7 @@ class OpenAiEngine:
                 token_ids=tokens,
                 logprobs=logprobs,
                 seed=True,
-                # A score says by which version it is.
+                # A score must name its version.
                 score=facts.score and self._version is not None,
             ),
             policy_version=self._version or 0,
@@ -140,7 +139,6 @@ class OpenAiEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Counters and gauges."""
         counts = self._counts
         return EngineStats(
             running=len(self._running),
@@ -157,7 +155,7 @@ class OpenAiEngine:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Ask for a completion of token ids."""
+        """Request a completion of token ids."""
         facts = self._found()
         if facts.level is not Level.TOKENS:
             raise missing_capability("token_ids")
@@ -191,11 +189,11 @@ class OpenAiEngine:
                     self._admission.leave()
 
     async def chat(self, request: ChatRequest) -> ChatAnswer:
-        """Ask for a message, where there are no token ids."""
+        """Request a message, if there are no token ids."""
         facts = self._found()
         if facts.level is Level.TOKENS:
-            raise missing_capability("chat: this endpoint gives token ids, ask for them")
-        # No prompt ids are known; the limit of the vocabulary is nobody's here.
+            raise missing_capability("chat: this endpoint returns token ids: send token_ids")
+        # No prompt ids are known; the vocabulary's limit does not apply.
         raise_violations(check_sampling(request.sampling, 1 << 31))
         place = GenerateRequest(request.request_id, np.empty(0, np.int32), request.sampling, request.session_id)
         queued_at = time.monotonic()
@@ -220,7 +218,7 @@ class OpenAiEngine:
                 self._admission.leave()
 
     async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        """Logprobs of `token_ids[1:]`, where the endpoint tells those of a prompt; only at temperature 1."""
+        """Logprobs of `token_ids[1:]`, if the endpoint returns those of a prompt; only at temperature 1."""
         facts = self._found()
         if not facts.score or self._version is None:
             raise missing_capability("score")
@@ -232,7 +230,7 @@ class OpenAiEngine:
         if temperature != 1.0:
             violations.append(Violation("temperature", "must be 1, or unset, on the openai engine"))
         if token_ids.size < 2:
-            violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
+            violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
         raise_violations(violations)
         body = {"model": facts.model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         try:
@@ -245,7 +243,7 @@ class OpenAiEngine:
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        """End the generations named; each one's connection is closed, which ends it over there."""
+        """Abort the named generations by closing their connections, which also aborts them upstream."""
         ids = frozenset(request_ids)
 
         def chosen(request: GenerateRequest) -> bool:
@@ -255,7 +253,7 @@ class OpenAiEngine:
         return ended + sum(end() for request, end in list(self._running.values()) if chosen(request))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Ask for nothing more. KEEP is refused: nobody can freeze what runs elsewhere."""
+        """Send no more requests. KEEP is refused: generations on a foreign server cannot be frozen."""
         if mode is PauseMode.KEEP:
             raise missing_capability("pause with PAUSE_MODE_KEEP, but with WAIT and ABORT")
         if not self._paused:
@@ -267,26 +265,25 @@ class OpenAiEngine:
             await self._admission.idle()
 
     async def resume(self) -> None:
-        """Go on after a pause."""
         if self._paused:
             self._paused = False
             self._admission.release()
             self._admission.wake_idle()
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
-        """The weights are not ours."""
+        """Raises Unsupported: the weights are foreign."""
         raise missing_capability("weight_update")
 
     async def push_tensors(self, tensors: Tensors) -> None:
-        """The weights are not ours."""
+        """Raises Unsupported: the weights are foreign."""
         raise missing_capability("weight_update")
 
     async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
-        """The weights are not ours."""
+        """Raises Unsupported: the weights are foreign."""
         raise missing_capability("weight_update")
 
     async def abort_update(self) -> None:
-        """None is ever open."""
+        """No update is ever open."""
 
     async def aclose(self) -> None:
         """End everything in flight and all connections. Idempotent."""
@@ -294,14 +291,14 @@ class OpenAiEngine:
             return
         self._closed = True
         await self._lookout.aclose()
-        self._admission.fail(_closed)
+        self._admission.fail(closed)
         await self.abort(everything=True)
         await self._endpoint.aclose()
 
     # Generating ------------------------------------------------------------------------------------------------------
 
     async def _fly(self, flight: Flight, facts: Facts) -> AsyncGenerator[GenerateEvent, None]:
-        """From being let in to the end."""
+        """One request from admission to its end."""
         request = flight.request
         follower = asyncio.create_task(self._follow(flight, facts))
 
@@ -340,7 +337,7 @@ class OpenAiEngine:
             self._counts["sampled"] += len(flight.token_ids)
 
     async def _follow(self, flight: Flight, facts: Facts) -> None:
-        """Take in what the endpoint says. Being cancelled closes the connection, and so aborts."""
+        """Read the endpoint's events. Cancellation closes the connection, which aborts the generation."""
         try:
             async with aclosing(self._endpoint.events("/completions", self._body(flight, facts))) as events:
                 async for event in events:
@@ -348,7 +345,7 @@ class OpenAiEngine:
             flight.end()
         except PenstockError as error:
             flight.fail(error)
-        except Exception as error:  # noqa: BLE001 - told to who waits, and to the log
+        except Exception as error:  # noqa: BLE001 - raised to the caller, and logged
             _log.exception("reading a completion failed")
             flight.fail(broken(f"it cannot be read ({type(error).__name__})"))
 
@@ -362,7 +359,7 @@ class OpenAiEngine:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            # All of them, or the endpoint would take its own defaults.
+            # Send all of them, or the endpoint would use its own defaults.
             "max_tokens": s.max_tokens,
             "min_tokens": s.min_tokens,
             "temperature": s.temperature,
@@ -385,23 +382,23 @@ class OpenAiEngine:
         return body
 
     def _check_version(self, request: GenerateRequest) -> None:
-        """The version is what the operator says it is: no other will come."""
+        """Check the required version. It is the operator's constant: no other will come."""
         exact, least = request.exact_policy_version, request.min_policy_version
         if exact is None and least is None:
             return
         if self._version is None or exact not in (None, self._version) or (least or 0) > self._version:
-            said = "unknown" if self._version is None else str(self._version)
+            known = "unknown" if self._version is None else str(self._version)
             raise FailedPrecondition(
-                f"The policy version of the upstream's weights is {said}, and another is asked for; its operator sets"
-                " it with the option policy_version.",
+                f"The policy version of the upstream's weights is {known}, and another was requested: set the option "
+                "policy_version.",
                 reason="POLICY_VERSION_UNAVAILABLE",
-                metadata={"policy_version": said},
+                metadata={"policy_version": known},
             )
 
     @contextmanager
     def _named(self, request_id: str) -> Iterator[None]:
         if self._closed:
-            raise _closed()
+            raise closed()
         raise_violations([] if request_id else [Violation("request_id", "must not be empty")])
         if request_id in self._request_ids:
             raise AlreadyExists(f"request {request_id} is in flight", reason="REQUEST_IN_FLIGHT")
@@ -412,22 +409,21 @@ class OpenAiEngine:
             self._request_ids.discard(request_id)
 
     def _context(self, facts: Facts) -> int:
-        """The smallest of what the endpoint, the operator and the model's configuration say; 0 when none does."""
-        said = (facts.max_context_tokens or self._model.max_context, self._options.max_context_tokens)
-        return min((value for value in said if value), default=0)
+        """The smallest limit of the endpoint, the operator and the model's configuration; 0 if there is none."""
+        limits = (facts.max_context_tokens or self._model.max_context, self._options.max_context_tokens)
+        return min((value for value in limits if value), default=0)
 
     def _found(self) -> Facts:
-        """What is known of the endpoint. Raises why nothing is."""
+        """The facts about the endpoint. If there are none, raises the reason."""
         if self._closed:
-            raise _closed()
+            raise closed()
         return self._lookout.facts()
 
     def _check_facts(self, facts: Facts) -> None:
-        """Raises InvalidArgument (ENGINE_OPTIONS_INVALID) when it cannot be said how long a prompt may be."""
+        """Raises InvalidArgument (ENGINE_OPTIONS_INVALID) when the context length is unknown."""
         if facts.level is Level.TOKENS and not self._context(facts):
             raise InvalidArgument(
-                "Neither the upstream nor config.json says how long prompt and completion may be: set"
-                " max_context_tokens.",
+                "Neither the upstream nor config.json states the length of the context: set max_context_tokens.",
                 reason="ENGINE_OPTIONS_INVALID",
                 violations=[Violation("max_context_tokens", "is needed for this upstream")],
             )
@@ -441,7 +437,3 @@ class OpenAiEngine:
         self._counts["prompt"] += answer.usage.prompt_tokens
         self._counts["sampled"] += answer.usage.completion_tokens
         return answer
-
-
-def _closed() -> Unavailable:
-    return Unavailable("the engine is closed", reason="ENGINE_CLOSED")

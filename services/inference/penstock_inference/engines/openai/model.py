@@ -1,4 +1,4 @@
-"""What a model directory says of the model that somebody else serves: no weights, as far as the rest is there."""
+"""Reads the model directory of a model that a foreign server runs: no weights, and only the files that exist."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_codec.errors import CodecError
-from penstock_codec.files import TokenizerFiles
+from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_inference.engines.stops import load_tokenizer
 
 
 class Model:
-    """Its tokenizer, the size of its vocabulary (None: nobody knows), its own stop tokens, its longest context (0)."""
+    """Its tokenizer, vocabulary size (None: unknown), own stop tokens, and longest context (0: unknown)."""
 
     def __init__(self, config: dict[str, Any], tokenizer: Tokenizer | None, stop_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
@@ -42,7 +42,7 @@ class Model:
         stops = config.get("eos_token_id")
         stop_ids = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
         if tokenizer is not None:
-            with suppress(CodecError):  # without a chat template config.json's are all there are
+            with suppress(CodecError):  # without a chat template, only config.json's are known
                 stop_ids = tuple(TokenizerFiles.from_directory(directory).stop_token_ids)
         return cls(config, tokenizer, stop_ids)
 

@@ -1,6 +1,6 @@
-"""What an operator may choose about an endpoint, read from `engine_options`.
+"""An operator's choices for an endpoint, read from `engine_options`.
 
-A key never stands there, since they are printed: it comes from the environment, or from a file that they name.
+They never contain the key, since they are printed: it comes from the environment, or from a file that they name.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class OpenAiOptions(BaseModel):
     base_url: str
     """Such as http://127.0.0.1:8000/v1."""
     model: str = ""
-    """The model's name there; empty takes the only one that is served, or the one that has our model's name."""
+    """The model's name there; empty selects the only served model, or the one with our model's name."""
     api_key_file: Path | None = None
-    """A file that holds the endpoint's key and nothing else."""
+    """A file with the endpoint's key and nothing else."""
     ca_file: Path | None = None
-    """PEM file of the CA that its certificate is of; unset, the system's."""
+    """PEM file of the CA of its certificate; unset, the system's CAs."""
     policy_version: int | None = Field(None, ge=0, lt=1 << 63)
-    """The version of the weights that are served there; unset is unknown, and then no span names one."""
+    """The version of the weights served there; unset is unknown, and then no span names one."""
     policy_label: str = ""
     logprobs: Literal["auto", "processed", "raw", "none"] = "auto"
-    """What its logprobs are of; `auto` measures it."""
+    """The distribution of its logprobs; `auto` measures it."""
     connect_timeout_s: float = Field(10.0, gt=0, le=600)
     idle_timeout_s: float = Field(600.0, gt=0, le=24 * 3600)
-    """Silence after which a generation is given up: it may have to wait for its turn over there."""
+    """Silence after which a generation is aborted: it may be queued upstream."""
 
     @field_validator("base_url")
     @classmethod
@@ -64,7 +64,7 @@ class OpenAiOptions(BaseModel):
             raise _invalid(violations_of(error, "engine_options", "engine_options.")) from None
         if chosen.api_key_file is not None and options.upstream_api_key is not None:
             raise _invalid(
-                [Violation("engine_options.api_key_file", "is set, and so is upstream_api_key: one of them")]
+                [Violation("engine_options.api_key_file", "is set, and so is upstream_api_key: set only one of them")]
             )
         return chosen
 
@@ -80,11 +80,11 @@ class OpenAiOptions(BaseModel):
         except OSError as error:
             raise _invalid([Violation(field, f"cannot be read: {error.strerror}")]) from None
         except ValueError:
-            raise _invalid([Violation(field, "holds no key: one line of printable ASCII")]) from None
+            raise _invalid([Violation(field, "has no key: write one line of printable ASCII")]) from None
         return text
 
     def endpoint(self, api_key: str | None, connections: int) -> Endpoint:
-        """The connections. Raises InvalidArgument (ENGINE_OPTIONS_INVALID) for a CA that is none."""
+        """The connections. Raises InvalidArgument (ENGINE_OPTIONS_INVALID) for an invalid CA file."""
         try:
             return Endpoint(
                 self.base_url,
@@ -100,7 +100,7 @@ class OpenAiOptions(BaseModel):
 
     @property
     def stated_mode(self) -> LogprobsMode | None:
-        """What the operator says of the logprobs; None leaves it to be measured."""
+        """The operator's logprobs mode; None measures it."""
         return None if self.logprobs == "auto" else LogprobsMode(self.logprobs)
 
 

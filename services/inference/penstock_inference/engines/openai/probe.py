@@ -1,8 +1,8 @@
-"""What an endpoint gives, found out by asking: its model, token ids, what its logprobs are of, scores.
+"""Probes an endpoint: its model, token ids, the distribution of its logprobs, scores.
 
-Nothing is believed that can be asked. One token at a time is generated, from a prompt of a few tokens. The mode of the
-logprobs is measured: those of the distribution that was sampled from move with the temperature and come to 0 where
-top-k leaves one token; those of the model's own do neither; anything between is not told apart and not passed on.
+Everything testable is tested, one generated token at a time, from a prompt of a few tokens. The logprobs mode is
+measured. Logprobs of the sampled distribution change with the temperature and become 0 where top-k leaves one token;
+those of the model's own distribution do neither. Anything between is ambiguous and not passed on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PROBE_S = 120.0
 TEXT = "def total(items):\n    return sum(item.price for item in items)  # naïve"
 _ALTERNATIVES = 5
 _PROMPTS = 4
-"""How many are tried before what the logprobs are of counts as not to be told."""
+"""Number of prompts tried before the logprobs mode counts as ambiguous."""
 _SAME, _DIFFERENT = 0.05, 0.2
-"""Natural logarithms: batches differ by less than the one, distributions worth looking at by more than the other."""
+"""Natural logarithms: batches differ by less than the first, distinguishable distributions by more than the second."""
 _NOT_THERE = frozenset({"400", "404", "405", "422", "501"})
 
 
 class Level(Enum):
-    """What of a completion comes back."""
+    """Which data of a completion the endpoint returns."""
 
     TOKENS = "tokens"
     TEXT = "text"
@@ -39,30 +39,28 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found out."""
-
     model: str
     """The model's name there."""
     server: str
-    """What serves, and its version, as far as it tells."""
+    """The server and its version, as far as it reports them."""
     level: Level
     logprobs_mode: LogprobsMode
     max_context_tokens: int | None
     score: bool = False
     ids_by_name: bool = False
-    """Token ids come as names in the table of logprobs only, which has to be asked for then."""
+    """Token ids come only as names in the logprobs table, which must then be requested."""
     stream_interval: bool = False
-    """Tokens of a stream come several at a time when asked so."""
+    """A stream can send several tokens per event on request."""
     shortfall: str = ""
     """Why there are no token ids, or no logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What we know before we ask."""
+    """What is known before the probe."""
 
     model: str
-    """Its name there; empty finds it."""
+    """Its name there; empty searches for it."""
     shown: str
     """Its name here."""
     vocab_size: int | None
@@ -71,7 +69,9 @@ class Wanted:
 
 
 async def probe(endpoint: Endpoint, wanted: Wanted) -> Facts:
-    """Ask. Raises Unavailable while it cannot be reached, FailedPrecondition for what only a person can mend."""
+    """Probe the endpoint. Raises Unavailable while it is unreachable, FailedPrecondition for errors that only a person
+    can fix.
+    """
     try:
         async with asyncio.timeout(PROBE_S):
             return await _Probe(endpoint, wanted).run()
@@ -99,18 +99,16 @@ class _Probe:
         text = Facts(self._model, server, Level.TEXT, LogprobsMode.NONE, context)
         vocab = self._wanted.vocab_size
         if vocab is None:
-            return self._text(
-                text, listing, "model_dir has no tokenizer.json and no config.json: ids would mean nothing"
-            )
+            return self._text(text, listing, "model_dir has no tokenizer.json and no config.json, which token ids need")
         prompt = [n % vocab for n in (1, 2, 3)]
         choice = await self._ask(prompt, logprobs=0) or await self._ask(prompt)
         if choice is None:
             return self._text(text, listing, "it has no /completions for prompts of token ids")
         if not read_choice(choice, vocab).token_ids:
-            return self._text(text, listing, "its /completions tells no token ids (return_token_ids)")
+            return self._text(text, listing, "its /completions returns no token ids (return_token_ids)")
         if choice.get("prompt_token_ids") not in (None, prompt):
             raise FailedPrecondition(
-                "The upstream changes prompts of token ids: it says that it read other tokens than were sent.",
+                "The upstream changes prompts of token ids: it reports other tokens than were sent.",
                 reason="UPSTREAM_PROMPT_CHANGED",
             )
         await self._same_tokenizer()
@@ -133,12 +131,12 @@ class _Probe:
         return Facts(facts.model, facts.server, Level.TEXT, LogprobsMode.NONE, facts.max_context_tokens, shortfall=why)
 
     def _card(self, listing: Any) -> Mapping[str, Any]:
-        """The model's entry in the list; empty where the endpoint has none."""
+        """The model's entry in the model list; empty if the endpoint has no list."""
         if listing is None:
             return {}
         data = listing.get("data") if isinstance(listing, dict) else None
         if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
-            raise self._endpoint.invalid("/models is no list of models")
+            raise self._endpoint.invalid("/models is not a list of models")
         cards: dict[str, Mapping[str, Any]] = {str(item.get("id")): item for item in data}
         names = [name for name in (self._wanted.model or self._wanted.shown,) if name in cards]
         if not names and not self._wanted.model and len(cards) == 1:
@@ -147,24 +145,24 @@ class _Probe:
             asked = self._wanted.model or self._wanted.shown
             shown = ", ".join(sorted(cards)[:8]) or "none"
             raise FailedPrecondition(
-                f"The upstream has no model {asked!r}; it has: {shown}. Name one with the option model.",
+                f"The upstream has no model {asked!r}; its models: {shown}. Set the option model to one of them.",
                 reason="UPSTREAM_MODEL_UNKNOWN",
             )
         return cards[names[0]]
 
     async def _server(self, card: Mapping[str, Any]) -> str:
-        """vLLM and some others tell their version, beside the API."""
+        """vLLM and some others report their version at a separate URL."""
         owner = card.get("owned_by")
         name = owner if isinstance(owner, str) else ""
         try:
-            told = await self._endpoint.get("/version", root=True)
+            answer = await self._endpoint.get("/version", root=True)
         except PenstockError:
             return name
-        version = told.get("version") if isinstance(told, dict) else None
+        version = answer.get("version") if isinstance(answer, dict) else None
         return f"{name} {version}".strip() if isinstance(version, str) else name
 
     async def _same_tokenizer(self) -> None:
-        """Text must be the same ids here and there, or every prompt would be nonsense."""
+        """Check that a text has the same ids here and there; otherwise every prompt would be garbage."""
         tokenizer = self._wanted.tokenizer
         if tokenizer is None:
             return
@@ -172,13 +170,13 @@ class _Probe:
         there = None if choice is None else choice.get("prompt_token_ids")
         if isinstance(there, list) and there != tokenizer.encode(TEXT, add_special_tokens=False).ids:
             raise FailedPrecondition(
-                "The upstream's tokenizer is not that of model_dir: the same text has other token ids there. Point"
-                " model_dir at the files of the model that the upstream serves.",
+                "The upstream's tokenizer is not that of model_dir: the same text has other token ids there. Set "
+                "model_dir to the files of the model that the upstream serves.",
                 reason="UPSTREAM_TOKENIZER_DIFFERS",
             )
 
     async def _mode(self, prompt: list[int], vocab: int) -> tuple[LogprobsMode, str]:
-        """What the logprobs are of, and why there are none."""
+        """The logprobs mode, and why there are no logprobs."""
         stated = self._wanted.stated_mode
         if stated is LogprobsMode.NONE:
             return stated, "the option logprobs is none"
@@ -188,24 +186,24 @@ class _Probe:
                 break
             ids = [(token + start) % vocab for token in prompt]
             tables = [await self._table(ids, vocab, **asked) for asked in ({}, {"temperature": 2.0}, {"top_k": 1})]
-            told = [table for table in tables if table is not None]
-            if len(told) < len(tables):
+            known = [table for table in tables if table is not None]
+            if len(known) < len(tables):
                 return LogprobsMode.NONE, "it gives no logprobs"
-            measured = mode_of(*told)
+            measured = mode_of(*known)
         if stated is not None:
             if measured not in (None, stated):
                 raise InvalidArgument(
-                    f"the option logprobs says {stated.value}, and the upstream's are {measured.value}",
+                    f"the option logprobs is {stated.value}, but the upstream's are {measured.value}",
                     reason="ENGINE_OPTIONS_INVALID",
                     violations=[Violation("engine_options.logprobs", f"they are {measured.value}; auto measures it")],
                 )
             return stated, ""
         if measured is None:
-            return LogprobsMode.NONE, "what its logprobs are of cannot be told; say it with the option logprobs"
+            return LogprobsMode.NONE, "the distribution of its logprobs is unknown: set the option logprobs"
         return measured, ""
 
     async def _table(self, prompt: list[int], vocab: int, **asked: Any) -> dict[int, float] | None:
-        """Logprobs of the likeliest first tokens, the sampled one among them."""
+        """Logprobs of the most likely first tokens, including the sampled one."""
         choice = await self._ask(prompt, logprobs=_ALTERNATIVES, **asked)
         read = None if choice is None else read_choice(choice, vocab)
         if read is None or not read.logprobs:
@@ -215,11 +213,11 @@ class _Probe:
 
     async def _scores(self, prompt: list[int]) -> bool:
         choice = await self._ask(prompt, prompt_logprobs=0)
-        told = None if choice is None else choice.get("prompt_logprobs")
-        return isinstance(told, list) and len(told) == len(prompt)
+        scores = None if choice is None else choice.get("prompt_logprobs")
+        return isinstance(scores, list) and len(scores) == len(prompt)
 
     async def _ask(self, prompt: list[int] | str, **more: Any) -> dict[str, Any] | None:
-        """One token; None where the endpoint does not do that."""
+        """Generate one token; None if the endpoint does not support the request."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0}
         body |= {"return_token_ids": True, "return_tokens_as_token_ids": True} | more
         try:
@@ -233,7 +231,7 @@ class _Probe:
         except (KeyError, IndexError, TypeError):
             raise self._endpoint.invalid("a completion without choices") from None
         if not isinstance(choice, dict):
-            raise self._endpoint.invalid("a choice that is no object")
+            raise self._endpoint.invalid("a choice that is not an object")
         return choice
 
     async def _try_get(self, path: str) -> Any:
@@ -246,9 +244,10 @@ class _Probe:
 
 
 def mode_of(plain: dict[int, float], warm: dict[int, float], narrow: dict[int, float]) -> LogprobsMode | None:
-    """What logprobs are of, from the likeliest first tokens at temperature 1, at 2, and with top-k 1; None: no telling.
+    """The logprobs mode, from three tables of the most likely first tokens; None if ambiguous.
 
-    In each, logprobs by token id; in the last the sampled token is the likeliest one.
+    The tables map token ids to logprobs at temperature 1, at temperature 2, and with top-k 1, where the sampled token
+    is the most likely one.
     """
     best = max(plain, key=lambda token: plain[token])
     common = plain.keys() & warm.keys()

@@ -1,9 +1,9 @@
-"""Speaking HTTP with the endpoint: pooled connections, bounded answers, and every way it can fail as a typed error.
+"""The HTTP client of the endpoint: pooled connections, bounded answers, and a typed error for every failure.
 
-Redirects are not followed, since the key is for one address. A request is sent a second time only when a connection of
-the pool, used before, was gone before anything came back: servers close those that idle. On a new connection a break
-means that the server may have the prompt, and is told, as whatever else fails, with a delay where trying again helps.
-Leaving a stream closes its connection, which aborts the generation over there.
+Redirects are not followed, since the key is for one address. A request is repeated only if a pooled connection, used
+before, was closed before any response: servers close idle connections. On a new connection a break means that the
+server may have received the prompt, and is raised like every other failure, with a delay if a retry can help. Leaving a
+stream closes its connection, which aborts the generation upstream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_SHOWN = 300
 MAX_DELAY_S = 3600.0
 RETRY_S = 1.0
-# Below what servers keep idle connections for (uvicorn: 5 s), so that few die just as they are used.
+# Shorter than servers' keep-alive (uvicorn: 5 s), so that few connections die just as they are used.
 KEEPALIVE_S = 4.0
 STATUS = "http_status"
 _FIELDS = {
@@ -52,12 +52,12 @@ class Endpoint:
     """One endpoint.
 
     Args:
-        base_url: without a slash at its end.
+        base_url: without a trailing slash.
         api_key: sent to this address only, and never shown.
-        connections: most at once.
-        connect_s: seconds that connecting may take.
-        idle_s: seconds of silence after which an answer is given up.
-        ca_file: of a CA of its own.
+        connections: maximum number at once.
+        connect_s: timeout for connecting, in seconds.
+        idle_s: an answer is aborted after this many seconds of silence.
+        ca_file: a private CA.
     """
 
     def __init__(
@@ -86,28 +86,28 @@ class Endpoint:
         await self._http.close()
 
     async def get(self, path: str, *, root: bool = False) -> Any:
-        """A JSON value; `root` leaves the base URL's path out. Raises PenstockError."""
+        """Get a JSON value; `root` omits the base URL's path. Raises PenstockError."""
         base = self.base_url.removesuffix("/v1") if root else self.base_url
         async with self._answer("GET", f"{base}{path}", None) as answer:
             return await self._whole(answer)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The same for a question. Raises PenstockError."""
+        """Post a body and return the JSON answer. Raises PenstockError."""
         async with self._answer("POST", f"{self.base_url}{path}", body) as answer:
             return await self._whole(answer)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """The JSON values of a stream, in order; it ends where the endpoint says so.
+        """Yield the JSON values of a stream, in order, until the endpoint's end mark.
 
-        Raises PenstockError; Unavailable (UPSTREAM_CUT_OFF) for a stream that just ends.
+        Raises PenstockError; Unavailable (UPSTREAM_CUT_OFF) for a stream without that mark.
         """
         async with self._answer("POST", f"{self.base_url}{path}", body) as answer:
             if answer.content_type == "application/json":
-                # It does not stream: all of it is one event.
+                # It does not stream: the whole answer is one event.
                 yield await self._whole(answer)
                 return
             if answer.content_type != "text/event-stream":
-                raise self.invalid(f"a stream was asked for and {_shown(answer.content_type)} came")
+                raise self.invalid(f"a stream was requested, but the answer is {_shown(answer.content_type)}")
             async for line in _lines(answer):
                 if not line.startswith(b"data:"):
                     continue
@@ -118,13 +118,13 @@ class Endpoint:
                 if isinstance(value, dict) and value.get("error"):
                     raise self._refused(_code(value["error"]), value, {})
                 yield value
-        raise cut_off("its stream ended in the midst of an answer")
+        raise cut_off("its stream ended within an answer")
 
     def invalid(self, text: str, known: Mapping[str, str] | None = None) -> FailedPrecondition:
-        """An answer that is none."""
+        """The error for an invalid answer."""
         return FailedPrecondition(
-            f"The upstream's answer is not that of an OpenAI-compatible API: {text}. Check base_url (it mostly ends in"
-            " /v1) and what serves there.",
+            f"The upstream's answer is not that of an OpenAI-compatible API: {text}. Check base_url (it usually "
+            "ends in /v1) and its server.",
             reason="UPSTREAM_ANSWER_INVALID",
             metadata=known,
         )
@@ -133,7 +133,7 @@ class Endpoint:
     async def _answer(
         self, method: str, url: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of status 200. Raises PenstockError, also for what fails while it is read."""
+        """An answer with status 200. Raises PenstockError, also for failures while it is read."""
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if data is None else {"content-type": "application/json"}
         reused = asyncio.Event()
@@ -161,9 +161,9 @@ class Endpoint:
         except aiohttp.SocketTimeoutError as error:
             raise _silent() from error
         except (aiohttp.ClientError, OSError) as error:
-            raise cut_off("its connection broke in the midst of an answer") from error
+            raise cut_off("its connection broke within an answer") from error
         finally:
-            # Of an answer that was not read to its end this closes the connection; of another it gives it back.
+            # Closes the connection of an answer that was not read to its end; otherwise returns it to the pool.
             answer.release() if answer.content.at_eof() else answer.close()
 
     async def _whole(self, answer: aiohttp.ClientResponse) -> Any:
@@ -185,7 +185,7 @@ class Endpoint:
             raise self.invalid(f"it is {kind}") from None
 
     async def _failure(self, answer: aiohttp.ClientResponse) -> PenstockError:
-        """What a status other than 200 means."""
+        """The error for a status other than 200."""
         try:
             value = orjson.loads(await self._read(answer, MAX_ERROR_BYTES))
         except (ValueError, PenstockError):
@@ -193,19 +193,19 @@ class Endpoint:
         return self._refused(answer.status, value, answer.headers)
 
     def _refused(self, status: int, value: Any, headers: Mapping[str, str]) -> PenstockError:
-        said, param = _said(value, self._key)
+        message, param = _error_message(value, self._key)
         known = {STATUS: str(status)}
         _log.warning("upstream refused a request", status=status)
         if status in (401, 403):
             return FailedPrecondition(
-                f"The upstream refuses its key (HTTP {status}): check PENSTOCK_INFERENCE_UPSTREAM_API_KEY or"
-                " api_key_file, and whom the key is for.",
+                f"The upstream refuses its key (HTTP {status}): check PENSTOCK_INFERENCE_UPSTREAM_API_KEY or "
+                "api_key_file, and that the key is for this endpoint.",
                 reason="UPSTREAM_KEY_REFUSED",
                 metadata=known,
             )
         if status == 429:
             return ResourceExhausted(
-                "The upstream takes no more requests for now (HTTP 429).",
+                "The upstream's rate limit is reached (HTTP 429).",
                 reason="UPSTREAM_RATE_LIMIT",
                 metadata=known,
                 retry_after_s=_delay(headers),
@@ -219,21 +219,21 @@ class Endpoint:
             )
         if status == 404 and param == "model":
             return FailedPrecondition(
-                f"The upstream has no such model: {said}", reason="UPSTREAM_MODEL_UNKNOWN", metadata=known
+                f"The upstream has no such model: {message}", reason="UPSTREAM_MODEL_UNKNOWN", metadata=known
             )
         if status in (400, 413, 422):
             field = _FIELDS.get(param, f"sampling.{param}" if param else "sampling")
             return InvalidArgument(
-                f"The upstream refuses the request: {said or f'HTTP {status}'}",
+                f"The upstream refuses the request: {message or f'HTTP {status}'}",
                 reason="GENERATE_REQUEST_INVALID",
                 metadata=known,
-                violations=[Violation(field, said or "is refused by the upstream")],
+                violations=[Violation(field, message or "is refused by the upstream")],
             )
-        return self.invalid(f"HTTP {status}{': ' + said if said else ''}", known)
+        return self.invalid(f"HTTP {status}{': ' + message if message else ''}", known)
 
 
 def _reuse_trace() -> aiohttp.TraceConfig:
-    """Tells a request, by the event that it was made with, that its connection is one of the pool."""
+    """Sets the event passed with a request if its connection came from the pool."""
 
     async def reused(session: Any, context: Any, params: Any) -> None:
         context.trace_request_ctx.set()
@@ -244,12 +244,12 @@ def _reuse_trace() -> aiohttp.TraceConfig:
 
 
 def cut_off(text: str) -> Unavailable:
-    """An answer that broke off; what it said so far is dropped, since nobody knows what would have followed."""
+    """The error for an incomplete answer; its part is dropped, since the rest is unknown."""
     return Unavailable(f"The upstream broke off: {text}.", reason="UPSTREAM_CUT_OFF", retry_after_s=RETRY_S)
 
 
 def too_large() -> FailedPrecondition:
-    """An answer without an end."""
+    """The error for an answer beyond the size limit."""
     return FailedPrecondition(
         f"The upstream's answer has more than {MAX_ANSWER_BYTES >> 20} MiB.", reason="UPSTREAM_ANSWER_TOO_LARGE"
     )
@@ -266,7 +266,7 @@ def _unreachable(error: Exception) -> Unavailable:
 
 def _silent() -> Unavailable:
     return Unavailable(
-        "The upstream said nothing for as long as idle_timeout_s allows.",
+        "The upstream sent nothing for idle_timeout_s.",
         reason="UPSTREAM_SILENT",
         retry_after_s=RETRY_S,
     )
@@ -290,8 +290,8 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         yield bytes(rest)
 
 
-def _said(value: Any, key: str | None) -> tuple[str, str]:
-    """The message of an error as servers write it, fit to be shown, without the key; and the parameter it names."""
+def _error_message(value: Any, key: str | None) -> tuple[str, str]:
+    """The error message in the forms that servers use, safe to show, without the key; and the parameter it names."""
     error = value.get("error", value.get("message")) if isinstance(value, dict) else None
     param = ""
     if isinstance(error, dict):
@@ -300,12 +300,12 @@ def _said(value: Any, key: str | None) -> tuple[str, str]:
         error = error.get("message")
     if not isinstance(error, str):
         return "", param
-    # Before it is shortened: a part of a key would not be found any more.
+    # Before shortening, which could leave an unrecognizable part of the key.
     return _shown(error.replace(key, "[key]") if key else error), param
 
 
 def _shown(text: str) -> str:
-    """A stranger's text: one line, printable, not long."""
+    """Foreign text made safe: one line, printable, not long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * MAX_SHOWN]).split())
     return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 
@@ -316,7 +316,7 @@ def _code(error: Any) -> int:
 
 
 def _delay(headers: Mapping[str, str]) -> float:
-    """Of Retry-After, in seconds or as a date; a second when it is not told."""
+    """Retry-After, in seconds or as a date; one second if absent."""
     text = headers.get("retry-after", "")
     try:
         seconds = float(text)

@@ -1,7 +1,7 @@
-"""LoRA adapters in force, and which of them vLLM still needs.
+"""LoRA adapters in force, and the versions that vLLM still needs.
 
-Each version is an adapter of its own to vLLM (another name, another number), so that a completion in flight goes on by
-the version that it began with while new ones take the next. A version that was replaced is dropped with its last user.
+For vLLM each version is a separate adapter (another name, another number), so a completion in flight keeps the version
+with which it began while new ones use the next. A replaced version is dropped after its last user.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Violation
-from penstock_inference.engines.optional import AdapterInfo, AdapterSource
+from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +29,13 @@ class LoadedAdapter:
     replaced: bool = False
 
     def request(self) -> Any:
-        """What vLLM wants with each generation."""
+        """vLLM's argument for each generation."""
         return LoRARequest(f"{self.info.name}@{self.info.policy_version}", self.number, str(self.directory))
 
 
 @dataclass(slots=True)
 class AdapterTable:
-    """By name; `limit` at once."""
+    """Adapters by name, at most `limit` at once."""
 
     limit: int
     max_rank: int
@@ -46,7 +46,7 @@ class AdapterTable:
         return iter(sorted(self._in_force.values(), key=lambda adapter: adapter.info.name))
 
     def get(self, name: str) -> LoadedAdapter:
-        """Raises InvalidArgument for a name that is not there."""
+        """Raises InvalidArgument for an unknown name."""
         if name not in self._in_force:
             known = ", ".join(sorted(self._in_force)) or "none"
             raise InvalidArgument(
@@ -57,7 +57,7 @@ class AdapterTable:
         return self._in_force[name]
 
     def prepare(self, source: AdapterSource) -> LoadedAdapter:
-        """A new version that may take its place. Raises as `optional.Adapters.load_adapter`."""
+        """Make a new version, not yet in force. Raises the errors of `optional.Adapters.load_adapter`."""
         older = self._in_force.get(source.name)
         if older is not None and source.policy_version <= older.info.policy_version:
             raise FailedPrecondition(
@@ -68,7 +68,8 @@ class AdapterTable:
             )
         if older is None and len(self._in_force) >= self.limit:
             raise ResourceExhausted(
-                f"{self.limit} adapters are loaded, which is as many as may (max_adapters)", reason="ADAPTER_LIMIT"
+                f"{self.limit} adapters are loaded, which is the maximum (max_adapters): unload one",
+                reason="ADAPTER_LIMIT",
             )
         rank = _rank(source.directory / "adapter_config.json")
         if rank > self.max_rank:
@@ -77,7 +78,7 @@ class AdapterTable:
         return LoadedAdapter(AdapterInfo(source.name, source.policy_version, rank), self._numbers, source.directory)
 
     def put(self, adapter: LoadedAdapter) -> LoadedAdapter | None:
-        """Put it in force; the one that it replaced."""
+        """Put it in force; return the version that it replaced."""
         older = self._in_force.get(adapter.info.name)
         self._in_force[adapter.info.name] = adapter
         if older is not None:
@@ -85,7 +86,6 @@ class AdapterTable:
         return older
 
     def remove(self, name: str) -> LoadedAdapter | None:
-        """Forget it; what was there."""
         adapter = self._in_force.pop(name, None)
         if adapter is not None:
             adapter.replaced = True
@@ -93,7 +93,7 @@ class AdapterTable:
 
 
 def adapter_invalid(text: str) -> InvalidArgument:
-    """An adapter that does not fit."""
+    """The error for an adapter that does not fit."""
     return InvalidArgument(
         f"the adapter {text}", reason="ADAPTER_INVALID", violations=[Violation("adapter_config_json", text)]
     )
@@ -103,10 +103,10 @@ def _rank(path: Path) -> int:
     try:
         config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise adapter_invalid("has no adapter_config.json that is JSON") from error
+        raise adapter_invalid("has no adapter_config.json, or it is not JSON") from error
     rank = config.get("r") if isinstance(config, dict) else None
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise adapter_invalid("does not say its rank (r), a whole number of at least 1")
+        raise adapter_invalid("has no rank (r), a whole number of at least 1")
     if config.get("peft_type", "LORA") != "LORA":
-        raise adapter_invalid(f"is of type {config['peft_type']!r}; LORA is served")
+        raise adapter_invalid(f"has the type {config['peft_type']!r}; only LORA is supported")
     return rank

@@ -1,10 +1,11 @@
-"""What the parts of the vLLM engine share: the running vLLM, its weights and their version, and who may be at it.
+"""The shared state of the vLLM engine: the running vLLM, its weights and their version, and admission.
 
-Invariants
-- Weights change only while vLLM stands still (`stopped`). Which of them sampled a token vLLM says itself; where it does
-  not (before 0.32), a token is labelled as it arrives, may be a step late, and exact spans are not declared.
-- `checkpoint` and `version` always say what is in force; a vLLM that died is started again with exactly these, and one
-  whose weights are in doubt is made to die.
+Invariants:
+
+- Weights change only while vLLM is stopped (`stopped`). vLLM itself reports which weights sampled a token. Before 0.32
+  it does not: then a token is labelled on arrival, the label may be a step late, and exact spans are not declared.
+- `checkpoint` and `version` always describe the weights in force. A dead vLLM is restarted with exactly these, and one
+  with doubtful weights is killed.
 """
 
 from __future__ import annotations
@@ -12,25 +13,26 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_inference.engines.admission import Admission
 from penstock_inference.engines.base import EngineOptions, FinishReason, GenerateRequest, PauseMode
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
 from penstock_inference.engines.vllm.adapters import AdapterTable, LoadedAdapter
 from penstock_inference.engines.vllm.features import Features
-from penstock_inference.engines.vllm.flight import Flight
+from penstock_inference.engines.vllm.in_flight import Flight
 from penstock_inference.engines.vllm.options import VllmOptions, engine_arguments
 from penstock_inference.engines.vllm.runtime import Runtime, engine_died
 
 MAX_RESTARTS = 3
-"""Deaths without a completion in between, after which the engine stays dead."""
+"""Deaths without a completion in between, after which the engine is not restarted."""
 _REMEMBERED_VERSIONS = 16
 
 _Result = TypeVar("_Result")
@@ -39,7 +41,7 @@ _log = structlog.get_logger("penstock.inference")
 
 @dataclass(slots=True)
 class Counts:
-    """Since the engine opened."""
+    """Counters since the engine opened."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -50,7 +52,6 @@ class Counts:
     by_version: dict[int, int] = field(default_factory=dict)
 
     def add(self, flight: Flight) -> None:
-        """A flight that is over."""
         self.prompt_tokens += flight.request.prompt_token_ids.size - flight.cached
         self.cached_tokens += flight.cached
         self.sampled_tokens += len(flight.token_ids)
@@ -77,79 +78,83 @@ class Core:
         self.version = 0
         self.label = ""
         self.unsaved = False
-        """The weights in force came by a transfer and are in no file."""
+        """The weights in force were transferred and are in no file."""
         self.adapters = AdapterTable(chosen.max_adapters, chosen.max_adapter_rank)
         self.admission = Admission(options.max_concurrency, options.max_waiting, self.version_of)
         self.flights: set[Flight] = set()
-        """Those that were let in."""
+        """The admitted requests."""
         self.counts = Counts()
         self._arguments: Mapping[str, Any] = engine_arguments(options, chosen, features)
         self._original = checkpoint
         self._runtime: Runtime | None = None
         self._absent: Callable[[], PenstockError] = engine_died
-        """What is said while there is no vLLM."""
+        """The error while there is no vLLM."""
         self._restarts = 0
-        self._keeper: asyncio.Task[None] | None = None
-        self._drops: set[asyncio.Task[None]] = set()
+        self._keep_alive_task: asyncio.Task[None] | None = None
+        self._drops = TaskOwner()
         self._frozen_for: set[str] = set()
         self._frozen = False
         self._freezing = asyncio.Lock()
+        self._settling = TaskOwner()
+        """Stops and continuations of vLLM, which must not be cancelled halfway: it would be unknown which one it is."""
 
     async def start(self) -> None:
-        """Start vLLM, and from now on a new one whenever it dies. Raises FailedPrecondition (ENGINE_NOT_STARTED)."""
+        """Start vLLM, and restart it whenever it dies. Raises FailedPrecondition (ENGINE_NOT_STARTED)."""
         self._runtime = await self._new_life()
-        self._keeper = asyncio.create_task(self._keep_alive(), name="vllm-keeper")
+        self._keep_alive_task = asyncio.create_task(self._keep_alive(), name="vllm-keep-alive")
 
     async def aclose(self, error: Callable[[], PenstockError]) -> None:
-        """End everything with `error`. Idempotent."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait((keeper, *self._drops))
+        """End everything in flight with `error`. Idempotent."""
+        task, self._keep_alive_task = self._keep_alive_task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+            await self._drops.wait()
         runtime, self._runtime = self._runtime, None
         self._gone(error)
         if runtime is not None:
-            runtime.mourned.set()
+            runtime.death_handled.set()
             await runtime.aclose()
+        await self._settling.aclose()
 
     async def ready_again(self) -> bool:
-        """Until a request is worth handing over again after a death: it then waits for admission."""
+        """After a death, wait until a request may be submitted again; admission then holds it."""
         runtime = self._runtime
         if runtime is not None and not runtime.alive:
-            await runtime.mourned.wait()
+            await runtime.death_handled.wait()
         return True
 
     @property
     def runtime(self) -> Runtime:
-        """Raises Unavailable (ENGINE_DIED, ENGINE_CLOSED) or Internal (ENGINE_FAILED) when there is none."""
+        """The running vLLM. Raises Unavailable (ENGINE_DIED, ENGINE_CLOSED) or Internal (ENGINE_FAILED) without one."""
         if self._runtime is None or not self._runtime.alive:
             raise self._absent()
         return self._runtime
 
     @property
     def frozen_by_pause(self) -> bool:
-        """Whether a pause stopped vLLM itself."""
+        """Whether a pause froze vLLM itself."""
         return "pause" in self._frozen_for
 
     def version_of(self, adapter: str) -> int:
-        """The version in force of the base weights (""), or of an adapter; raises what `AdapterTable.get` does."""
+        """The version in force of the base weights (""), or of an adapter; raises the errors of `AdapterTable.get`."""
         return self.adapters.get(adapter).info.policy_version if adapter else self.version
 
     async def ask(self, call: Callable[[Any], Awaitable[_Result]]) -> _Result:
-        """One of vLLM's calls: `await core.ask(lambda llm: llm.abort("r"))`."""
+        """Await a call of vLLM: `await core.ask(lambda llm: llm.abort("r"))`."""
         runtime = self.runtime
         return await runtime.ask(call(runtime.llm))
 
     async def load(self, checkpoint: Checkpoint) -> None:
-        """Have all workers load these weights; call it while vLLM stands still.
+        """Have all workers load these weights; call it while vLLM is stopped.
 
-        Raises Internal (WEIGHTS_NOT_LOADED) when that fails, and starts vLLM again with the weights in force: what half
-        a load leaves behind nobody can tell.
+        Raises Internal (WEIGHTS_NOT_LOADED) on failure, and restarts vLLM with the weights in force: the result of a
+        partial load is unknown.
         """
         await self._load(self.runtime, checkpoint)
 
     async def put_in_force(self, version: int, label: str, checkpoint: Checkpoint | None) -> None:
-        """Say which weights vLLM has now; `checkpoint` is None for those that are in no file."""
+        """Record the weights that vLLM now has; `checkpoint` is None for those that are in no file."""
         if self.features.weight_version:
             await self.ask(lambda llm: llm.update_weight_version(str(version)))
         self.version, self.label = version, label
@@ -162,23 +167,35 @@ class Core:
         self.admission.look()
 
     async def freeze(self, reason: str) -> None:
-        """Stop vLLM between two steps, until `thaw` was called for every reason."""
+        """Stop vLLM between two steps, until `thaw` was called for every reason. If it fails, it continues."""
+        is_new = reason not in self._frozen_for
         self._frozen_for.add(reason)
-        await self._settle()
+        try:
+            await self._settling.run(self._settle(), "vllm-freeze")
+        except BaseException:
+            if is_new:
+                with suppress(PenstockError):  # the caller gets the first error
+                    await self.thaw(reason)
+            raise
 
     async def thaw(self, reason: str) -> None:
-        """Let it go on, if nothing else keeps it."""
+        """Let vLLM continue, unless another reason keeps it frozen."""
         self._frozen_for.discard(reason)
         if self._runtime is not None and self._runtime.alive:
-            await self._settle()
+            await self._settling.run(self._settle(), "vllm-thaw")
+
+    async def idle(self) -> None:
+        """Wait until nothing runs, or until a pause has frozen what runs."""
+        while self.admission.running and not self.frozen_by_pause:
+            await self.admission.idle()
 
     @asynccontextmanager
     async def stopped(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Inside, vLLM stands still and nobody is let in. See `PauseMode`."""
+        """While the context is open, vLLM is stopped and nothing is admitted. See `PauseMode`."""
         self.admission.hold()
         try:
-            if mode is PauseMode.WAIT and not self.frozen_by_pause:
-                await self.admission.idle()
+            if mode is PauseMode.WAIT:
+                await self.idle()
             await self.freeze("update")
             try:
                 if mode is PauseMode.ABORT:
@@ -190,7 +207,7 @@ class Core:
             self.admission.release()
 
     async def abort(self, chosen: Callable[[GenerateRequest], bool], *, waiting: bool = True) -> int:
-        """End the generations for which `chosen` holds; how many."""
+        """Abort the generations for which `chosen` is true; return their number."""
         count = self.admission.abort(chosen) if waiting else 0
         self.counts.aborted += count
         for flight in [f for f in self.flights if not f.over and not f.aborted and chosen(f.request)]:
@@ -201,33 +218,31 @@ class Core:
         return count
 
     async def abort_in_vllm(self, flight: Flight) -> None:
-        """Harmless when it is over there."""
+        """Abort it in vLLM. Harmless if it is over there."""
         await self.ask(lambda llm: llm.abort(flight.request.request_id))
 
     async def add_adapter(self, adapter: LoadedAdapter) -> None:
-        """Have vLLM load it; raises what vLLM does."""
+        """Have vLLM load it; raises vLLM's errors."""
         await self.ask(lambda llm: llm.add_lora(adapter.request()))
 
     def came_to_an_end(self, flight: Flight) -> None:
-        """A flight is over, or nobody wants it any more."""
+        """Remove a flight that is over or abandoned."""
         self.flights.discard(flight)
         self.counts.add(flight)
         if flight.finish is not None:
             self._restarts = 0
 
     def drop_if_unused(self, adapter: LoadedAdapter) -> None:
-        """Have vLLM forget a version of an adapter that was replaced, once nobody uses it."""
-        if adapter.replaced and not adapter.users and self._keeper is not None:
-            task = asyncio.create_task(self._drop(adapter), name="vllm-drop-adapter")
-            self._drops.add(task)
-            task.add_done_callback(self._drops.discard)
+        """Have vLLM unload a replaced version of an adapter, once it is unused."""
+        if adapter.replaced and not adapter.users and self._keep_alive_task is not None:
+            self._drops.start(self._drop(adapter), "vllm-drop-adapter")
 
     async def _drop(self, adapter: LoadedAdapter) -> None:
         try:
             await self.ask(lambda llm: llm.remove_lora(adapter.number))
         except PenstockError:
             return  # vLLM is gone, and the adapter with it
-        except Exception:  # noqa: BLE001 - it costs memory and nothing else
+        except Exception:  # noqa: BLE001 - costs only memory
             _log.exception("an adapter could not be dropped", adapter=adapter.info.name)
 
     async def _settle(self) -> None:
@@ -251,12 +266,12 @@ class Core:
             _log.exception("the workers could not load the weights")
             runtime.kill()
             raise Internal(
-                "the workers could not load the weights; the engine starts again with those that it had",
+                "the workers could not load the weights; the engine restarts with the old ones",
                 reason="WEIGHTS_NOT_LOADED",
             ) from error
 
     async def _new_life(self) -> Runtime:
-        """A vLLM with what is in force; nobody hears of it before."""
+        """Start a vLLM with the weights in force, before it is used by anything."""
         if self.unsaved:
             raise FailedPrecondition(
                 "the weights in force came by a transfer and are lost with the engine's processes",
@@ -271,12 +286,13 @@ class Core:
                 await self._load(runtime, self.checkpoint)
             for adapter in self.adapters:
                 await runtime.ask(runtime.llm.add_lora(adapter.request()))
-            if self._frozen_for:
+            frozen = bool(self._frozen_for)
+            if frozen:
                 await runtime.ask(runtime.llm.pause_generation(mode="keep", clear_cache=False))
         except BaseException:
             await runtime.aclose()
             raise
-        self._frozen = bool(self._frozen_for)
+        self._frozen = frozen
         return runtime
 
     async def _keep_alive(self) -> None:
@@ -285,7 +301,7 @@ class Core:
             self._runtime = None
             self.admission.hold()
             self._gone(engine_died)
-            runtime.mourned.set()
+            runtime.death_handled.set()
             await runtime.aclose()
             self._restarts += 1
             try:
@@ -294,7 +310,8 @@ class Core:
                 if self._restarts > MAX_RESTARTS:
                     raise Internal(f"vLLM died {self._restarts} times without a completion", reason="ENGINE_FAILED")
                 self._runtime = await self._new_life()
-            except Exception as error:  # noqa: BLE001 - told to everybody from here on
+                await self._settle()  # a resume may have come while it started
+            except Exception as error:  # noqa: BLE001 - raised to every caller from now on
                 _log.exception("the engine stays dead")
                 why = error.message if isinstance(error, PenstockError) else type(error).__name__
                 self._gone(partial(_failed, why))
@@ -303,7 +320,7 @@ class Core:
             self.admission.release()
 
     def _gone(self, error: Callable[[], PenstockError]) -> None:
-        """Nobody may wait for what will not come; each hears an error of his own, which grows as it is raised."""
+        """Fail everything that waits. Each gets its own error instance, because raising one extends its traceback."""
         self._absent = error
         self.admission.fail(error)
         self.admission.wake_idle()

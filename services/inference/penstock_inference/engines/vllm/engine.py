@@ -1,7 +1,7 @@
-"""The vLLM engine as the service drives it. See `base.Engine` and `optional` for what each method promises.
+"""The vLLM engine as the service drives it. See `base.Engine` and `optional` for the contract of each method.
 
-What vLLM is asked for is small: generate from token ids, abort, stand still and go on, load, adapters, sleep. Queueing,
-waiting for a version, pausing with WAIT or ABORT and stop texts are done here, the same on every version of vLLM.
+It uses little of vLLM: generate from token ids, abort, pause and resume, load, adapters, sleep. Queueing, waiting for a
+version, pausing with WAIT or ABORT and stop texts are implemented here, the same on every version of vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable, Violation
+from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.errors import FailedPrecondition, PenstockError, Violation
 from penstock_inference.engines.base import (
     SAMPLING_FIELDS,
     Capabilities,
@@ -35,22 +36,22 @@ from penstock_inference.engines.base import (
     UpdatePhases,
 )
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
-from penstock_inference.engines.checks import raise_violations
+from penstock_inference.engines.checks import closed, raise_violations
 from penstock_inference.engines.continuation import unbroken
-from penstock_inference.engines.optional import AdapterInfo, AdapterSource
+from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
 from penstock_inference.engines.stops import load_tokenizer
 from penstock_inference.engines.vllm.adapters import adapter_invalid
 from penstock_inference.engines.vllm.core import Core
 from penstock_inference.engines.vllm.features import Features
 from penstock_inference.engines.vllm.generation import Generations
 from penstock_inference.engines.vllm.options import VllmOptions, structured_output
-from penstock_inference.engines.vllm.updates import Updates
+from penstock_inference.engines.vllm.weight_updates import Updates
 
 _log = structlog.get_logger("penstock.inference")
 
 
 class VllmEngine:
-    """vLLM behind `base.Engine`, with adapters, sleep, weights as files and transfers where they were asked for."""
+    """vLLM behind `base.Engine`, with adapters, sleep, weights as files and transfers if enabled."""
 
     def __init__(self, core: Core, generations: Generations, info: EngineInfo, directory: Any) -> None:
         self._core = core
@@ -61,7 +62,10 @@ class VllmEngine:
         """Pushed weights; removed at the end."""
         self._paused = False
         self._asleep = 0
-        """Level of the sleep; 0 is awake."""
+        """Sleep level; 0 is awake."""
+        self._sleep_lock = asyncio.Lock()
+        self._sleep_work = TaskOwner()
+        """Sleeps and wakes, which must not be cancelled halfway."""
         self._closed = False
 
     @classmethod
@@ -108,14 +112,13 @@ class VllmEngine:
             text_end = await _text_end_id(core.runtime.llm) if structured else None
             generations = Generations(core, info.vocab_size, info.max_context_tokens, stops, tokenizer, text_end)
         except BaseException:
-            await core.aclose(_closed)
+            await core.aclose(closed)
             await asyncio.to_thread(directory.cleanup)
             raise
         _log.info("vllm", version=features.version, platform=features.platform, version_spans=features.version_spans)
         return cls(core, generations, info, directory)
 
     def info(self) -> EngineInfo:
-        """What this engine is, now."""
         core = self._core
         return replace(
             self._info,
@@ -125,7 +128,6 @@ class VllmEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Counters and gauges."""
         core = self._core
         try:
             gauges = core.runtime.gauges
@@ -152,9 +154,9 @@ class VllmEngine:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """Sample a completion; it goes on when vLLM dies and is started again."""
+        """Sample a completion; it continues after vLLM died and was restarted."""
         core, attempt = self._core, self._generations.generate
-        core.runtime  # noqa: B018 - who comes while there is none does not wait
+        core.runtime  # noqa: B018 - raises when there is none: a new request does not wait
         if core.options.waits_for_itself:
             journey = unbroken(request, self._info.stop_token_ids, attempt, core.ready_again)
         else:
@@ -164,20 +166,17 @@ class VllmEngine:
                 yield event
 
     async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
-        """Logprobs of `token_ids[1:]`; only at temperature 1."""
         return await self._generations.score(token_ids, temperature, adapter)
 
     async def abort(
         self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
     ) -> int:
-        """End the generations named; how many were ended."""
         ids = frozenset(request_ids)
         return await self._core.abort(
             lambda r: everything or r.request_id in ids or (bool(session_id) and r.session_id == session_id)
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; returns once it has stopped."""
         core = self._core
         was_paused = self._paused
         core.runtime  # noqa: B018 - raises when there is none
@@ -193,50 +192,47 @@ class VllmEngine:
             if mode is PauseMode.ABORT:
                 await core.abort(lambda _: True)
         except PenstockError:
-            # Who hears that it failed will not resume.
+            # A caller that gets an error will not resume.
             if not was_paused:
                 await self.resume()
             raise
 
     async def resume(self) -> None:
-        """Go on after a pause."""
         if self._paused:
             self._paused = False
-            await self._core.thaw("pause")
-            self._core.admission.release()
-            self._core.admission.wake_idle()
+            try:
+                await self._core.thaw("pause")
+            finally:
+                self._core.admission.release()
+                self._core.admission.wake_idle()
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
-        """Open the one update that may be open."""
         self._check_awake()
         await self._updates.begin(version, label, update_format)
 
     async def push_tensors(self, tensors: Tensors) -> None:
-        """Add tensors to the open update."""
         await self._updates.push_tensors(tensors)
 
     async def push_file(self, path: Path) -> None:
-        """Add a file, which is taken away."""
+        """Add a file, which is moved away."""
         await self._updates.push_file(path)
 
     async def push_path(self, path: Path) -> None:
-        """Add a file, or a directory's, which stay."""
+        """Add a file, or the files of a directory, which stay in place."""
         await self._updates.push_path(path)
 
     async def stage_update(self) -> None:
-        """Check the open update whole."""
+        """Check the complete open update."""
         await self._updates.stage()
 
     async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
-        """Check the update whole, then swap weights and version between two steps."""
         return await self._updates.commit(mode)
 
     async def abort_update(self) -> None:
-        """Drop the open update, if any."""
         await self._updates.abort()
 
     async def init_transfer(self, backend: str, options: Mapping[str, Any]) -> None:
-        """Agree on how a trainer moves weights itself."""
+        """Set up how a trainer moves weights itself."""
         await self._updates.init_transfer(backend, options)
 
     async def start_transfer(self, version: int, mode: PauseMode) -> None:
@@ -245,11 +241,11 @@ class VllmEngine:
         await self._updates.start_transfer(version, mode)
 
     async def transfer_tensors(self, descriptor: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
-        """Take over some tensors."""
+        """Receive some tensors."""
         await self._updates.transfer_tensors(descriptor)
 
     async def finish_transfer(self, commit: bool) -> UpdatePhases:
-        """Put the version in force, or give up."""
+        """Put the version in force, or roll back."""
         return await self._updates.finish_transfer(commit)
 
     async def load_adapter(self, source: AdapterSource, mode: PauseMode = PauseMode.KEEP) -> AdapterInfo:
@@ -269,7 +265,7 @@ class VllmEngine:
                 if mode is PauseMode.ABORT:
                     await core.abort(lambda request: request.adapter == source.name, waiting=False)
                 else:
-                    await core.admission.idle()
+                    await core.idle()
             finally:
                 core.admission.release()
         older = core.adapters.put(adapter)
@@ -279,46 +275,58 @@ class VllmEngine:
         return adapter.info
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
         adapter = self._core.adapters.remove(name)
         if adapter is not None:
             self._core.drop_if_unused(adapter)
             self._core.admission.look()
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Those in force, by name."""
+        """The adapters in force, by name."""
         return tuple(adapter.info for adapter in self._core.adapters)
 
     async def sleep(self, level: int) -> None:
-        """Finish what runs, then give the memory back; what comes waits."""
+        """Finish running generations, then free the memory; new requests wait."""
         raise_violations([Violation("level", "must be 1 or 2")] if level not in (1, 2) else [])
         core = self._core
-        if core.frozen_by_pause and core.flights:
-            raise FailedPrecondition(
-                "generations are frozen by a pause and would lose their caches; resume, or abort them, first",
-                reason="GENERATIONS_IN_FLIGHT",
-            )
-        if self._asleep:
-            return
-        if level == 2 and core.unsaved:
-            raise FailedPrecondition(
-                "the weights in force came by a transfer and are in no file to wake with; sleep at level 1",
-                reason="WEIGHTS_LOST",
-            )
-        core.admission.hold()
-        try:
-            await core.admission.idle()
-            await core.ask(lambda llm: llm.sleep(level))
-            self._asleep = level
-        except BaseException:
-            core.admission.release()
-            raise
+        async with self._sleep_lock:
+            await self._sleep_work.wait()
+            if self._asleep:
+                return
+            if level == 2 and core.unsaved:
+                raise FailedPrecondition(
+                    "the weights in force came by a transfer, so no file could restore them: sleep at level 1",
+                    reason="WEIGHTS_LOST",
+                )
+            core.admission.hold()
+            try:
+                await core.idle()
+                if core.admission.running:
+                    raise FailedPrecondition(
+                        "generations are frozen by a pause and would lose their caches; resume, or abort them, first",
+                        reason="GENERATIONS_IN_FLIGHT",
+                    )
+            except BaseException:
+                core.admission.release()
+                raise
+            await self._sleep_work.run(self._fall_asleep(level), "vllm-sleep")
 
     async def wake(self) -> None:
-        """Take the memory again, and the weights that were dropped from their files."""
+        """Take the memory again, and reload dropped weights from their files."""
+        async with self._sleep_lock:
+            await self._sleep_work.wait()
+            if self._asleep:
+                await self._sleep_work.run(self._wake_up(), "vllm-wake")
+
+    async def _fall_asleep(self, level: int) -> None:
+        try:
+            await self._core.ask(lambda llm: llm.sleep(level))
+            self._asleep = level
+        except BaseException:
+            self._core.admission.release()
+            raise
+
+    async def _wake_up(self) -> None:
         core = self._core
-        if not self._asleep:
-            return
         await core.ask(lambda llm: llm.wake_up())
         if self._asleep == 2:
             await core.load(core.checkpoint)
@@ -328,7 +336,7 @@ class VllmEngine:
     def _check_awake(self) -> None:
         if self._asleep:
             raise FailedPrecondition(
-                "the engine sleeps and has no memory to load weights into; wake it first", reason="ENGINE_ASLEEP"
+                "the engine sleeps, without memory for weights: wake it first", reason="ENGINE_ASLEEP"
             )
 
     async def aclose(self) -> None:
@@ -337,23 +345,20 @@ class VllmEngine:
             return
         self._closed = True
         await self._updates.aclose()
-        await self._core.aclose(_closed)
+        await self._core.aclose(closed)
+        await self._sleep_work.aclose()
         await asyncio.to_thread(self._directory.cleanup)
 
 
-def _closed() -> Unavailable:
-    return Unavailable("the engine is closed", reason="ENGINE_CLOSED")
-
-
 async def _text_end_id(llm: Any) -> int | None:
-    """Of vLLM's tokenizer, which some versions give at once."""
+    """The end-of-text id of vLLM's tokenizer, which some versions return without awaiting."""
     found = llm.get_tokenizer()
     tokenizer = await found if inspect.isawaitable(found) else found
     return None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
 
 
 def _stop_token_ids(config: Any) -> tuple[int, ...]:
-    """Those of generation_config.json, or of config.json: never of a tokenizer, which may know others."""
+    """Those of generation_config.json, or of config.json: never a tokenizer's, which may have others."""
     generation = config.try_get_generation_config() or {}
     found = generation.get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
     if found is None:

@@ -1,6 +1,6 @@
-"""What the vLLM that is installed can do, found out by looking at it, not by its version.
+"""The features of the installed vLLM, detected by inspection, not by its version.
 
-The distribution may have another name than `vllm` (builds for other platforms do), so its metadata is not asked.
+The distribution may have another name than `vllm` (builds for other platforms do), so its metadata is not used.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LEAST_VERSION = (0, 21)
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Of the vLLM in this process."""
+    """The features of the vLLM in this process."""
 
     version: str
     platform: str
     """Such as "cpu" or "cuda"."""
     version_spans: bool
-    """Each output says which weights sampled which tokens (vLLM 0.32)."""
+    """Each output reports which weights sampled which tokens (vLLM 0.32)."""
     weight_version: bool
-    """The engine can be told the version of its weights (0.27)."""
+    """The engine accepts the version of its weights (0.27)."""
     sleep: bool
     structured_output: bool
-    """What compiles grammars is installed; not every platform has it."""
+    """A grammar compiler is installed; not every platform has one."""
     transfer_backends: tuple[str, ...]
 
     @classmethod
@@ -42,11 +42,11 @@ class Features:
         """Raises FailedPrecondition (ENGINE_TOO_OLD)."""
         parts = vllm.__version__.split(".")
         numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
-        # A build from a working tree has no number that says anything.
+        # A build from a working tree has no meaningful number.
         if len(numbers) == 2 and (0, 0) < numbers < LEAST_VERSION:
             least = ".".join(map(str, LEAST_VERSION))
             raise FailedPrecondition(
-                f"vLLM {vllm.__version__} is installed and {least} or newer is needed",
+                f"vLLM {vllm.__version__} is installed, but {least} or newer is needed",
                 reason="ENGINE_TOO_OLD",
                 metadata={"version": vllm.__version__, "least": least},
             )
@@ -64,17 +64,17 @@ class Features:
 
     @staticmethod
     def argument_names() -> frozenset[str]:
-        """What AsyncEngineArgs takes."""
+        """The arguments that AsyncEngineArgs accepts."""
         return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
 
     @staticmethod
     def shutdown_timeout() -> bool:
-        """Whether AsyncLLM.shutdown takes one."""
+        """Whether AsyncLLM.shutdown accepts a timeout."""
         return "timeout" in inspect.signature(AsyncLLM.shutdown).parameters
 
 
 def _transfer_backends() -> tuple[str, ...]:
-    """Those that vLLM registers and that can work on this platform: its own all need a GPU."""
+    """The backends that vLLM registers and that can work on this platform: its own all need a GPU."""
     if not all(hasattr(AsyncLLM, name) for name in ("start_weight_update", "update_weights", "finish_weight_update")):
         return ()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

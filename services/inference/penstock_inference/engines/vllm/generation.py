@@ -1,4 +1,4 @@
-"""Generating and scoring: a request's way through admission into vLLM and back."""
+"""Generating and scoring: takes a request through admission into vLLM and back."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from penstock_inference.engines.response_format import FIELD as FORMAT_FIELD
 from penstock_inference.engines.stops import StopTexts
 from penstock_inference.engines.vllm.adapters import LoadedAdapter
 from penstock_inference.engines.vllm.core import Core
-from penstock_inference.engines.vllm.flight import Flight
+from penstock_inference.engines.vllm.in_flight import Flight
 from penstock_inference.engines.vllm.params import sampling_params, score_params
 from penstock_inference.engines.vllm.runtime import engine_died
 
 try:
-    # What vLLM makes of a raw prompt, which newer ones would rather not do themselves.
+    # vLLM's conversion of a raw prompt, which newer versions leave to the caller.
     from vllm.inputs.engine import tokens_input as _prompt
 except ImportError:
     from vllm.inputs import TokensPrompt as _prompt  # noqa: N813
 
 _REFUSALS: tuple[type[Exception], ...] = (ValueError,)
-"""What vLLM raises for a request that it does not take."""
+"""The errors by which vLLM refuses a request."""
 try:
     from vllm.exceptions import VLLMClientError
 except ImportError:
-    pass  # before that, all of them are ValueError
+    pass  # in earlier versions, all are ValueError
 else:
     _REFUSALS += (VLLMClientError,)
 
 DELTA_INTERVAL_S = 0.05
-"""A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
+"""Minimum interval between deltas of a stream: a message per token would cost more than the token."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM silently takes this for anything smaller but 0."""
+"""vLLM silently replaces any smaller temperature except 0 by this."""
 MAX_PENALTY = 2.0
 
 
@@ -65,12 +65,12 @@ class Generations:
     """Runs requests on a core.
 
     Args:
-        core: where vLLM is.
+        core: the running vLLM.
         vocab_size: of the model.
         max_context: prompt and completion together, in tokens.
         stop_token_ids: the model's own.
         tokenizer: for stop texts; without one they are refused.
-        text_end_id: what vLLM lets a form end with beside the stop tokens: its tokenizer's end of text.
+        text_end_id: vLLM also lets a form end with this token, its tokenizer's end of text.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Generations:
         self._request_ids: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """See `Engine.generate`. While there is no vLLM, it waits to be let in."""
+        """See `Engine.generate`. While there is no vLLM, it waits for admission."""
         core = self._core
         self._check(request)
         if request.request_id in self._request_ids:
@@ -116,7 +116,7 @@ class Generations:
             self._request_ids.discard(request.request_id)
 
     async def score(self, token_ids: TokenIds, temperature: float, adapter: str) -> Scores:
-        """See `Engine.score`. Only at temperature 1, which is what vLLM computes of a prompt."""
+        """See `Engine.score`. Only at temperature 1, the only one at which vLLM scores a prompt."""
         core = self._core
         violations = check_prompt(token_ids, 1, self._vocab_size, self._max_context)
         violations = [
@@ -125,7 +125,7 @@ class Generations:
         if temperature != 1.0:
             violations.append(Violation("temperature", "must be 1, or unset, on the vllm engine"))
         if token_ids.size < 2:
-            violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
+            violations.append(Violation("token_ids", "must have at least two tokens: the first has no logprob"))
         raise_violations(violations)
         core.version_of(adapter)
         core.runtime  # noqa: B018 - raises when there is none
@@ -141,7 +141,7 @@ class Generations:
                 core.admission.leave()
             if base == core.version:
                 return Scores(output, version)
-            # Weights changed on the way: some of it may be by the old ones.
+            # The weights changed meanwhile: some logprobs may be of the old ones.
 
     async def _ask_once(self, request: GenerateRequest, params: Any) -> Any:
         core = self._core
@@ -152,14 +152,14 @@ class Generations:
         finally:
             self._let_go(adapter)
         flat = output.prompt_logprobs
-        # The first token has none.
+        # The first token has no logprob.
         values = np.array([flat.logprobs[start] for start in flat.start_indices[1:]], np.float32)
         if not np.isfinite(values).all():
             raise _not_finite(core.version)
         return np.minimum(values, 0.0)
 
     async def _fly(self, flight: Flight) -> AsyncGenerator[GenerateEvent, None]:
-        """From being let in to the end."""
+        """One request from admission to its end."""
         core, request = self._core, flight.request
         if request.sampling.stop and self._detokenizer is not None:
             flight.stop_texts = StopTexts(self._detokenizer, request.sampling.stop, self._known_ids)
@@ -191,7 +191,7 @@ class Generations:
             self._let_go(adapter)
 
     async def _follow(self, flight: Flight, adapter: LoadedAdapter | None) -> None:
-        """Take in what vLLM says as it comes, however slowly somebody reads: a label is only right at once."""
+        """Read vLLM's output as it comes, however slow the caller reads: a version label is only right at once."""
         request = flight.request
         try:
             llm = self._core.runtime.llm
@@ -203,12 +203,12 @@ class Generations:
                 flight.take(collector.get_nowait() or await collector.get())
         except PenstockError as error:
             flight.fail(error)
-        except Exception as error:  # noqa: BLE001 - told to who waits
+        except Exception as error:  # noqa: BLE001 - raised to the caller
             field = "sampling" if request.sampling.response_format is None else FORMAT_FIELD
             flight.fail(self._translated(error, field))
 
     async def _end(self, flight: Flight, follower: asyncio.Task[None]) -> None:
-        """Leave nothing behind in vLLM."""
+        """Abort whatever is left of it in vLLM."""
         ended_inside = follower.done() and flight.finish is not None and flight.stop_text is None
         follower.cancel()
         await asyncio.wait((follower,))
@@ -220,8 +220,8 @@ class Generations:
                 return  # vLLM is gone, and the request with it
 
     async def _hand_over(self, llm: Any, request: GenerateRequest, params: Any, adapter: LoadedAdapter | None) -> Any:
-        # Blocks of another version, or another adapter, are never found: a salt costs nothing and never fails, while
-        # vLLM's own reset is refused when anything runs.
+        # Cached blocks of another version or adapter must never match: a salt costs nothing and never fails, while vLLM
+        # refuses its own reset when anything runs.
         salt = f"v{self._core.version}" if adapter is None else f"v{self._core.version}:{adapter.number}"
         prompt = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
         return await llm.add_request(
@@ -232,7 +232,7 @@ class Generations:
         sampling = flight.request.sampling
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._stop_token_ids))
         if sampling.response_format is not None and self._text_end_id is not None:
-            # Behind it nothing is held to the form.
+            # After this token nothing is constrained to the form.
             stops.add(self._text_end_id)
         whole = not flight.request.stream and not sampling.stop and self._core.features.version_spans
         return sampling_params(sampling, stops, whole=whole)
@@ -250,7 +250,7 @@ class Generations:
             self._core.drop_if_unused(adapter)
 
     def _translated(self, error: Exception, field: str) -> PenstockError:
-        """`field` is what vLLM looks at and nobody before it."""
+        """Turn vLLM's refusal into our error; only vLLM checks `field`."""
         try:
             runtime = self._core.runtime
         except PenstockError as absent:
@@ -278,7 +278,7 @@ class Generations:
                     Violation(f"sampling.{name}", f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] on vLLM")
                 )
         if s.stop and self._detokenizer is None:
-            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory does not have"))
+            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory lacks"))
         if not request.request_id:
             violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:
@@ -287,7 +287,9 @@ class Generations:
             violations.append(Violation("sampling.min_tokens", "cannot be combined with a response format"))
         stops = set(s.stop_token_ids) | set(self._stop_token_ids)
         if s.response_format is not None and not stops and self._text_end_id is None:
-            violations.append(Violation("sampling.stop_token_ids", "must name a token to end with: the model has none"))
+            violations.append(
+                Violation("sampling.stop_token_ids", "must have a token that ends a completion: the model has none")
+            )
         if s.min_tokens > 0 and len(stops) >= self._vocab_size:
             violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
         raise_violations(violations)

@@ -1,4 +1,4 @@
-"""What an operator may choose about vLLM: engine options, checked, and the arguments that come of them."""
+"""An operator's choices for vLLM: checked engine options, and the resulting arguments."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "penstock_inference.engines.vllm.worker.WeightLoader"
 CPU_KV_CACHE_BYTES = 1 << 30
-"""vLLM's own default is most of the machine."""
+"""vLLM's own default is most of the machine's memory."""
 _TOKENIZER = "tokenizer.json"
 
 
 class VllmOptions(BaseModel):
-    """The keys of `engine_options`; those of one line are passed to vLLM as they are."""
+    """The keys of `engine_options`; those declared on one line are passed to vLLM unchanged."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,16 +40,16 @@ class VllmOptions(BaseModel):
     enforce_eager: bool = False
     seed: int = Field(0, ge=0)
     max_adapters: int = Field(0, ge=0, le=1024)
-    """Adapters that may be in force at once; 0 leaves them off, which makes every token a little cheaper."""
+    """Adapters that may be in force at once; 0 disables them, which makes every token a little cheaper."""
     max_adapter_rank: int = Field(16, ge=1, le=512)
     sleep: bool = False
-    """Allocate memory so that it can be given back."""
+    """Allocate memory so that it can be freed while asleep."""
     structured_output: bool | None = None
-    """Whether completions may be held to a form, for which vLLM loads the tokenizer; unset, where there is one."""
+    """Whether completions may have a required form, for which vLLM loads the tokenizer; unset: if there is one."""
     reasoning_parser: str | None = None
-    """vLLM's name of how the model reasons: a form then holds from where the reasoning ends. Unset: from the start."""
+    """vLLM's name of the model's reasoning format: a form then applies after the reasoning. Unset: from the start."""
     transfer_backend: str = ""
-    """How trainers move weights themselves: nccl, ipc, or another that vLLM has; empty = not at all."""
+    """How trainers move weights themselves: nccl, ipc, or another of vLLM's; empty disables it."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> VllmOptions:
@@ -66,7 +66,7 @@ class VllmOptions(BaseModel):
 
 
 def structured_output(options: EngineOptions, chosen: VllmOptions, features: Features) -> bool:
-    """Whether completions may be held to a form."""
+    """Whether completions may have a required form."""
     if chosen.structured_output is False or not features.structured_output:
         return False
     return (options.model_dir / _TOKENIZER).is_file()
@@ -75,7 +75,7 @@ def structured_output(options: EngineOptions, chosen: VllmOptions, features: Fea
 def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Features) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs.
 
-    Raises InvalidArgument (ENGINE_OPTIONS_INVALID) for what this vLLM, or this machine, does not do.
+    Raises InvalidArgument (ENGINE_OPTIONS_INVALID) for features that this vLLM, or this machine, does not have.
     """
     refused = []
     structured = structured_output(options, chosen, features)
@@ -88,8 +88,8 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
         refused.append(
             Violation(
                 "engine_options.transfer_backend",
-                f"{chosen.transfer_backend} does not work with vLLM {features.version} on {features.platform};"
-                f" what does: {known}",
+                f"{chosen.transfer_backend} does not work with vLLM {features.version} on {features.platform}; "
+                f"supported: {known}",
             )
         )
     if chosen.structured_output and not structured:
@@ -103,8 +103,7 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
         )
     arguments: dict[str, Any] = {
         "model": str(options.model_dir),
-        # Text is the codec's; vLLM sees ids only, and what ends a completion is told with each request. Only grammars
-        # are of text.
+        # The codec handles text; vLLM sees only ids, and each request states its stop tokens. Only grammars need text.
         "skip_tokenizer_init": not structured,
         "generation_config": "vllm",
         "max_model_len": options.max_context_tokens,
@@ -119,7 +118,7 @@ def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Feat
         exclude={"max_adapters", "max_adapter_rank", "sleep", "transfer_backend", "structured_output"}
     )
     if chosen.max_adapters:
-        # Two versions of each may be in use while one replaces the other.
+        # Two versions of each may be in use during a replacement.
         most = 2 * chosen.max_adapters
         arguments |= {"enable_lora": True, "max_loras": chosen.max_adapters, "max_cpu_loras": most}
         arguments |= {"max_lora_rank": chosen.max_adapter_rank}

@@ -1,4 +1,4 @@
-"""A request's sampling as vLLM's own parameters."""
+"""Converts a request's sampling to vLLM's parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock_inference.engines.response_format import FormatKind, ResponseForma
 
 
 def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool) -> Any:
-    """Of a generation that ends at `stops`; `whole` asks for everything at the end instead of token by token."""
+    """Parameters of a generation that ends at `stops`; `whole` requests all output at the end, not token by token."""
     form = sampling.response_format
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -26,7 +26,7 @@ def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool) ->
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         stop_token_ids=sorted(stops),
-        # Its own stops are among those above, where they are reported by their id.
+        # The model's own stops are among those above, where vLLM reports them by id.
         ignore_eos=True,
         logprobs=sampling.top_logprobs,
         flat_logprobs=True,
@@ -37,7 +37,7 @@ def sampling_params(sampling: Sampling, stops: Iterable[int], *, whole: bool) ->
 
 
 def score_params() -> Any:
-    """Of a prompt whose logprobs are wanted; vLLM cannot sample nothing."""
+    """Parameters for the logprobs of a prompt; vLLM must sample at least one token."""
     return SamplingParams(
         max_tokens=1,
         prompt_logprobs=0,

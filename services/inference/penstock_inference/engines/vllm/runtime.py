@@ -1,7 +1,7 @@
-"""vLLM's processes: started, asked, watched, stopped.
+"""vLLM's processes: start, calls, monitoring, stop.
 
-One `Runtime` is one life of them. When they die, everybody who waits hears it as ENGINE_DIED, also those whom vLLM's
-own futures would leave waiting; a new life is the engine's business.
+One `Runtime` is one run of them. When they die, every waiting caller gets ENGINE_DIED, even where vLLM's own futures
+would wait forever; the engine starts the next run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _log = structlog.get_logger("penstock.inference")
 
 
 def engine_died() -> Unavailable:
-    """vLLM's processes are gone, and others are on their way."""
+    """The error when vLLM's processes died and new ones are being started."""
     return Unavailable(
-        "the engine's processes died; it is being started again", reason="ENGINE_DIED", retry_after_s=RETRY_AFTER_S
+        "the engine's processes died; it is restarting", reason="ENGINE_DIED", retry_after_s=RETRY_AFTER_S
     )
 
 
 class Gauges:
-    """What vLLM's scheduler says after each step."""
+    """The figures that vLLM's scheduler reports after each step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -50,8 +50,8 @@ class Runtime:
     def __init__(self, llm: AsyncLLM, gauges: Gauges) -> None:
         self.llm: Any = llm
         self.gauges = gauges
-        self.mourned = asyncio.Event()
-        """Set when its death was told to all, and nobody is let in until another runs."""
+        self.death_handled = asyncio.Event()
+        """Set when every caller has the error of its death; nothing is admitted until another one runs."""
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._wait_for_death(), name="vllm-watch")
 
@@ -76,7 +76,7 @@ class Runtime:
         try:
             llm = await asyncio.to_thread(build)
         except Exception as error:
-            # Whatever vLLM raises is about its configuration, the model or the machine, and is told in its words.
+            # vLLM's errors concern its configuration, the model or the machine: report its own words.
             raise FailedPrecondition(
                 f"vLLM did not start: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 reason="ENGINE_NOT_STARTED",
@@ -86,17 +86,17 @@ class Runtime:
 
     @property
     def alive(self) -> bool:
-        """Whether the processes run, as far as is known."""
+        """Whether the processes run, as far as known."""
         return not self._died.done()
 
     async def died(self) -> None:
-        """Until they are dead."""
+        """Wait until they are dead."""
         await asyncio.shield(self._died)
 
     async def ask(self, call: Awaitable[_Result]) -> _Result:
-        """The answer to one of vLLM's calls.
+        """Await a call of vLLM.
 
-        Raises Unavailable (ENGINE_DIED) instead of waiting for what nobody will answer.
+        Raises Unavailable (ENGINE_DIED) instead of waiting for an answer that will not come.
         """
         task = asyncio.ensure_future(call)
         try:
@@ -119,7 +119,7 @@ class Runtime:
         return False
 
     def kill(self) -> None:
-        """Take it for dead, whatever it is."""
+        """Treat it as dead from now on, in any state."""
         if not self._died.done():
             _log.error("vLLM is dead")
             self._died.set_result(None)
@@ -129,28 +129,28 @@ class Runtime:
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watch
-        # Joins processes; those that are not gone in time are killed.
+        # Joins processes, and kills those that do not end in time.
         await asyncio.to_thread(self.llm.shutdown, *([SHUTDOWN_S] if Features.shutdown_timeout() else []))
 
     async def _wait_for_death(self) -> None:
-        # vLLM notices by itself, sets a flag, and tells only those who wait for tokens.
+        # vLLM detects this itself, sets a flag, and notifies only callers that wait for tokens.
         while not self.llm.errored:  # noqa: ASYNC110 - the flag is vLLM's, and it has no event
             await asyncio.sleep(_WATCH_S)
         self.kill()
 
 
 def _remember_environment(yes: bool) -> None:
-    """Whether vLLM reads its environment variables once instead of for every token, as its own processes do."""
+    """Set whether vLLM caches its environment variables, as its own processes do, or reads them for every token."""
     switch = getattr(vllm.envs, "enable_envs_cache" if yes else "disable_envs_cache", None)
     if switch is not None:
         switch()
 
 
 def _logger_into(gauges: Gauges) -> type[PrometheusStatLogger]:
-    """A stat logger that writes into `gauges`; vLLM then also times each request.
+    """A stat logger that writes into `gauges`; with one, vLLM also times each request.
 
-    In the place of vLLM's own for Prometheus, which it would add otherwise: that one feeds a histogram for every token,
-    which took as long as everything else that is done for a token in this process.
+    It replaces vLLM's default one for Prometheus, which feeds a histogram for every token: that took as long as all
+    other work for a token in this process.
     """
 
     class Logger(PrometheusStatLogger):  # type: ignore[misc]

@@ -1,10 +1,10 @@
-"""How vLLM's processes wait for each other on a CPU: yielding, and now and then asleep.
+"""Makes vLLM's processes sleep now and then while they wait for each other on a CPU, instead of only yielding.
 
-An engine core and its worker poll shared memory, and yield the processor between two looks. A kernel that shares the
-processor among groups of processes first (by session or by container) takes a yield for the group's own affair: on two
-cores, under Linux 6.18, a program of another session got no turn for half a minute, until the generation was over. A
-sleep of no time lets everybody have one. vLLM itself sleeps so where Python is too old to yield well, at every look,
-which costs more than a tenth of a tiny model's tokens; at one look in many it costs a few hundredths.
+An engine core and its worker poll shared memory, and yield the processor between two polls. Some kernels share the
+processor among groups of processes first (by session or by container) and treat a yield as internal to the group: on
+two cores, under Linux 6.18, a program of another session got no turn for half a minute, until the generation was over.
+A sleep of zero length gives every process a turn. vLLM itself sleeps at every poll if Python is too old to yield well,
+which costs more than a tenth of a tiny model's tokens; at one poll in many it costs a few hundredths.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from itertools import cycle
 
 YIELDS = 512
-"""Looks for each sleep: less than a millisecond of them."""
+"""Polls per sleep: together less than a millisecond."""
 
 
 def let_others_run() -> None:
     """The plugin `penstock` of the group `vllm.general_plugins`, which vLLM calls in each of its processes.
 
-    Where an accelerator computes, nothing changes: processors are not scarce there.
+    With an accelerator nothing changes: processors are not scarce there.
     """
     from vllm.distributed import utils
     from vllm.distributed.device_communicators import shm_broadcast
@@ -31,7 +31,7 @@ def let_others_run() -> None:
 
 
 def sleeping_at_times(give_way: Callable[[], object], every: int = YIELDS) -> Callable[[], object]:
-    """`give_way`, but for one call in `every`, which sleeps for no time."""
+    """`give_way`, but one call in `every` sleeps for zero time."""
     turns = cycle([give_way] * (every - 1) + [lambda: time.sleep(0)])
 
     def give_way_or_sleep() -> object:

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's workers: loading weights from files, between two steps, and an eye on the service.
+"""Runs inside vLLM's workers: loads weights from files between two steps, and watches the service.
 
-vLLM mixes this class into its worker and calls it by name (`collective_rpc`), on every rank; each takes its own part of
+vLLM mixes this class into its worker and calls it by name (`collective_rpc`), on every rank; each loads its own part of
 every tensor.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from penstock_inference.engines.vllm.follow import follow
+from penstock_inference.engines.vllm.parent_death import follow
 
 
 class WeightLoader:
@@ -25,7 +25,7 @@ class WeightLoader:
     def penstock_load(self, plan: list[list[Any]]) -> None:
         """Replace all weights by those of the plan (`Checkpoint.plan`), laid out as at the start."""
         worker: Any = self
-        # Graphs and kernels keep their addresses: values are copied into the tensors that are there.
+        # Graphs and kernels keep their addresses: copy values into the existing tensors.
         with torch.no_grad():
             worker.model_runner.reload_weights(weights_iterator=_tensors(plan), is_checkpoint_format=True)
 

@@ -1,12 +1,12 @@
-"""The Docker backend: sandboxes as containers of a daemon, here or elsewhere, served by attendants.
+"""The Docker backend: sandboxes as containers of a daemon, here or elsewhere, served by guest agents.
 
-Purpose: ties the parts together. One sandbox is: a hardened container of a prepared image, whose first process does
-nothing; an attendant, in one of two ways (``reach``); and what is mounted into it (``boxes`` makes and ends them).
+Purpose: combines the parts. One sandbox is: a hardened container of a prepared image, whose first process does nothing;
+a guest agent, in one of several ways (``reach``, ``inside``); and its mounts (``sandboxes`` makes and ends them).
 
 Invariants
-- Claims are checked by doing: ``open`` makes a sandbox and looks from inside before the backend calls itself available.
-- Everything carries the labels of the instance and of the run, and what another run left is removed (see ``reaper``).
-- A snapshot is a committed image, immutable, and stays while a sandbox or another snapshot stands on it.
+- Capabilities are tested: ``open`` makes a sandbox and checks it from inside before the backend is available.
+- Everything carries the labels of the instance and of the run; leftovers of another run are removed (see ``reaper``).
+- A snapshot is a committed image, immutable, and stays while a sandbox or another snapshot is based on it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from pathlib import Path
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
-from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
-from penstock_sandbox.backends.docker.additions import USER
-from penstock_sandbox.backends.docker.boxes import Boxes
-from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
-from penstock_sandbox.backends.docker.deaths import Deaths
-from penstock_sandbox.backends.docker.images import Images
-from penstock_sandbox.backends.docker.inside import Inside
-from penstock_sandbox.backends.docker.layers import Layers, name_of
+from penstock_sandbox.backends.docker.access.started_inside import Inside
+from penstock_sandbox.backends.docker.access.ways import Direct, Reach, Sidecar
+from penstock_sandbox.backends.docker.cleanup.exits import Deaths
+from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
+from penstock_sandbox.backends.docker.engine.daemon import Daemon
+from penstock_sandbox.backends.docker.engine.errors import Missing, Refused
+from penstock_sandbox.backends.docker.images.additions import USER
+from penstock_sandbox.backends.docker.images.images import Images
+from penstock_sandbox.backends.docker.images.layers import Layers, name_of
+from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage, described
 from penstock_sandbox.backends.docker.mounts import Mounts
 from penstock_sandbox.backends.docker.options import DockerOptions
-from penstock_sandbox.backends.docker.prepared import Prepared, ReadyImage, described
-from penstock_sandbox.backends.docker.reach import Direct, Reach, Sidecar
-from penstock_sandbox.backends.docker.reaper import Owner, Reaper
-from penstock_sandbox.backends.docker.trial import Trial, keeps_apart, unusable
-from penstock_sandbox.backends.docker.wire import Wire
-from penstock_sandbox.model import SandboxSpec
+from penstock_sandbox.backends.docker.probe.trial_container import Trial, keeps_apart, unusable
+from penstock_sandbox.backends.docker.sandboxes import DockerSandboxes
+from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.model import SandboxSpec
 
-_ADVICE = "start it, or set docker_host (or DOCKER_HOST) to where it listens"
+_ADVICE = "start it, or set docker_host (or DOCKER_HOST) to its address"
 
 _log = structlog.get_logger(__name__)
 
 
 class DockerBackend(Backend):
-    """See the module. What it keeps on disk is under ``options.state_dir``."""
+    """See the module. Its files are under ``options.state_dir``."""
 
     name = "docker"
     layers_outlive = True
@@ -70,7 +70,7 @@ class DockerBackend(Backend):
 
     async def _open(self) -> None:
         options = self._options
-        daemon = Daemon.connect(options.host)
+        daemon = await Daemon.connect(options.host)
         self._stack.push_async_callback(daemon.aclose)
         try:
             info = await daemon.info()
@@ -80,13 +80,12 @@ class DockerBackend(Backend):
             raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
         options.state_dir.mkdir(parents=True, exist_ok=True)
         owner = Owner(await asyncio.to_thread(_instance, options.state_dir), secrets.token_hex(8))
-        wire = Wire(options.host)
         reaper = Reaper(daemon, owner, other_runtime=bool(options.runtime))
         self._stack.push_async_callback(reaper.aclose)
         await reaper.open()
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
         self._stack.push_async_callback(prepared.aclose)
-        images = Images(daemon, wire, prepared, options.pull_timeout_s)
+        images = Images(daemon, prepared, options.pull_timeout_s)
         self._stack.push_async_callback(images.aclose)
         layers = Layers(reaper)
         self._stack.push_async_callback(layers.aclose)
@@ -94,26 +93,26 @@ class DockerBackend(Backend):
         self._stack.push_async_callback(mounts.aclose)
         if not options.may_pull and not await images.there(options.image):
             raise FailedPrecondition(
-                f"the daemon has no image {options.image!r}: docker pull it, set docker_image, or make docker the "
-                "default_backend, which then pulls it as it starts",
+                f"the daemon has no image {options.image!r}: run docker pull, set docker_image, or make docker the "
+                "default_backend, which pulls the image at its start",
                 reason="BACKEND_UNAVAILABLE",
             )
-        boxes = Boxes(options, daemon, owner, reaper, layers)
-        deaths = Deaths(daemon, wire, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
+        boxes = DockerSandboxes(options, daemon, owner, reaper, layers)
+        deaths = Deaths(daemon, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)
         self._prepared, self._images, self._layers = prepared, images, layers
         self._mounts, self._boxes = mounts, boxes
         self._daemon, self._reaper = daemon, reaper
         self._stack.push_async_callback(self._close_reach)
         self._stack.push_async_callback(boxes.aclose)
-        sidecar = Sidecar(daemon, wire, images, owner, reaper, options.sidecar_image)
+        sidecar = Sidecar(daemon, images, owner, reaper, options.sidecar_image)
         direct = Direct(options.state_dir)
-        inside = Inside(daemon, wire, images, owner, reaper, mounts, options.sidecar_image, options.memory_bytes)
+        inside = Inside(daemon, images, owner, reaper, mounts, options.sidecar_image, options.memory_bytes)
         ways: list[Reach] = [direct, sidecar, inside]
         if options.reach != "auto":
             ways = [way for way in ways if way.name == options.reach]
         elif keeps_apart(info, options.runtime):
-            # Whoever asked for such a runtime wants no other isolation, and the others would wait for what never comes.
+            # An operator with such a runtime wants no weaker isolation, and the other ways would wait in vain.
             ways = [inside]
         found = await Trial(options, info, daemon, owner, reaper, images, mounts, boxes).choose(ways)
         if isinstance(found, str):
@@ -147,13 +146,13 @@ class DockerBackend(Backend):
             self._check_allowed(name)
             image = await self._images.ready(name, "" if spec.user == USER else spec.user)
             if image.account.uid == 0 and not self.capabilities.root:
-                # By whatever name: an image may have several for him.
+                # By account: an image may have several names for it.
                 raise FailedPrecondition(
-                    "the docker backend runs nothing as root here: the operator's docker_allow_root offers it",
+                    "the docker backend does not run programs as root: the operator must set docker_allow_root",
                     reason="CAPABILITY_MISSING",
                     metadata={"backend": self.name, "capabilities": "root"},
                 )
-        # Held from here: a layer must not go while a container is being made from it.
+        # Referenced from here: a layer must not be removed while a container is made from it.
         self._layers.hold(layers)
         try:
             mounts = await self._mounts.of(toolboxes, image.name)
@@ -170,7 +169,7 @@ class DockerBackend(Backend):
             fnmatch.fnmatchcase(image, pattern) for pattern in self._options.allowed_images
         ):
             raise FailedPrecondition(
-                f"the operator's docker_allowed_images does not name {image!r}",
+                f"the operator's docker_allowed_images does not allow {image!r}",
                 reason="IMAGE_NOT_ALLOWED",
                 metadata={"image": image},
             )
@@ -182,7 +181,7 @@ class DockerBackend(Backend):
         if box is None:
             raise FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST")
         box.seal_as = layer_id
-        # The layer's own hold; the sandbox's ends with it.
+        # The layer's own reference; the sandbox's ends with it.
         self._layers.hold(box.layers)
         try:
             await handle.destroy()
@@ -207,13 +206,13 @@ class DockerBackend(Backend):
             with suppress(Missing):
                 there[layer_id] = described(await self._daemon.image(name_of(layer_id)))
         for layer_id, image in there.items():
-            # What it was made on needs no hold: an image keeps what is below it.
+            # Its base needs no reference: an image keeps what is below it.
             self._layers.add(layer_id, image, ())
         self._reaper.snapshots = frozenset(map(name_of, there))
         return frozenset(there)
 
     async def has_layer(self, layer_id: str) -> bool:
-        # A daemon's images are swept by others too.
+        # Others may delete a daemon's images too.
         return layer_id in self._layers and await self._images.there(name_of(layer_id))
 
     async def remove_layer(self, layer_id: str) -> None:
@@ -230,12 +229,12 @@ def _check_user(user: str, image: ReadyImage) -> None:
 
 
 def _epoch(moment: str) -> str:
-    """A daemon's time as its filters take it."""
+    """Converts a daemon's time for its filters."""
     return f"{datetime.fromisoformat(moment).timestamp():.6f}"
 
 
 def _instance(folder: Path) -> str:
-    """The name of this state directory for ever: what is labelled with it is ours."""
+    """Returns the permanent name of this state directory: objects with this label are ours."""
     file = folder / "instance"
     if not file.exists():
         partial = folder / "instance.partial"

@@ -1,10 +1,10 @@
-"""A sandbox's container as the daemon is asked for it: everything that isolates it, in one place.
+"""The settings of a sandbox's container: everything that isolates it, in one place.
 
 Invariants
-- No capability, no new privileges, no log, no network but what the policy says, no swap beyond the memory limit, no
-  core dumps. The first process has a user of its own, which no spec may name, and neither it nor the agent is root.
-- Nothing of the caller's is passed through: no mount of the host's but toolboxes, no option, no environment. What
-  processes get in their environment never passes the daemon, so ``docker inspect`` shows no secret (R1, R47).
+- No capability, no new privileges, no log, no network beyond the policy, no swap beyond the memory limit, no core
+  dumps. The first process has a user of its own, which no spec may name, and neither it nor the agent is root.
+- Nothing of the caller's is passed through: no mount of the host but toolboxes, no option, no environment. The
+  environment of processes never passes through the daemon, so ``docker inspect`` shows no secret (R1, R47).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock_sandbox.backends.docker import hold
-from penstock_sandbox.backends.docker.additions import USER
-from penstock_sandbox.backends.docker.daemon import Json
-from penstock_sandbox.backends.docker.places import WORKDIR
-from penstock_sandbox.backends.docker.prepared import ReadyImage
-from penstock_sandbox.model import NetworkKind, Resources
+from penstock_sandbox.backends.docker.engine.errors import Json
+from penstock_sandbox.backends.docker.images import pause_program
+from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR
+from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
+from penstock_sandbox.domain.model import NetworkKind, Resources
 
-# What a sidecar needs beyond nothing: to enter the sandbox's namespaces, and to become its user there.
+# What a sidecar needs: to enter the sandbox's namespaces, and to become its user there.
 _SIDECAR_CAPABILITIES = (
     "CHOWN",
     "DAC_OVERRIDE",
@@ -34,7 +33,7 @@ _SIDECAR_CAPABILITIES = (
     "SYS_PTRACE",
 )
 
-# What an attendant needs that lives in the sandbox: to become its user, and to end what is his.
+# What a guest agent in the sandbox needs: to become its user, and to end that user's processes.
 _INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
 
 
@@ -49,14 +48,14 @@ def sandbox(
     read_only: bool,
     runtime: str,
 ) -> tuple[Json, Json]:
-    """The container of a sandbox: its own settings, and those of its host part."""
+    """Returns a sandbox's container settings and their host part."""
     settings: Json = {
         "image": image.name,
-        # A name alone takes it out of what the image declares.
+        # A bare name removes the image's variable.
         "environment": [name for name in image.env if unwanted(name)],
-        "entrypoint": [hold.PATH],
+        "entrypoint": [pause_program.PATH],
         "command": [],
-        "user": f"{hold.USER_ID}:{hold.USER_ID}",
+        "user": f"{pause_program.USER_ID}:{pause_program.USER_ID}",
         "hostname": "sandbox",
         "working_dir": "/",
         "labels": dict(labels),
@@ -64,13 +63,13 @@ def sandbox(
         "stop_signal": "SIGKILL",
     }
     tmpfs = {
-        # 1777 as everywhere; programs are built and run there.
+        # Mode 1777 as usual; programs are built and run there.
         "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={tmp_bytes}",  # noqa: S108 - a path in the sandbox
-        # In the place of the host's: it tells of hardware, of other containers' devices and of the kernel's tuning.
+        # Hides the host's, which reveals hardware, other containers' devices and kernel settings.
         "/sys": "ro,noexec,nosuid,nodev,mode=555,size=4096",
     }
     if read_only:
-        # Another user's home is where the image has it, which may be anywhere.
+        # Another user's home is the image's, at any path.
         account = image.account
         for folder in (WORKDIR, *([account.home] if account.name == USER else [])):
             tmpfs[folder] = (
@@ -88,7 +87,7 @@ def sandbox(
         "mounts": [dict(mount) for mount in mounts],
     }
     if network is not NetworkKind.OPEN:
-        # Else the daemon copies the host's resolver into the container.
+        # Otherwise the daemon copies the host's resolver into the container.
         host["dns"] = ["127.0.0.1"]
         host["dns_search"] = ["."]
     if not read_only and resources.disk_bytes is not None:
@@ -99,14 +98,14 @@ def sandbox(
 
 
 def unwanted(name: str) -> bool:
-    """Whether nothing gets a variable of an image's: names that are Penstock's, libraries put into every program."""
+    """Whether an image's variable is dropped: Penstock's own names, and libraries loaded into every program."""
     return name.startswith("PENSTOCK_") or name in ("LD_PRELOAD", "LD_AUDIT")
 
 
 def inhabit(settings: Json, host: Json, argv: Sequence[str], mount: Mapping[str, Any]) -> None:
-    """Change a sandbox's container to one whose first process starts what serves it, as root of the sandbox's kernel.
+    """Changes a sandbox's container so that its first process starts the guest agent, as root of the sandbox's kernel.
 
-    It has what that process needs and gives up; what it starts for others has none of it.
+    That process has the capabilities that it needs and later drops; the workload's processes get none of them.
     """
     settings.update(entrypoint=list(argv), user="0:0", stdin_open=True, detach=True)
     host["cap_add"] = list(_INHABITANT_CAPABILITIES)
@@ -116,10 +115,10 @@ def inhabit(settings: Json, host: Json, argv: Sequence[str], mount: Mapping[str,
 def sidecar(
     image: str, labels: Mapping[str, str], sandbox_container: str, argv: Sequence[str], resources: Resources
 ) -> tuple[Json, Json]:
-    """The container beside a sandbox that serves it. What it starts counts towards its own limits, which are the same.
+    """Returns the sidecar that serves a sandbox. Its processes count towards its own limits, which are the same.
 
     It shares the process and network namespaces of the sandbox and enters the others, for which it has capabilities;
-    what it starts in the sandbox has none of them.
+    the processes that it starts in the sandbox have none of them.
     """
     settings: Json = {
         "image": image,
@@ -153,7 +152,7 @@ def _hardening() -> Json:
         "security_opt": ["no-new-privileges"],
         "log_driver": "none",
         "restart_policy": {"Name": "no"},
-        # How many files may be open is the attendant's business: what it starts has its limits.
+        # The guest agent sets the open files limit of the processes that it starts.
         "ulimits": [{"name": "core", "soft": 0, "hard": 0}],
     }
 
@@ -161,7 +160,7 @@ def _hardening() -> Json:
 def _limits(resources: Resources) -> Json:
     limits: Json = {}
     if resources.memory_bytes is not None:
-        # Without swap the limit is the limit.
+        # No swap, so that the memory limit is not exceeded by swapping.
         limits["mem_limit"] = limits["memswap_limit"] = resources.memory_bytes
     if resources.pids is not None:
         limits["pids_limit"] = resources.pids

@@ -1,9 +1,9 @@
-"""Directories of this machine as containers see them: bound where the daemon has the same files, else copied once.
+"""This machine's directories as mounts: bound if the daemon has the same files, else copied once.
 
-Purpose: a daemon on another machine, or beside this service in a container of its own, does not see what this service
-sees. ``open`` asks it by a bind that only the same file system can satisfy.
+Purpose: a daemon on another machine, or beside this service in a container of its own, does not see this service's
+files. The backend tests that by a bind that only the same file system can satisfy.
 
-Invariants: read-only in every sandbox; a copy is filled once, whoever asks, and lives as long as this run.
+Invariants: read-only in every sandbox; a copy is filled once, for all callers, and lives as long as this run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from penstock_sandbox.backends.base import MountedToolbox
-from penstock_sandbox.backends.docker.daemon import Daemon, Json
-from penstock_sandbox.backends.docker.reaper import Owner, Reaper
+from penstock_sandbox.backends.docker.cleanup.reaper import Owner, Reaper
+from penstock_sandbox.backends.docker.engine.daemon import Daemon
+from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.backends.local.layers import Collector
+from penstock_sandbox.domain.backend import MountedToolbox
 
 _FILL = "/fill"
 
 Archives = Callable[[], Iterator[Iterator[bytes]]]
-"""Gives tars in chunks, each read to its end before the next."""
+"""Yields tars in chunks; each is read to its end before the next."""
 
 
 class Mounts:
-    """The mounts of one daemon's containers. ``same_files`` is set once by who probed."""
+    """The mounts of one daemon's containers. The probe sets ``same_files`` once."""
 
     def __init__(self, daemon: Daemon, owner: Owner, reaper: Reaper) -> None:
         self._daemon = daemon
@@ -37,14 +38,14 @@ class Mounts:
         self.same_files = False
 
     async def aclose(self) -> None:
-        """Remove the copies; no container may use them any more."""
+        """Removes the copies; no container may use them any more."""
         for name, task in self._filled.items():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await self._reaper.volume(name)
 
     async def of(self, toolboxes: Sequence[MountedToolbox], image: str) -> list[Json]:
-        """The mounts for toolboxes and the runtimes that they need; ``image`` is any image that the daemon has."""
+        """Returns the mounts of toolboxes and their runtimes; ``image`` is any image that the daemon has."""
         wanted: dict[str, Path] = {}
         for toolbox in toolboxes:
             wanted[toolbox.mount_path] = toolbox.source
@@ -58,7 +59,7 @@ class Mounts:
         return await self.made(key, target, image, lambda: iter([_packed(source)]))
 
     async def made(self, key: str, target: str, image: str, archives: Archives) -> Json:
-        """The mount of a copy that is filled with ``archives`` (tars, one after another), once for each ``key``."""
+        """Returns the mount of a copy filled with ``archives`` (tars, one after another), once per ``key``."""
         name = f"penstock-{self._owner.run}-{key}"
         task = self._filled.get(name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -79,12 +80,12 @@ class Mounts:
 
 
 def bind(source: Path, target: str) -> Json:
-    """A read-only mount of a directory that the daemon sees at the same place."""
+    """Returns a read-only mount of a directory that the daemon sees at the same path."""
     return {"type": "bind", "source": str(source), "target": target, "read_only": True, "propagation": "rprivate"}
 
 
 def _packed(folder: Path) -> Iterator[bytes]:
-    """A directory as a tar, in chunks while it is read: never whole in memory."""
+    """Yields a directory as a tar, in chunks as it is read: never all of it in memory."""
     sink = Collector()
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for parent, folders, files in os.walk(folder):

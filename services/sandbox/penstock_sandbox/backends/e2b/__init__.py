@@ -1,4 +1,4 @@
-"""The E2B backend: sandboxes of E2B's cloud, or of a deployment that speaks its protocol, through its own SDK."""
+"""The E2B backend: sandboxes of E2B's cloud, or of a compatible deployment, through E2B's own SDK."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 
 from pydantic import SecretStr
 
-from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.backends.e2b.backend import E2BBackend, E2BOptions
 from penstock_sandbox.backends.e2b.cloud import Address
+from penstock_sandbox.domain.backend import Backend
 from penstock_sandbox.settings import SandboxSettings
 
 
 def e2b_backend(settings: SandboxSettings) -> Backend:
-    """The E2B backend as the settings want it; E2B's own environment variables count where ours are not set."""
+    """Returns the E2B backend, built from the settings; E2B's own environment variables are the defaults."""
     key = settings.e2b_api_key or SecretStr(os.environ.get("E2B_API_KEY", "").strip())
     address = Address(
         key,

@@ -1,15 +1,15 @@
-"""The E2B backend: sandboxes of E2B's cloud, served by the attendant over a command's standard input and output.
+"""The E2B backend: sandboxes of E2B's cloud, with a guest agent over a command's standard input and output.
 
-Purpose: ties the parts together. One sandbox is: an E2B sandbox with our labels and no internet, the attendant that
-root started in it, and a pipe that this service opened outwards; model calls come back over that pipe, so the sandbox
-needs no way out, and this machine no way in.
+Purpose: combines the parts. One sandbox is: an E2B sandbox with our labels and no internet, the guest agent that root
+started in it, and a pipe that this service opened outwards; model calls come back over that pipe, so the sandbox needs
+no network access, and this machine no inbound one.
 
 Invariants
-- Claims are checked by doing: ``open`` makes a sandbox, asks E2B whether it is closed and tries from inside, before the
-  backend calls itself available (R55).
-- E2B ends each sandbox by itself a margin after its lease, so that one which nobody ends does not stay (R50).
-- A creation that was given up is awaited and its sandbox removed: a request that was sent cannot be taken back (R49).
-- Sandboxes with our label that this process does not know are removed, at ``open`` and from time to time.
+- Capabilities are tested: ``open`` makes a sandbox, asks E2B whether it is closed and tries from inside, before the
+  backend is available (R55).
+- E2B itself ends each sandbox a margin after its lease, so that a forgotten one does not stay (R50).
+- A cancelled create is awaited and its sandbox removed: a sent request cannot be taken back (R49).
+- Sandboxes with our label that this process does not know are removed, at ``open`` and periodically.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import dataclasses
 import fnmatch
 import functools
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from penstock_chassis.aio.deletion import Deletions
+from penstock_chassis.aio.retry import Backoff, Delays
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import (
     FailedPrecondition,
     Internal,
@@ -34,22 +37,22 @@ from penstock_chassis.errors import (
     Unavailable,
     Violation,
 )
-from penstock_sandbox.backends.attended.stream import LinkLost
-from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
-from penstock_sandbox.backends.e2b.equipment import equip
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.layers import Layers
-from penstock_sandbox.backends.e2b.removals import Removals
-from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
-from penstock_sandbox.backends.e2b.trial import holds_processes, leak, pauses
-from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
+from penstock_sandbox.backends.e2b.provisioning import equip
+from penstock_sandbox.backends.e2b.sandbox import E2BSandbox, process_defaults
+from penstock_sandbox.backends.e2b.trial_checks import holds_processes, leak, pauses
+from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
+from penstock_sandbox.guest_client.stream import LinkLost
+from penstock_sandbox.host.errors import Refused
 
 _MARGIN_S = 60.0
 _TRIAL_S = 120.0
 _SWEEP_S = 60.0
-_FIRST_AGAIN_S = 1.0
+_TRIAL_DELAYS = Delays(1.0, _SWEEP_S)
+_REMOVAL_DELAYS = Delays(0.5, 60.0, jitter=(0.5, 1.0))
 _LAST_CHANCE_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -57,7 +60,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class E2BOptions:
-    """The operator's choices for this backend; ``address`` is None where no key is set."""
+    """The operator's options for this backend; ``address`` is None if no key is set."""
 
     state_dir: Path
     address: Address | None
@@ -77,13 +80,14 @@ class E2BBackend(Backend):
     def __init__(self, options: E2BOptions) -> None:
         self._options = options
         self._cloud: Cloud | None = None
-        self._removals = Removals()
+        # What stays at E2B costs money, even if its caller has gone.
+        self._removals = Deletions(_REMOVAL_DELAYS, gone=(Gone,))
         self._live: dict[str, E2BSandbox | None] = {}
-        """By our ids; None while it is made."""
+        """By our ids; None during the create."""
         self._layers: Layers | None = None
         self._user = ""
-        self._loops: set[asyncio.Task[None]] = set()
-        self._cleanups: set[asyncio.Task[None]] = set()
+        self._loops = TaskOwner()
+        self._cleanups = TaskOwner()
 
     # Opening and closing -----------------------------------------------------------------------------------------
 
@@ -97,18 +101,18 @@ class E2BBackend(Backend):
             self._cloud = Cloud(self._options.address, instance)
             self._layers = Layers(self._cloud, self._removals)
             if not await self._try():
-                _start(self._loops, self._try_again())
-            _start(self._loops, self._sweep_forever())
+                self._loops.start(self._try_again())
+            self._loops.start(self._sweep_forever())
 
     async def _try(self) -> bool:
-        """Remove leftovers and try a sandbox; False when E2B could not be asked, so that asking again may help."""
+        """Removes leftovers and tries a sandbox; returns False if E2B was unreachable, so that a retry may help."""
         try:
             await self._sweep()
             capabilities = await self._tried()
         except (Unavailable, ResourceExhausted) as error:
             self.unavailable_reason = error.message
         except Denied as denied:
-            self.unavailable_reason = f"E2B refuses to say what is there (status {denied.status})"
+            self.unavailable_reason = f"E2B refuses to list sandboxes (status {denied.status})"
             return True
         except PenstockError as error:
             self.unavailable_reason = error.message
@@ -117,17 +121,16 @@ class E2BBackend(Backend):
             self.capabilities = capabilities
             self.unavailable_reason = ""
             return True
-        _log.warning("e2b backend unavailable for now", reason=self.unavailable_reason)
+        _log.warning("e2b backend is unavailable for now", reason=self.unavailable_reason)
         return False
 
     async def _try_again(self) -> None:
-        pause = _FIRST_AGAIN_S
+        backoff = Backoff(_TRIAL_DELAYS)
         while not await self._try():
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _SWEEP_S)
+            await backoff.wait()
 
     async def _tried(self) -> Capabilities:
-        """What a trial shows to hold. Raises FailedPrecondition with the reason when nothing does."""
+        """Returns the capabilities that a trial shows. Raises FailedPrecondition with the reason if there are none."""
         problem, found = await self._trial(NetworkKind.NONE)
         if not problem:
             more = {NetworkKind.OPEN} if self._options.allow_open_network else set()
@@ -141,9 +144,9 @@ class E2BBackend(Backend):
         raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
 
     async def _trial(self, network: NetworkKind) -> tuple[str, Capabilities]:
-        """Make a sandbox and look: what is wrong with it, or nothing, and what can be done with it, networks aside.
+        """Makes and checks a sandbox: returns its failure or "", and its capabilities, apart from networks.
 
-        Raises Unavailable when it could not be seen.
+        Raises Unavailable if it could not be checked.
         """
         trial_id = f"trial-{secrets.token_hex(8)}"
         self._live[trial_id] = None
@@ -151,7 +154,7 @@ class E2BBackend(Backend):
             sandbox = await self._make(trial_id, _trial_spec(network), (), lambda _: None)
             self._user = sandbox.user
             if not sandbox.protected:
-                _log.warning("the template's user is root: what runs in its sandboxes can end what serves them")
+                _log.warning("the template's user is root: programs in its sandboxes can end the guest")
             if network is not NetworkKind.OPEN and (problem := await self._open_after_all(sandbox)):
                 return problem, Capabilities()
             fork, live_fork = await self._tries_forks(sandbox, network)
@@ -168,18 +171,18 @@ class E2BBackend(Backend):
         except FailedPrecondition as error:
             return error.message, Capabilities()
         except (Gone, Denied) as error:
-            return f"E2B does not say whether a sandbox is closed ({error})", Capabilities()
+            return f"E2B does not report whether a sandbox's network is closed ({error})", Capabilities()
         finally:
             await self._discard(trial_id)
 
     async def _open_after_all(self, sandbox: E2BSandbox) -> str:
-        """What is wrong with a network that should be closed, or nothing."""
+        """Returns the failure of a network that should be closed, or ""."""
         if not await self._our_cloud.is_closed(sandbox.e2b_id):
-            return "this deployment of E2B does not say that a sandbox is closed when that is asked for"
+            return "this deployment of E2B does not confirm that a sandbox's network is closed"
         return await leak(sandbox.made)
 
     async def _tries_forks(self, source: E2BSandbox, network: NetworkKind) -> tuple[ForkKind, bool]:
-        """Whether there are snapshots, and whether a live sandbox's hold its files and none of its processes."""
+        """Finds out whether there are snapshots, and whether a live sandbox's have its files and no processes."""
         layer_id, child_id = f"lf-{source.id}", f"{source.id}-fork"
         try:
             await self._our_layers.seal_live(source, layer_id)
@@ -195,7 +198,7 @@ class E2BBackend(Backend):
                 await self._discard(child_id)
             await self._our_layers.remove(layer_id)
         if not live_fork:
-            _log.warning("this deployment of E2B copies processes with files: live sandboxes are not forked")
+            _log.warning("this deployment of E2B copies processes with files: live sandboxes cannot be forked")
         return ForkKind.FILESYSTEM, live_fork
 
     async def _tries_pause(self, sandbox: E2BSandbox, network: NetworkKind) -> bool:
@@ -203,15 +206,12 @@ class E2BBackend(Backend):
         if not problem and network is not NetworkKind.OPEN:
             problem = await self._open_after_all(sandbox)
         if problem:
-            _log.info("this deployment of E2B does not pause", reason=problem)
+            _log.info("this deployment of E2B cannot pause", reason=problem)
         return not problem
 
     async def aclose(self) -> None:
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
-        if self._cleanups:
-            await asyncio.wait(self._cleanups, timeout=_LAST_CHANCE_S)
+        await self._loops.aclose()
+        await self._cleanups.wait(_LAST_CHANCE_S)
         await asyncio.gather(*(live.destroy() for live in list(self._live.values()) if live is not None))
         await self._removals.aclose(_LAST_CHANCE_S)
 
@@ -229,7 +229,7 @@ class E2BBackend(Backend):
             fnmatch.fnmatchcase(spec.image, pattern) for pattern in self._options.allowed_templates
         ):
             raise FailedPrecondition(
-                f"the operator's e2b_allowed_templates does not name {spec.image!r}",
+                f"the operator's e2b_allowed_templates does not allow {spec.image!r}",
                 reason="IMAGE_NOT_ALLOWED",
                 metadata={"backend": self.name, "image": spec.image},
             )
@@ -253,8 +253,8 @@ class E2BBackend(Backend):
         try:
             return await asyncio.shield(making)
         except BaseException:
-            # The request is not cancelled with us, or what it makes would be nobody's.
-            await asyncio.shield(_start(self._cleanups, self._abandon(sandbox_id, making)))
+            # The request is not cancelled with us, or its result would be an orphan.
+            await self._cleanups.run(self._abandon(sandbox_id, making))
             raise
 
     async def _make(
@@ -273,10 +273,8 @@ class E2BBackend(Backend):
                 sandbox_id,
                 self._our_cloud,
                 made,
-                workload,
-                spec.network.kind,
-                path,
-                spec.lease_s or 0.0,
+                process_defaults(workload, path),
+                spec,
                 self._timeout,
                 on_lost,
                 self._release,
@@ -286,7 +284,7 @@ class E2BBackend(Backend):
         except (Gone, LinkLost) as error:
             why = f" ({error.reason})" if isinstance(error, LinkLost) else ""
             raise Unavailable(
-                f"the sandbox was lost as it was made{why}", reason="CREATE_FAILED", retry_after_s=1.0
+                f"the sandbox was lost during its creation{why}", reason="CREATE_FAILED", retry_after_s=1.0
             ) from None
         except Refused as refusal:
             raise Internal(f"the sandbox could not be made: {refusal.what}", reason="CREATE_FAILED") from refusal
@@ -297,33 +295,33 @@ class E2BBackend(Backend):
         return sandbox
 
     async def _abandon(self, sandbox_id: str, making: asyncio.Task[E2BSandbox]) -> None:
-        # Whoever asked was told how it failed; here only its end matters.
+        # The caller got the error already; here only the sandbox's end matters.
         await asyncio.gather(making, return_exceptions=True)
         await self._discard(sandbox_id)
 
     async def _discard(self, sandbox_id: str) -> None:
-        """End what was begun under an id of ours."""
+        """Ends a create that was begun under one of our ids."""
         live = self._live.get(sandbox_id)
         if live is not None:
             await live.destroy()
         await self._remove_made(sandbox_id)
 
     async def _remove_made(self, sandbox_id: str) -> None:
-        """Remove whatever was made under an id of ours, and forget it."""
+        """Removes all sandboxes made under one of our ids, and forgets it."""
 
         async def once() -> None:
             for listed in await self._our_cloud.ours(sandbox_id):
                 await self._our_cloud.kill(listed.id)
 
-        await self._removals.remove(f"made {sandbox_id}", once)
+        await self._removals.delete(f"made {sandbox_id}", once)
         self._live.pop(sandbox_id, None)
 
     async def _release(self, sandbox: E2BSandbox) -> None:
-        await self._removals.remove(sandbox.e2b_id, functools.partial(self._our_cloud.kill, sandbox.e2b_id))
+        await self._removals.delete(sandbox.e2b_id, functools.partial(self._our_cloud.kill, sandbox.e2b_id))
         self._live.pop(sandbox.id, None)
 
     def _timeout(self, lease_s: float) -> float:
-        """When E2B is to end a sandbox by itself."""
+        """Returns the time after which E2B ends a sandbox by itself."""
         return min(lease_s + _MARGIN_S, self._options.max_lifetime_s)
 
     # Layers ------------------------------------------------------------------------------------------------------
@@ -343,7 +341,7 @@ class E2BBackend(Backend):
             return await self._layers.adopt(known)
         except Denied as denied:
             raise FailedPrecondition(
-                f"E2B refuses to say what snapshots there are (status {denied.status})", reason="BACKEND_UNAVAILABLE"
+                f"E2B refuses to list snapshots (status {denied.status})", reason="BACKEND_UNAVAILABLE"
             ) from None
 
     async def has_layer(self, layer_id: str) -> bool:
@@ -355,7 +353,7 @@ class E2BBackend(Backend):
     # Sweeping ----------------------------------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
-        """Remove our sandboxes that nobody here knows, and lose those that E2B does not know any more."""
+        """Removes our sandboxes that are unknown here, and loses those that are unknown to E2B."""
         before = [live for live in self._live.values() if live is not None and live.settled]
         listed = await self._our_cloud.ours()
         there = {one.id for one in listed}
@@ -365,7 +363,7 @@ class E2BBackend(Backend):
         for one in listed:
             if one.sandbox_id not in self._live:
                 _log.warning("removing a leftover", sandbox=one.sandbox_id)
-                await self._removals.remove(one.id, functools.partial(self._our_cloud.kill, one.id))
+                await self._removals.delete(one.id, functools.partial(self._our_cloud.kill, one.id))
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -374,26 +372,19 @@ class E2BBackend(Backend):
                 await self._sweep()
                 await self._our_layers.sweep()
             except (PenstockError, Denied) as error:
-                _log.warning("looking for leftovers failed; it will be tried again", why=str(error))
+                _log.warning("looking for leftovers failed; it is retried", why=str(error))
 
     # Parts -------------------------------------------------------------------------------------------------------
 
     @property
     def _our_cloud(self) -> Cloud:
-        assert self._cloud is not None, "an unavailable backend is never asked"
+        assert self._cloud is not None, "an unavailable backend is never called"
         return self._cloud
 
     @property
     def _our_layers(self) -> Layers:
-        assert self._layers is not None, "an unavailable backend is never asked"
+        assert self._layers is not None, "an unavailable backend is never called"
         return self._layers
-
-
-def _start(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    task = asyncio.create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-    return task
 
 
 def _trial_spec(network: NetworkKind) -> SandboxSpec:
@@ -406,16 +397,16 @@ def _not_made(denied: Denied, spec: SandboxSpec, template: str) -> PenstockError
             f"E2B does not allow this account to do this (status {denied.status})", reason="BACKEND_UNAVAILABLE"
         )
     if spec.snapshot_id:
-        return FailedPrecondition("E2B does not know the snapshot any more", reason="SNAPSHOT_LOST")
+        return FailedPrecondition("E2B no longer has the snapshot", reason="SNAPSHOT_LOST")
     return FailedPrecondition(
-        f"E2B makes no such sandbox of the template {template!r} (status {denied.status})",
+        f"E2B refuses this sandbox of the template {template!r} (status {denied.status})",
         reason="CAPABILITY_MISSING",
         metadata={"backend": "e2b", "image": template},
     )
 
 
 def _instance(state_dir: Path) -> str:
-    """What marks this service's sandboxes as its own, the same after a restart."""
+    """Returns the permanent mark of this service's sandboxes."""
     state_dir.mkdir(parents=True, exist_ok=True)
     file = state_dir / "instance"
     if not file.exists():

@@ -1,30 +1,29 @@
-"""E2B's cloud as this backend uses it: the few calls of the SDK, typed, with our errors and our labels.
+"""E2B's cloud for this backend: the few SDK calls, typed, with our errors and our labels.
 
-Purpose: the only module that calls the SDK's classes, so that its fast release train is met in one place. The SDK is
+Purpose: the only module that calls the SDK's classes, so that its frequent releases affect one place. The SDK is
 imported here and in ``errors`` only when the backend is used: it is an optional dependency (R48, R53).
 
 Invariants
 - Everything made carries ``penstock_instance`` (this service's state) and ``penstock_sandbox``; nothing without the
   first is ever touched (R50).
-- The key is given to the SDK for the configured address only, and is in no label, log or text of an error (R8, R11).
-- Calls that may be repeated are, with backoff; E2B's Retry-After is honoured by the SDK beneath (R51).
+- The key is given to the SDK for the configured address only, and is in no label, log or error message (R8, R11).
+- Idempotent calls are retried with backoff; the SDK itself honours E2B's Retry-After (R51).
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import math
-import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import SecretStr
 
+from penstock_chassis.aio.retry import Delays, retry
 from penstock_chassis.errors import ResourceExhausted, Unavailable
 from penstock_sandbox.backends.e2b.errors import Denied, Gone, asked
-from penstock_sandbox.model import NetworkKind
+from penstock_sandbox.domain.model import NetworkKind
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox, SandboxMetrics, SnapshotMode
@@ -33,19 +32,19 @@ INSTANCE: Final = "penstock_instance"
 SANDBOX: Final = "penstock_sandbox"
 _REQUEST_TIMEOUT_S = 30.0
 _ATTEMPTS = 4
-_BACKOFF_S = 0.5
+_DELAYS = Delays(0.5, 2.0, jitter=(0.5, 1.0))
 
 T = TypeVar("T")
 
 
 def installed() -> bool:
-    """Whether the SDK is there."""
+    """Whether the SDK is installed."""
     return importlib.util.find_spec("e2b") is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where E2B is and with what key; an empty address is E2B's own cloud."""
+    """E2B's address and API key; an empty address is E2B's own cloud."""
 
     api_key: SecretStr
     domain: str = ""
@@ -53,32 +52,32 @@ class Address:
     sandbox_url: str = ""
 
     def options(self) -> dict[str, Any]:
-        """The SDK's connection options. Never empty strings: those would mean the environment's."""
+        """Returns the SDK's connection options, without empty strings, which would mean the environment's values."""
         given = {"domain": self.domain, "api_url": self.api_url, "sandbox_url": self.sandbox_url}
         options: dict[str, Any] = {name: value for name, value in given.items() if value}
-        # debug is off whatever the environment says: with it creating and killing do nothing.
+        # Overrides the environment's debug, with which creating and killing do nothing.
         return {**options, "api_key": self.api_key.get_secret_value(), "debug": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One of our sandboxes as E2B lists it."""
+    """One of our sandboxes in E2B's listing."""
 
     id: str
     sandbox_id: str
 
 
 class Cloud:
-    """E2B, as one instance of this service sees it."""
+    """E2B, as one instance of this service uses it."""
 
     def __init__(self, address: Address, instance: str) -> None:
         self._options = {**address.options(), "request_timeout": _REQUEST_TIMEOUT_S}
         self._instance = instance
 
     async def create(self, sandbox_id: str, template: str, timeout_s: float, network: NetworkKind) -> AsyncSandbox:
-        """Make a sandbox. Raises Denied, Unavailable, ResourceExhausted or FailedPrecondition; it may exist then.
+        """Creates a sandbox. Raises Denied, Unavailable, ResourceExhausted or FailedPrecondition; it may exist then.
 
-        Repeats carry the same idempotency key, so a lost answer makes no second sandbox.
+        Retries carry the same idempotency key, so a lost response makes no second sandbox.
         """
         from e2b import AsyncSandbox
 
@@ -88,7 +87,7 @@ class Cloud:
                 timeout=math.ceil(timeout_s),
                 metadata={INSTANCE: self._instance, SANDBOX: sandbox_id},
                 allow_internet_access=network is NetworkKind.OPEN,
-                # Ports, those on the sandbox's loopback included, would have public addresses otherwise.
+                # Otherwise ports, including those on the sandbox's loopback, would have public addresses.
                 network={"allow_public_traffic": False},
                 idempotency_key=sandbox_id,
                 **self._options,
@@ -97,23 +96,23 @@ class Cloud:
         return await self._repeated("create", once)
 
     async def kill(self, e2b_id: str) -> None:
-        """End a sandbox; one that is gone is fine."""
+        """Ends a sandbox; succeeds if it is gone."""
         from e2b import AsyncSandbox
 
         await asked("kill", AsyncSandbox.kill(e2b_id, **self._options))
 
     async def pause(self, e2b_id: str) -> None:
-        """Save a sandbox's memory and files and stop it; one that is paused is fine. Its deadline stops too.
+        """Saves a sandbox's memory and files and stops it; succeeds if it is paused. Its deadline stops too.
 
-        Raises what all do; Gone also where the deployment pauses none.
+        Raises the common errors; Gone also if the deployment cannot pause.
         """
         from e2b import AsyncSandbox
 
-        # Strict: one whose guest does not answer would be kept, but could not be resumed as it was.
+        # Strict: a sandbox whose guest does not respond would be kept, but could not be resumed correctly.
         await self._repeated("pause", lambda: AsyncSandbox.pause(e2b_id, mode="full", strict=True, **self._options))
 
     async def connect(self, e2b_id: str, timeout_s: float) -> AsyncSandbox:
-        """Reach a sandbox, resumed if it was paused; E2B ends it so many seconds from now, or later."""
+        """Connects to a sandbox, resumed if it was paused; E2B ends it after at least this many seconds."""
         from e2b import AsyncSandbox
 
         return await self._repeated(
@@ -121,14 +120,14 @@ class Cloud:
         )
 
     async def metrics(self, e2b_id: str) -> Sequence[SandboxMetrics]:
-        """What E2B measured of a sandbox since it started, oldest first; may be nothing yet."""
+        """Returns E2B's measurements of a sandbox since its start, oldest first; may be empty."""
         from e2b import AsyncSandbox
 
         found = await self._repeated("get_metrics", lambda: AsyncSandbox.get_metrics(e2b_id, **self._options))
         return sorted(found, key=lambda one: one.timestamp)
 
     async def set_timeout(self, e2b_id: str, timeout_s: float) -> None:
-        """Have E2B end the sandbox so many seconds from now."""
+        """Makes E2B end the sandbox this many seconds from now."""
         from e2b import AsyncSandbox
 
         await self._repeated(
@@ -136,7 +135,7 @@ class Cloud:
         )
 
     async def close_network(self, e2b_id: str) -> None:
-        """Take the internet away from a sandbox."""
+        """Removes a sandbox's internet access."""
         from e2b import AsyncSandbox
 
         await self._repeated(
@@ -145,7 +144,7 @@ class Cloud:
         )
 
     async def is_closed(self, e2b_id: str) -> bool:
-        """Whether E2B says that the sandbox has no internet, and not that its ports are public."""
+        """Whether E2B reports that the sandbox has no internet access and no public ports."""
         from e2b import AsyncSandbox
 
         info = await self._repeated("get_info", lambda: AsyncSandbox.get_info(e2b_id, **self._options))
@@ -155,18 +154,18 @@ class Cloud:
         return closed and network.get("allow_public_traffic") is not True
 
     async def ours(self, sandbox_id: str = "") -> list[Listed]:
-        """Every sandbox of this instance, or those made as ``sandbox_id``."""
+        """Returns every sandbox of this instance, or those made as ``sandbox_id``."""
         from e2b import AsyncSandbox, SandboxQuery, SandboxState
 
         wanted = {INSTANCE: self._instance, **({SANDBOX: sandbox_id} if sandbox_id else {})}
 
         async def once() -> list[Listed]:
-            # Said, since the paused ones cost too.
+            # Both states explicitly, since paused ones cost too.
             query = SandboxQuery(metadata=wanted, state=[SandboxState.RUNNING, SandboxState.PAUSED])
             pages = AsyncSandbox.list(query=query, **self._options)
             found = []
             while pages.has_next:
-                # Looked at again: a deployment that ignores the filter must not cost somebody else's sandboxes.
+                # Filtered again: a deployment that ignores the filter must not cost others their sandboxes.
                 found += [
                     Listed(info.sandbox_id, info.metadata.get(SANDBOX, ""))
                     for info in await pages.next_items()
@@ -179,9 +178,9 @@ class Cloud:
     # Snapshots ---------------------------------------------------------------------------------------------------
 
     async def create_snapshot(self, e2b_id: str, layer_id: str, *, files_only: bool = False) -> str:
-        """Keep a sandbox's state under a name of ours; answers E2B's id. Not repeated: each call may make one.
+        """Keeps a sandbox's state under our name; returns E2B's id. Not retried: each call may make one.
 
-        ``files_only`` leaves its memory out: what is made from it starts from disk, without the processes.
+        ``files_only`` leaves its memory out: a sandbox made from it boots from disk, without the processes.
         """
         from e2b import AsyncSandbox
 
@@ -190,13 +189,13 @@ class Cloud:
         return (await asked("create_snapshot", taking)).snapshot_id
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
-        """Remove a snapshot; one that is gone is fine."""
+        """Removes a snapshot; succeeds if it is gone."""
         from e2b import AsyncSandbox
 
         await asked("delete_snapshot", AsyncSandbox.delete_snapshot(snapshot_id, **self._options))
 
     async def our_snapshots(self) -> Mapping[str, str]:
-        """Every snapshot of this instance: E2B's id and the layer that it was named for."""
+        """Returns every snapshot of this instance: E2B's id and the layer in its name."""
         from e2b import AsyncSandbox
 
         async def once() -> Mapping[str, str]:
@@ -214,22 +213,21 @@ class Cloud:
     def _name(self, layer_id: str) -> str:
         return f"penstock-{self._instance}-{layer_id}"
 
-    # Repeating ---------------------------------------------------------------------------------------------------
+    # Retries -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     async def _repeated(what: str, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        for attempt in range(_ATTEMPTS):
-            try:
-                return await asked(what, once())
-            except (Unavailable, ResourceExhausted):
-                if attempt == _ATTEMPTS - 1:
-                    raise
-            await asyncio.sleep(_BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-        raise AssertionError("unreachable")
+        return await retry(
+            lambda: asked(what, once()),
+            _DELAYS,
+            patience_s=lambda error: math.inf if isinstance(error, Unavailable | ResourceExhausted) else 0.0,
+            attempts=_ATTEMPTS,
+            retry_info=False,
+        )
 
 
 def _bare(full_name: str) -> str:
-    # E2B shows "team/name:tag".
+    # E2B's form is "team/name:tag".
     return full_name.rpartition("/")[2].partition(":")[0]
 
 

@@ -1,8 +1,8 @@
-"""What E2B's SDK raises, as a closed set of errors of ours.
+"""Maps what E2B's SDK raises to a closed set of our errors.
 
-Invariants: whatever an SDK call raises becomes a ``PenstockError``, ``Gone`` or ``Denied``, JSON that is none, parse
-errors and lost connections included (the SDK lets them through); no text of the SDK's travels on, since a proxy may
-repeat a request's headers in it: what is told is our own words and, where there is one, a status (R8).
+Invariants: any exception of an SDK call becomes a ``PenstockError``, ``Gone`` or ``Denied``, including invalid JSON,
+parse errors and lost connections (the SDK passes them through). No text of the SDK is passed on, since a proxy may
+repeat a request's headers in it: messages are our own words and, if there is one, a status (R8).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _log = structlog.get_logger(__name__)
 
 
 class Gone(Exception):
-    """The sandbox is not there any more; no retry will help."""
+    """The sandbox does not exist any more; retries are useless."""
 
 
 class Denied(Exception):
-    """E2B refuses the request itself, with a client error's ``status``: what that means is the caller's to say."""
+    """E2B refuses the request with a client error ``status``, which the caller must interpret."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -41,11 +41,11 @@ class Denied(Exception):
 
 
 async def asked(what: str, call: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
-    """The answer to a call of the SDK. Raises PenstockError, Gone, Denied, or the SDK's CommandExitException.
+    """Returns the result of an SDK call. Raises PenstockError, Gone, Denied, or the SDK's CommandExitException.
 
-    The SDK may swallow a cancellation that meets its answer, and whoever cancelled would wait for ever: so the call has
-    a task of its own, and what comes of one that was cancelled too late goes to ``undo``. Where that is given the call
-    gets a moment to end by itself first: cancelled half way, the SDK leaves errors behind that nobody takes.
+    The SDK may swallow a cancellation that arrives with its response, and the canceller would wait forever: so the call
+    has a task of its own, and the result of one cancelled too late goes to ``undo``. If that is given, the call first
+    gets a moment to end by itself: cancelled half way, the SDK leaves unretrieved errors behind.
     """
     from e2b import CommandExitException
 
@@ -66,7 +66,7 @@ async def asked(what: str, call: Coroutine[Any, Any, T], undo: Callable[[T], Awa
     except CommandExitException:
         raise
     except asyncio.CancelledError:
-        # Nobody cancelled it here: the SDK says so of a stream that was cut in some ways.
+        # Not cancelled by us: the SDK raises this for a stream that was cut in some ways.
         raise _translate(what, ConnectionError()) from None
     except Exception as error:  # noqa: BLE001 - the SDK raises whatever parsing a proxy's page raises
         raise _translate(what, error) from None
@@ -77,7 +77,7 @@ def _translate(what: str, error: Exception) -> Exception:
 
     kind = type(error).__name__
     status = getattr(error, "status_code", None)
-    # Kind and status only: a message may hold what a proxy echoed.
+    # Kind and status only: a message may hold a proxy's echo.
     _log.info("e2b call failed", call=what, kind=kind, status=status)
     if isinstance(error, sdk.SandboxNotFoundException | sdk.SandboxNotRunningException):
         return Gone(what)
@@ -97,5 +97,7 @@ def _translate(what: str, error: Exception) -> Exception:
         return Denied(400)
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         return Denied(status)
-    told = f" (status {status})" if isinstance(status, int) else ""
-    return Unavailable(f"E2B did not answer as it should{told}", reason="PROVIDER_FAILED", retry_after_s=_RETRY_AFTER_S)
+    status_text = f" (status {status})" if isinstance(status, int) else ""
+    return Unavailable(
+        f"E2B returned an unexpected answer{status_text}", reason="PROVIDER_FAILED", retry_after_s=_RETRY_AFTER_S
+    )

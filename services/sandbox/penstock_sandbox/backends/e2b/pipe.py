@@ -1,14 +1,14 @@
-"""A pipe to the attendant over a background command of E2B's: its standard input and output.
+"""A pipe to the guest agent over a background command of E2B: its standard input and output.
 
-Purpose: E2B's data plane gives a command's output as text and forgets what nobody reads; what goes through is armoured,
-and losing a pipe loses nothing, since the link above keeps what was not acknowledged.
+Purpose: E2B's data plane returns a command's output as text and drops unread output; so the bytes are armoured, and a
+lost pipe loses nothing, since the link above keeps unacknowledged frames.
 
 Invariants
-- The pipe ends when its command or its stream ends; where that is because the sandbox is gone it says so.
-- Both directions are bounded: output is read no faster than it is taken, and each input is a request that envd
-  acknowledges. (The SDK's streamed input says nothing when its connection is cut, and what was handed to it would be
-  waited for in vain.)
-- No timeout bounds it: an idle pipe is a healthy one, and the link watches for silence.
+- The pipe ends when its command or its stream ends; if that is because the sandbox is gone, it raises that.
+- Both directions are bounded: output is read no faster than it is consumed, and each input is a request that envd
+  acknowledges. (The SDK's streamed input reports nothing when its connection is cut, and its data would be waited for
+  in vain.)
+- It has no timeout: an idle pipe is healthy, and the link watches for silence.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from penstock_chassis.errors import PenstockError
-from penstock_sandbox.backends.attended.pipe import Armoured, Pipe, SandboxGone
 from penstock_sandbox.backends.e2b.errors import Denied, Gone, asked
+from penstock_sandbox.guest_client.pipe import Armoured, Pipe, SandboxGone
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 _MOST_WAITING = 64
 _DISCONNECT_S = 5.0
-# What ``attach`` ends with where no attendant is.
+# The exit code of ``attach`` where no guest agent listens.
 _NOBODY_LISTENS = 69
 GONE = "SANDBOX_VANISHED"
 
 
 async def open_pipe(sandbox: AsyncSandbox, command: str) -> Pipe:
-    """Start the command that joins its standard input and output with the attendant, armoured.
+    """Starts the command that connects its standard input and output with the guest agent, armoured.
 
     Raises SandboxGone, PenstockError or Denied.
     """
@@ -49,7 +49,7 @@ async def open_pipe(sandbox: AsyncSandbox, command: str) -> Pipe:
 
 
 class _Inbox:
-    """What came and was not taken yet. Its end needs no room: whoever ends it may be the only one left."""
+    """Received and unread pieces. Its end needs no room: the one that ends it may be the only one left."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
@@ -57,7 +57,7 @@ class _Inbox:
         self._ended = False
 
     async def put(self, text: str) -> None:
-        """Add a piece; waits while there is much, so that the SDK reads no further. Raises once it has ended."""
+        """Adds a piece; waits while there is much, so that the SDK reads no further. Raises once it has ended."""
         while len(self._waiting) >= _MOST_WAITING and not self._ended:
             await self._change()
         if self._ended:
@@ -66,12 +66,12 @@ class _Inbox:
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing more will come; harmless when that was said."""
+        """Marks the end; harmless if repeated."""
         self._ended = True
         self._changed.set()
 
     async def take(self) -> bytes:
-        """The next piece; empty at the end."""
+        """Returns the next piece; empty at the end."""
         while not self._waiting and not self._ended:
             await self._change()
         self._changed.set()
@@ -101,7 +101,7 @@ class _CommandPipe:
         except Gone:
             self._gone = GONE
         except (PenstockError, Denied):
-            pass  # a cut pipe; whoever opened this one opens another
+            pass  # a cut pipe; its opener opens another
         finally:
             self._inbox.end()
 
@@ -124,7 +124,7 @@ class _CommandPipe:
                 async with asyncio.timeout(_DISCONNECT_S):
                     await self._command.disconnect()
             except TimeoutError:
-                continue  # the SDK lost the cancellation that this is made of: it is said again
+                continue  # the SDK lost the cancellation: cancel again
             break
         self._watching.cancel()
         await asyncio.wait({self._watching})

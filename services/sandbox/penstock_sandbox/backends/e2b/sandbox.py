@@ -1,10 +1,10 @@
-"""One sandbox of E2B: an attended sandbox whose pipe is a command's, and whose end and network E2B is told of.
+"""One sandbox of E2B, with a guest agent whose pipe is a command's; E2B applies its end and network policy.
 
 Invariants
-- The internet is closed at E2B before a narrower policy counts as applied; a renewed lease moves E2B's own deadline
-  before it is told as renewed.
-- A paused sandbox is one that E2B has stopped, memory kept, and its link opens no pipe; only to signal or kill a
-  process and to be copied is it awake for a moment. A pause or resume that nobody waits for any more is taken back.
+- E2B closes the internet before a narrower policy counts as applied; a renewed lease moves E2B's own deadline before
+  the caller gets its response.
+- A paused sandbox is stopped by E2B, memory kept, and its link opens no pipe; it is awake only briefly, to signal or
+  kill a process and to be copied. A pause or resume whose caller was cancelled is reverted.
 """
 
 from __future__ import annotations
@@ -16,40 +16,54 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
-from penstock_sandbox.backends.attended.files import lost
-from penstock_sandbox.backends.attended.messages import Greeting
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
-from penstock_sandbox.backends.attended.stream import LinkLost
+from penstock_chassis.times import even_time
 from penstock_sandbox.backends.e2b.cloud import Cloud
-from penstock_sandbox.backends.e2b.equipment import WORKDIR, Workload, attach_command
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.pipe import GONE, open_pipe
-from penstock_sandbox.clock import even_time
-from penstock_sandbox.model import NetworkKind, NetworkPolicy, Stats
+from penstock_sandbox.backends.e2b.provisioning import WORKDIR, Workload, attach_command
+from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, SandboxSpec, Stats
+from penstock_sandbox.guest_client.files import lost
+from penstock_sandbox.guest_client.messages import Greeting
+from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
+from penstock_sandbox.guest_client.stream import LinkLost
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
 
 _SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin")
-# Each beat of an idle sandbox is a request to E2B.
+# Each heartbeat of an idle sandbox is a request to E2B.
 _HEARTBEAT_S = 20.0
 
 _log = structlog.get_logger(__name__)
 
 
-class E2BSandbox(AttendedSandbox):
-    """See the module. ``release`` ends the E2B sandbox; ``timeout`` says what E2B's deadline is for a lease."""
+def process_defaults(workload: Workload, path: Sequence[str]) -> ProcessDefaults:
+    """Returns what the workload's processes start with; ``path`` are directories for PATH, before the system's."""
+    env = {
+        "PATH": ":".join([*path, *_SYSTEM_PATH]),
+        "HOME": workload.home,
+        "USER": workload.name,
+        "LOGNAME": workload.name,
+        "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "TMPDIR": "/tmp",  # noqa: S108 - the sandbox's
+    }
+    return ProcessDefaults(workload.home, WORKDIR, workload.name, env)
+
+
+class E2BSandbox(GuestSandbox):
+    """See the module. ``release`` ends the E2B sandbox; ``timeout`` returns E2B's deadline for a lease."""
 
     def __init__(
         self,
         sandbox_id: str,
         cloud: Cloud,
         made: AsyncSandbox,
-        workload: Workload,
-        network: NetworkKind,
-        path: Sequence[str],
-        lease_s: float,
+        defaults: ProcessDefaults,
+        spec: SandboxSpec,
         timeout: Callable[[float], float],
         on_lost: Callable[[str], None],
         release: Callable[[E2BSandbox], Awaitable[None]],
@@ -57,39 +71,26 @@ class E2BSandbox(AttendedSandbox):
         super().__init__(
             sandbox_id,
             lambda: open_pipe(self.made, attach_command(sandbox_id)),
-            home=workload.home,
-            workdir=WORKDIR,
-            user=workload.name,
-            default_env={
-                "PATH": ":".join([*path, *_SYSTEM_PATH]),
-                "HOME": workload.home,
-                "USER": workload.name,
-                "LOGNAME": workload.name,
-                "SHELL": "/bin/bash",
-                "LANG": "C.UTF-8",
-                "TERM": "dumb",
-                "TMPDIR": "/tmp",  # noqa: S108 - the sandbox's
-            },
-            on_lost=on_lost,
-            destroy=self._end_at_e2b,
+            defaults,
+            BackendHooks(on_lost, destroy=self._end_at_e2b),
             heartbeat_s=_HEARTBEAT_S,
         )
         self.made = made
-        """What speaks to it; another one after a resume."""
+        """The SDK's object for it; another one after a resume."""
         self.keep: Callable[[], Awaitable[None]] | None = None
-        """What ``destroy`` does, once, when nobody is attached any more and before the sandbox is ended."""
+        """Run once by ``destroy``, after the link has closed and before the sandbox is ended."""
         self.terminals = False
         """Whether the template has terminals; known once it is open, as is ``protected``."""
         self.protected = False
-        """Whether the workload is another user than what serves it."""
+        """Whether the workload has another user than the guest agent."""
         self._cloud = cloud
-        self._internet = network is NetworkKind.OPEN
+        self._internet = spec.network.kind is NetworkKind.OPEN
         self._timeout = timeout
         self._release = release
-        self._until = even_time() + lease_s
+        self._until = even_time() + (spec.lease_s or 0.0)
         self._switching = asyncio.Lock()
         self._paused = False
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._undoing = TaskOwner()
 
     async def open(self, policy: NetworkPolicy | None = None) -> Greeting:
         greeting = await super().open(policy)
@@ -98,17 +99,17 @@ class E2BSandbox(AttendedSandbox):
 
     @property
     def e2b_id(self) -> str:
-        """E2B's name of it."""
+        """E2B's id of it."""
         return self.made.sandbox_id
 
     @property
     def settled(self) -> bool:
-        """Whether E2B lists it, running or paused: not while it is on the way from one to the other."""
+        """Whether E2B lists it, running or paused: not during a switch between these."""
         return not self._switching.locked()
 
     async def renewed(self, until: float) -> None:
         async with self._switching:
-            # What is paused has no deadline; it gets one when it is resumed.
+            # A paused sandbox has no deadline; it gets one when it is resumed.
             if not self._paused:
                 await self._set_deadline(until)
             self._until = until
@@ -121,7 +122,7 @@ class E2BSandbox(AttendedSandbox):
             raise lost(LinkLost(GONE)) from None
         except Denied as denied:
             raise FailedPrecondition(
-                f"E2B does not keep a sandbox so long (status {denied.status})", reason="LEASE_REFUSED"
+                f"E2B does not keep a sandbox for so long (status {denied.status})", reason="LEASE_REFUSED"
             ) from None
 
     async def set_network(self, policy: NetworkPolicy) -> None:
@@ -147,15 +148,12 @@ class E2BSandbox(AttendedSandbox):
         await self._completely(self._wake, self._sleep)
 
     async def _completely(self, change: Callable[[], Awaitable[None]], back: Callable[[], Awaitable[None]]) -> None:
-        """Make a change; one that was begun at E2B is not cancelled with its caller, but taken back after it."""
+        """Makes a change; once begun at E2B it is not cancelled with its caller, but reverted after it."""
         changing = asyncio.create_task(self._switch(change))
         try:
             await asyncio.shield(changing)
         except asyncio.CancelledError:
-            undoing = asyncio.create_task(self._take_back(changing, back))
-            self._undoing.add(undoing)
-            undoing.add_done_callback(self._undoing.discard)
-            await asyncio.shield(undoing)
+            await self._undoing.run(self._take_back(changing, back))
             raise
 
     async def _switch(self, change: Callable[[], Awaitable[None]]) -> None:
@@ -168,7 +166,7 @@ class E2BSandbox(AttendedSandbox):
             try:
                 await self._switch(back)
             except PenstockError as error:
-                _log.error("a cancelled pause or resume was not taken back", sandbox=self.id, error=error.message)
+                _log.error("a cancelled pause or resume was not undone", sandbox=self.id, error=error.message)
 
     async def _sleep(self) -> None:
         if self._paused:
@@ -178,14 +176,14 @@ class E2BSandbox(AttendedSandbox):
             await self._cloud.pause(self.e2b_id)
         except (Gone, Denied, PenstockError) as error:
             try:
-                # It may be paused all the same: only the answer was lost.
+                # It may be paused in spite of the error: only the response was lost.
                 await self._connect()
             finally:
                 self._link.resume()
             if isinstance(error, PenstockError):
                 raise Unavailable("E2B did not pause it", reason="PAUSE_FAILED", retry_after_s=1.0) from error
             raise FailedPrecondition(
-                "this deployment of E2B pauses no sandbox",
+                "this deployment of E2B cannot pause a sandbox",
                 reason="CAPABILITY_MISSING",
                 metadata={"backend": "e2b", "capabilities": "pause"},
             ) from None
@@ -198,7 +196,7 @@ class E2BSandbox(AttendedSandbox):
             self._link.resume()
 
     async def _connect(self) -> None:
-        """Have it run at E2B, with the deadline that it should have."""
+        """Makes it run at E2B, with its proper deadline."""
         try:
             self.made = await self._cloud.connect(self.e2b_id, self._timeout(max(self._until - even_time(), 0.0)))
         except Gone:
@@ -224,7 +222,7 @@ class E2BSandbox(AttendedSandbox):
 
     @asynccontextmanager
     async def detached(self) -> AsyncIterator[None]:
-        """For what cuts its streams: nobody is attached inside, and it runs at E2B; as before afterwards."""
+        """For operations that cut its streams: the link is closed and it runs at E2B; restored afterwards."""
         async with self._switching:
             if self._paused:
                 await self._connect()
@@ -243,11 +241,11 @@ class E2BSandbox(AttendedSandbox):
         try:
             await self._sleep()
         except PenstockError as error:
-            # It is told as paused and runs: the next attempt to pause or resume it sets that right.
-            _log.error("a sandbox that was paused runs", sandbox=self.id, error=error.message)
+            # It is reported as paused and runs: the next pause or resume corrects that.
+            _log.error("a paused sandbox runs", sandbox=self.id, error=error.message)
 
     async def stats(self) -> Stats:
-        """As E2B measures: the whole machine, every few seconds; nothing where it does not."""
+        """Returns E2B's measurements: of the whole machine, every few seconds; empty where it has none."""
         try:
             measured = await self._cloud.metrics(self.e2b_id)
         except (Gone, Denied):
@@ -261,7 +259,7 @@ class E2BSandbox(AttendedSandbox):
         )
 
     async def _end_at_e2b(self) -> None:
-        await asyncio.gather(*self._undoing, return_exceptions=True)
+        await self._undoing.wait()
         keep, self.keep = self.keep, None
         try:
             if keep is not None:

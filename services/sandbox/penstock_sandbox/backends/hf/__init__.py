@@ -1,6 +1,6 @@
 """Sandboxes on Hugging Face Jobs, through ``huggingface_hub`` (the default) or ``hf-sandbox``.
 
-``backend`` is what the service sees; ``client`` says what each SDK must be able to do, and ``hub`` and ``classic`` do
-it; ``threads`` bounds the threads that two synchronous SDKs need; ``pipes`` makes pipes to the attendant out of their
+``backend`` is what the service uses; ``client`` is the interface of an SDK, which ``hub_sdk`` and ``legacy_sdk``
+implement; ``threads`` limits the threads for two synchronous SDKs; ``pipes`` makes pipes to the guest agent from their
 calls.
 """

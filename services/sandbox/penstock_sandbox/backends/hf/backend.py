@@ -1,14 +1,14 @@
-"""The hf backend: sandboxes that are jobs of Hugging Face, with an attendant in each.
+"""The hf backend: sandboxes that are jobs of Hugging Face, with a guest agent in each.
 
-Purpose: ties the parts together. One sandbox is: a job, a user in it, an attendant that runs as root there, a pipe to
-the attendant that the service opened outwards, and the touches that keep the job from idling out.
+Purpose: combines the parts. One sandbox is: a job, a user in it, a guest agent that runs as root there, a pipe to the
+guest agent that the service opened outwards, and the touches that keep the job from its idle timeout.
 
 Invariants
-- A job's network reaches the whole internet and nothing here can change that: no network is offered that says
-  otherwise, but where the operator accepted that the rest is open, which the capabilities then tell (R55).
+- A job's network reaches the whole internet and nothing here can change that: no narrower network policy is offered,
+  unless the operator accepted the open network, which the capabilities then report (R55).
 - There are never more sandboxes than threads to stream from them; more are refused, not queued.
-- A job is ended until it is known to have ended: again and again, with growing pauses, while the service runs; what
-  is left then is ended by its successor, by the idle timeout, or by the job's own time limit.
+- Ending a job is retried until it is known to have ended, with growing pauses, while the service runs; the rest is
+  ended by its successor, by the idle timeout, or by the job's own time limit.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from pathlib import Path
 
 import structlog
 
+from penstock_chassis.aio.deletion import DELAYS, Deletions
+from penstock_chassis.aio.retry import Backoff
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
-from penstock_sandbox.attendant import program
-from penstock_sandbox.backends.attended.stream import LinkLost
-from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
-from penstock_sandbox.backends.hf import bootstrap, hub
-from penstock_sandbox.backends.hf.archives import Archives
-from penstock_sandbox.backends.hf.carrying import equip
-from penstock_sandbox.backends.hf.classic import ClassicClient
+from penstock_sandbox.backends.hf import bootstrap, hub_sdk
+from penstock_sandbox.backends.hf.archive_store import Archives
+from penstock_sandbox.backends.hf.archive_transfer import equip
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Remote
-from penstock_sandbox.backends.hf.hub import HubClient
+from penstock_sandbox.backends.hf.hub_sdk import HubClient
+from penstock_sandbox.backends.hf.legacy_sdk import LegacyClient
 from penstock_sandbox.backends.hf.sandbox import HfSandbox
 from penstock_sandbox.backends.hf.threads import Threads
-from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
+from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
+from penstock_sandbox.guest_client import program
+from penstock_sandbox.guest_client.stream import LinkLost
+from penstock_sandbox.host.errors import Refused
 from penstock_sandbox.settings import SandboxSettings
 
 NO_TOKEN = "no Hugging Face token: set PENSTOCK_SANDBOX_HF_TOKEN or HF_TOKEN"  # noqa: S105 - says that there is none
 
 _TOUCHES_PER_IDLE_TIMEOUT = 4
-_FIRST_RETRY_S = 0.5
-_LAST_RETRY_S = 60.0
 _CLOSING_S = 20.0
 
 _log = structlog.get_logger(__name__)
 
 
 def from_settings(settings: SandboxSettings) -> Backend:
-    """The hf backend as the settings want it; the entry point."""
+    """Returns the hf backend, built from the settings; the entry point."""
     token = settings.hf_token.get_secret_value() if settings.hf_token is not None else os.environ.get("HF_TOKEN", "")
     options = HfOptions(
         token=token.strip(),
@@ -60,7 +60,7 @@ def from_settings(settings: SandboxSettings) -> Backend:
         max_sandboxes=settings.hf_max_sandboxes,
         idle_timeout_s=settings.hf_idle_timeout_s,
         start_timeout_s=settings.hf_start_timeout_s,
-        max_lifetime_s=min(settings.max_lease_s, hub.LIFETIME_S),
+        max_lifetime_s=min(settings.max_lease_s, hub_sdk.LIFETIME_S),
         allow_open_egress=settings.hf_allow_open_egress,
         layer_bytes=settings.snapshot_cache_bytes,
     )
@@ -68,9 +68,9 @@ def from_settings(settings: SandboxSettings) -> Backend:
 
 
 class HfBackend(Backend):
-    """See the module. ``sdk`` is "hub" or "hf-sandbox"; ``state_dir`` keeps who this service is between starts.
+    """See the module. ``sdk`` is "hub" or "hf-sandbox"; ``state_dir`` keeps this service's identity between starts.
 
-    ``wait``: opening waits for Hugging Face's first answer. Without it a service with other backends starts at once.
+    ``wait``: opening waits for Hugging Face's first response. Without it a service with other backends starts at once.
     """
 
     name = "hf"
@@ -86,7 +86,7 @@ class HfBackend(Backend):
         self._archives = Archives(state_dir / "archives", options.layer_bytes)
         self._live: dict[str, HfSandbox] = {}
         self._making = 0
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = Deletions()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -99,7 +99,7 @@ class HfBackend(Backend):
             instance = await asyncio.to_thread(_instance, self._state_dir)
             self._client = HubClient(self._options, instance, self._threads)
         else:
-            self._client = ClassicClient(self._options, self._state_dir / "jobs", self._threads)
+            self._client = LegacyClient(self._options, self._state_dir / "jobs", self._threads)
         self.unavailable_reason = "Hugging Face has not answered yet"
         tried = asyncio.Event()
         self._tasks.append(asyncio.create_task(self._connect(self._client, tried), name="hf-connect"))
@@ -107,8 +107,8 @@ class HfBackend(Backend):
             await tried.wait()
 
     async def _connect(self, client: Client, tried: asyncio.Event) -> None:
-        """Become available, now or when Hugging Face answers; never, where trying again would change nothing."""
-        pause = _FIRST_RETRY_S
+        """Becomes available, now or when Hugging Face responds; never, if a retry would change nothing."""
+        backoff = Backoff(DELAYS)
         while True:
             try:
                 self.unavailable_reason = await client.open()
@@ -117,18 +117,17 @@ class HfBackend(Backend):
                 return
             except PenstockError as error:
                 self.unavailable_reason = f"Hugging Face does not answer: {error.message}"
-                _log.warning("hf backend unavailable", reason=error.message, retry_s=pause)
+                _log.warning("hf backend unavailable", reason=error.message)
             finally:
                 tried.set()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_RETRY_S)
+            await backoff.wait()
 
     async def _ready(self, client: Client) -> None:
-        # Before anything new is made: whatever carries this service's name is an earlier run's.
-        self.unavailable_reason = "what an earlier run left is not ended yet"
+        # Before anything new is made: every job with this service's name is an earlier run's.
+        self.unavailable_reason = "leftovers of an earlier run have not ended yet"
         left = await client.sweep()
         if left:
-            _log.warning("ended jobs that an earlier run of this service left", count=left)
+            _log.warning("ended leftover jobs of an earlier run of this service", count=left)
         open_egress = self._options.allow_open_egress
         more = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT} if open_egress else set()
         self.capabilities = Capabilities(
@@ -149,12 +148,8 @@ class HfBackend(Backend):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(one.destroy() for one in list(self._live.values())), return_exceptions=True)
-        if self._ending:
-            _, unfinished = await asyncio.wait(self._ending, timeout=_CLOSING_S)
-            for task in unfinished:
-                _log.error("a job may still run; the next start ends it", job=task.get_name())
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+        # What is left, the next start ends.
+        await self._ending.aclose(_CLOSING_S)
         if self._threads is not None:
             await self._archives.aclose()
             self._threads.close()
@@ -165,9 +160,9 @@ class HfBackend(Backend):
         super().refuse_unsupported(spec)
         missing = ""
         if spec.image and spec.image != self._options.image and not _matches(spec.image, self._options.images):
-            missing = f"image: the operator's hf_allowed_images do not name {spec.image!r}"
+            missing = f"image: the operator's hf_allowed_images does not allow {spec.image!r}"
         elif spec.user not in ("", bootstrap.USER, "root"):
-            missing = f"user: there are {bootstrap.USER!r} and 'root'"
+            missing = f"user: must be {bootstrap.USER!r} or 'root'"
         elif spec.lease_s is not None and spec.lease_s > self._options.max_lifetime_s:
             missing = f"lease: a job ends after {self._options.max_lifetime_s:g} s"
         if missing:
@@ -187,7 +182,7 @@ class HfBackend(Backend):
         assert self._client is not None, "opened and available"
         if len(self._live) + self._making >= self._options.max_sandboxes:
             raise ResourceExhausted(
-                f"{self._options.max_sandboxes} hf sandboxes are there, which is hf_max_sandboxes",
+                f"{self._options.max_sandboxes} hf sandboxes exist, which is hf_max_sandboxes: delete one, or raise it",
                 reason="SANDBOX_LIMIT",
                 retry_after_s=1.0,
             )
@@ -209,7 +204,7 @@ class HfBackend(Backend):
             await sandbox.destroy()
             if isinstance(error, LinkLost | Refused):
                 raise Unavailable(
-                    f"the attendant did not answer: {error}", reason="CREATE_FAILED", retry_after_s=1.0
+                    f"the guest did not answer: {error}", reason="CREATE_FAILED", retry_after_s=1.0
                 ) from error
             raise
         return sandbox
@@ -225,9 +220,9 @@ class HfBackend(Backend):
         place = await bootstrap.prepare(remote, as_root=spec.user == "root")
         layers = [self._archives.layer(spec.snapshot_id)] if spec.snapshot_id else []
         async with self._archives.packed(toolboxes) as packed:
-            # Noted before anything is unpacked: what is captured of it then holds what it stands on.
+            # Recorded before anything is unpacked, so that a later capture includes the layer below.
             await equip(remote, place, [*layers, *packed], noted=spec.to_be_sealed)
-        await bootstrap.start_attendant(remote, place, program.text().encode())
+        await bootstrap.start_guest(remote, place, program.text().encode())
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
         return HfSandbox(sandbox_id, remote, place, path, on_lost, self._release)
 
@@ -236,25 +231,12 @@ class HfBackend(Backend):
         await self._end(sandbox.remote)
 
     async def _end(self, remote: Remote) -> None:
-        """End a job, however often that must be tried; waits for it for a while, and goes on behind the caller."""
-        task = asyncio.create_task(self._kill(remote), name=remote.job_id)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        await asyncio.wait([task], timeout=_CLOSING_S)
-
-    async def _kill(self, remote: Remote) -> None:
-        pause = _FIRST_RETRY_S
-        while True:
-            try:
-                await remote.kill()
-                return
-            except PenstockError as error:
-                _log.warning("a job was not ended yet", job=remote.job_id, error=error.message, retry_s=pause)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_RETRY_S)
+        """Ends a job, with retries; waits for it for a while, then continues in the background."""
+        deletion = self._ending.start(f"job {remote.job_id}", remote.kill)
+        await asyncio.wait([deletion.task], timeout=_CLOSING_S)
 
     async def _touch_all(self) -> None:
-        """Keep live jobs from idling out. A job that does not answer shows in its pipe, not here."""
+        """Keeps live jobs from their idle timeout. A job that does not respond shows in its pipe, not here."""
         while True:
             await asyncio.sleep(self._options.idle_timeout_s / _TOUCHES_PER_IDLE_TIMEOUT)
             touched = await asyncio.gather(
@@ -262,7 +244,7 @@ class HfBackend(Backend):
             )
             for result in touched:
                 if isinstance(result, Exception):
-                    _log.warning("a sandbox could not be touched", error=str(result))
+                    _log.warning("a sandbox's keep-alive failed", error=str(result))
 
     # Layers ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +264,7 @@ def _matches(image: str, patterns: Sequence[str]) -> bool:
 
 
 def _instance(folder: Path) -> str:
-    """Who this service is: random, and the same as long as its state is kept."""
+    """Returns this service's identity: random, and the same as long as its state is kept."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / "instance"
     if not file.exists():

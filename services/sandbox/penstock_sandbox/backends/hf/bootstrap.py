@@ -1,8 +1,8 @@
-"""What is done in a fresh job so that it is a sandbox: a user, directories, and the attendant as root beside it.
+"""Sets up a fresh job as a sandbox: a user, directories, and the guest agent as root beside it.
 
 Invariants
-- The workload's user may neither read nor signal the attendant: that runs as root in a directory that only root enters.
-- An image that cannot hold an attendant is refused with what it lacks, before anything else is done in it.
+- The workload's user can neither read nor signal the guest agent, which runs as root in a directory closed to others.
+- An image that cannot run a guest agent is refused with what it lacks, before anything else is done in it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ USER = "agent"
 ROOT_HOME = "/root"
 OURS = "/opt/penstock"
 FOLDER = f"{OURS}/attendant"
-"""Where only root gets; beside it are toolboxes, which everybody may read."""
+"""A directory for root alone; beside it are toolboxes, which all may read."""
 PROGRAM = f"{FOLDER}/attendant.py"
 SOCKET = f"{FOLDER}/run/attendant.sock"
 
 _USER_ID = 10_001
 _LACKS = 90
-"""Exit codes from here on say what the image lacks."""
+"""Exit codes from here on mean a missing feature of the image."""
 _WHAT_IT_LACKS = (
-    "python3 (3.8 or newer is needed for the attendant)",
+    "python3 (3.8 or newer, for the guest)",
     "a python3 that is 3.8 or newer",
-    "root: the image runs as an ordinary user, from whom the attendant could not be kept",
+    "root: the image runs as an ordinary user, who could end the guest",
 )
 
 # The user's number may be another's only if the image has one of ours: names in /etc/passwd are the image's own.
@@ -63,8 +63,8 @@ _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A prepared job: its interpreter, and who the workload runs as there."""
+class PreparedJob:
+    """A prepared job: its interpreter, and the workload's user there."""
 
     python: str
     uid: int
@@ -83,12 +83,12 @@ class Place:
 
     @property
     def command(self) -> list[str]:
-        """What `serve`, `attach` and `put` follow; without what the image's site-packages would run at every start."""
+        """The argv before `serve`, `attach` and `deliver`; it keeps the image's site-packages from running at start."""
         return [self.python, "-I", "-S", PROGRAM]
 
 
-def environment(place: Place, path: Sequence[str]) -> dict[str, str]:
-    """What every process has; of the job's own environment, which holds what is not the workload's, it gets nothing."""
+def environment(place: PreparedJob, path: Sequence[str]) -> dict[str, str]:
+    """Returns every process's environment; it contains nothing of the job's own, which is not the workload's."""
     return {
         "PATH": ":".join((*path, _PATH)),
         "HOME": place.home,
@@ -101,11 +101,11 @@ def environment(place: Place, path: Sequence[str]) -> dict[str, str]:
     }
 
 
-async def prepare(remote: Remote, *, as_root: bool) -> Place:
-    """Make the user and the directories.
+async def prepare(remote: Remote, *, as_root: bool) -> PreparedJob:
+    """Makes the user and the directories.
 
-    Raises FailedPrecondition (CAPABILITY_MISSING) for an image that cannot hold an attendant, Unavailable for what
-    failed.
+    Raises FailedPrecondition (CAPABILITY_MISSING) for an image that cannot run a guest agent, Unavailable for other
+    failures.
     """
     prepared = await remote.run(["/bin/sh", "-c", _PREPARE])
     if 0 <= prepared.code - _LACKS < len(_WHAT_IT_LACKS):
@@ -121,17 +121,15 @@ async def prepare(remote: Remote, *, as_root: bool) -> Place:
             retry_after_s=1.0,
         )
     uid, gid, python = prepared.stdout.split()
-    return Place(python, int(uid), int(gid), as_root)
+    return PreparedJob(python, int(uid), int(gid), as_root)
 
 
-async def start_attendant(remote: Remote, place: Place, program: bytes) -> None:
-    """Start the attendant in a prepared job. Raises Unavailable for what failed."""
+async def start_guest(remote: Remote, place: PreparedJob, program: bytes) -> None:
+    """Starts the guest agent in a prepared job. Raises Unavailable on failure."""
     await remote.upload(PROGRAM, program)
     serve = [*place.command, "serve", "--socket", SOCKET, "--home", place.home, "--workdir", WORKDIR]
     if not place.as_root:
         serve += ["--user", f"{place.uid}:{place.gid}", "--confine"]
     started = await remote.run(["/bin/sh", "-c", _START, "sh", *serve])
     if started.code != 0:
-        raise Unavailable(
-            f"the attendant did not start (exit {started.code})", reason="CREATE_FAILED", retry_after_s=1.0
-        )
+        raise Unavailable(f"the guest did not start (exit {started.code})", reason="CREATE_FAILED", retry_after_s=1.0)

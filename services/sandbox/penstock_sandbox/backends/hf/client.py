@@ -1,21 +1,24 @@
-"""What the backend needs of an SDK for Hugging Face's sandboxes.
+"""What both SDKs for Hugging Face's sandboxes have in common, and their interface.
 
 Invariants
-- Nothing here blocks the event loop, and nothing retries by itself but what is safe to repeat.
-- Whatever an SDK raises leaves here as a ``penstock_chassis.errors`` exception without any credential in it (R8).
+- Nothing here blocks the event loop, and only idempotent calls are retried.
+- Whatever an SDK raises becomes a ``penstock_chassis.errors`` exception without any credential in it (R8).
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable
+import asyncio
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
-from penstock_sandbox.backends.attended.pipe import Pipe
 from penstock_sandbox.backends.hf.threads import Threads
+from penstock_sandbox.guest_client.pipe import Pipe
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -30,7 +33,7 @@ _TERMINAL = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 @dataclass(frozen=True, slots=True)
 class HfOptions:
-    """The operator's choices. ``token`` is the secret itself; ``max_lifetime_s`` bounds a job at the provider."""
+    """The operator's options. ``token`` is the secret itself; ``max_lifetime_s`` limits a job at the provider."""
 
     token: str = ""
     image: str = "python:3.12"
@@ -50,7 +53,7 @@ class HfOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a short command in a sandbox; ``code`` is -1 where it was killed or never told."""
+    """The end of a short command in a sandbox; ``code`` is -1 if it was killed or is unknown."""
 
     code: int
     stdout: str
@@ -58,7 +61,7 @@ class Outcome:
 
 
 class Jobs:
-    """The jobs of one namespace, which both SDKs stand on. Made by who has loaded ``huggingface_hub``."""
+    """The jobs of one namespace, used by both SDKs. Constructed after ``huggingface_hub`` is loaded."""
 
     def __init__(self, api: HfApi, namespace: str, token: str, threads: Threads) -> None:
         self.api = api
@@ -67,7 +70,7 @@ class Jobs:
         self._threads = threads
 
     async def ended(self, job_id: str) -> str:
-        """How a job ended, or "" while it has not. Raises Unavailable when that cannot be learned."""
+        """Returns how a job ended, or "" while it has not. Raises Unavailable if that cannot be determined."""
 
         def call() -> str:
             try:
@@ -79,10 +82,10 @@ class Jobs:
             stage = str(getattr(status.stage, "value", status.stage))
             return stage if stage in _TERMINAL else ""
 
-        return await self.ask("the job's state is not known", call)
+        return await self.ask("the job's state is unknown", call)
 
     async def cancel(self, job_id: str) -> None:
-        """End a job; harmless when it is over. Raises Unavailable when that cannot be known."""
+        """Ends a job; harmless if it is over. Raises Unavailable if that is uncertain."""
         try:
             await self._threads.ask(self.api.cancel_job, job_id=job_id, namespace=self.namespace)
         except Exception as error:
@@ -92,7 +95,7 @@ class Jobs:
                 ) from error
 
     async def ask(self, what: str, call: Callable[[], T], *, long: bool = False) -> T:
-        """A call of an SDK, in a thread; ``long`` ones starve no short ones. Raises Unavailable: ``what`` and why."""
+        """Makes an SDK call in a thread; ``long`` ones have their own. Raises Unavailable: ``what`` and why."""
         try:
             return await (self._threads.create(call) if long else self._threads.ask(call))
         except Exception as error:
@@ -111,52 +114,118 @@ class Remote(abc.ABC):
 
     @abc.abstractmethod
     async def run(self, argv: list[str], stdin: str = "", *, timeout_s: float | None = None) -> Outcome:
-        """Run a command to its end: a short one, or one that may take ``timeout_s``. Raises Unavailable."""
+        """Runs a command to its end, within ``timeout_s`` if given. Raises Unavailable."""
 
     @abc.abstractmethod
     async def upload(self, path: str, content: bytes) -> None:
-        """Put a small file into place; its directory exists. Raises Unavailable."""
+        """Writes a small file; its directory exists. Raises Unavailable."""
 
     @abc.abstractmethod
     async def send(self, source: Path, path: str) -> None:
-        """Bring in a file of any size; its directory exists. Raises Unavailable."""
+        """Uploads a file of any size; its directory exists. Raises Unavailable."""
 
     @abc.abstractmethod
     async def fetch(self, path: str, target: Path) -> None:
-        """Bring out a file of any size, which is at ``target`` only once all of it is. Raises Unavailable."""
+        """Downloads a file of any size, which is at ``target`` only when complete. Raises Unavailable."""
 
     @abc.abstractmethod
     async def attach(self, command: list[str]) -> Pipe:
-        """Open a pipe to the attendant that ``command`` (its interpreter and its program) leads to."""
+        """Opens a pipe to the guest agent by ``command`` (its interpreter and its program)."""
 
     @abc.abstractmethod
     async def touch(self) -> None:
-        """Count as activity. Raises Unavailable."""
+        """Counts as activity. Raises Unavailable."""
 
     @abc.abstractmethod
     async def kill(self) -> None:
-        """End the job; harmless when it is over. Raises Unavailable when that cannot be known."""
+        """Ends the job; harmless if it is over. Raises Unavailable if that is uncertain."""
+
+    def close(self) -> None:
+        """Closes the SDK's connections; the job continues."""
+        return
 
     async def ended(self) -> str:
-        """How the job ended, or "" while it has not. Raises Unavailable when that cannot be learned."""
+        """Returns how the job ended, or "" while it has not. Raises Unavailable if that cannot be determined."""
         return await self.jobs.ended(self.job_id)
 
 
-class Client(Protocol):
-    """An SDK, opened."""
+class Client(abc.ABC):
+    """An SDK. ``make`` and ``load`` are called in threads."""
+
+    missing: str
+    """What to say if the SDK is not installed."""
+
+    def __init__(self, options: HfOptions, threads: Threads) -> None:
+        self.options = options
+        self.threads = threads
+        self._jobs: Jobs | None = None
+        self.abandoned = TaskOwner()
+
+    @property
+    def jobs(self) -> Jobs:
+        """The opened namespace."""
+        assert self._jobs is not None, "opened first"
+        return self._jobs
 
     async def open(self) -> str:
-        """Check SDK and token; answers why they can never be used, or "". Raises Unavailable: it may be tried again."""
+        """Checks SDK and token; returns why they can never work, or "". Raises Unavailable: a retry may help."""
+        try:
+            return await self.threads.ask(self._open)
+        except Exception as error:
+            problem = failed("the token's owner is unknown", error, self.options.token)
+            if isinstance(problem, FailedPrecondition):
+                return f"Hugging Face refused the token: {problem.message}"
+            raise problem from error
+
+    def _open(self) -> str:
+        # Read when the SDK is first imported.
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+        try:
+            self.load()
+            from huggingface_hub import HfApi
+        except ImportError:
+            return self.missing
+        api = HfApi(token=self.options.token)
+        # Asked once: an SDK would ask before each job, and these requests are rate-limited.
+        namespace = self.options.namespace or str(api.whoami()["name"])
+        self._jobs = Jobs(api, namespace, self.options.token, self.threads)
+        return ""
 
     async def create(self, sandbox_id: str, image: str) -> Remote:
-        """Make a sandbox; when this fails or is cancelled, no job is left."""
+        """Creates a sandbox; on failure or cancellation, leaves no job."""
+        making = self.threads.create(self.make, sandbox_id, image)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await self.abandon(making, sandbox_id)
+            raise
+        except Exception as error:
+            await self.failed(sandbox_id)
+            raise failed("no sandbox was made", error, self.options.token) from error
 
+    @abc.abstractmethod
+    def load(self) -> None:
+        """Imports the SDK and prepares it. Raises ImportError."""
+
+    @abc.abstractmethod
+    def make(self, sandbox_id: str, image: str) -> Remote:
+        """Creates a sandbox, and waits until it answers."""
+
+    @abc.abstractmethod
+    async def abandon(self, making: asyncio.Future[Remote], sandbox_id: str) -> None:
+        """Ends the job of a cancelled ``make``, now or as one of ``abandoned``."""
+
+    async def failed(self, sandbox_id: str) -> None:
+        """Ends the job of a failed ``make``, if it is known."""
+        return
+
+    @abc.abstractmethod
     async def sweep(self) -> int:
-        """End every job that an earlier run of this service left; answers how many. Raises Unavailable."""
+        """Ends every job that an earlier run of this service left; returns how many. Raises Unavailable."""
 
 
 def explain(error: BaseException, token: str) -> str:
-    """What an SDK's exception says, short, on one line, and without the token."""
+    """Returns an SDK exception's message, short, on one line, and without the token."""
     text = " ".join(str(error).split()) or type(error).__name__
     if token:
         text = text.replace(token, "***")
@@ -164,7 +233,7 @@ def explain(error: BaseException, token: str) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status in an SDK's exception, where there is one."""
+    """Returns the HTTP status in an SDK's exception, if there is one."""
     for holder in (error, getattr(error, "response", None)):
         status = getattr(holder, "status_code", None)
         if isinstance(status, int):
@@ -173,7 +242,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def failed(what: str, error: BaseException, token: str) -> PenstockError:
-    """An SDK's exception as ours: ``what`` could not be done."""
+    """Converts an SDK's exception: ``what`` could not be done."""
     message = f"{what}: {explain(error, token)}"
     status = status_of(error)
     if status in _REFUSED:
@@ -181,14 +250,3 @@ def failed(what: str, error: BaseException, token: str) -> PenstockError:
     if status == 429:
         return ResourceExhausted(message, reason="SANDBOX_LIMIT", retry_after_s=_RETRY_S)
     return Unavailable(message, reason="CREATE_FAILED", retry_after_s=_RETRY_S)
-
-
-async def signed_in(loading: Awaitable[str], token: str) -> str:
-    """What is missing to work with ``token``; empty: nothing. ``loading`` loads the SDK and asks whose it is."""
-    try:
-        return await loading
-    except Exception as error:
-        problem = failed("the token's name was not told", error, token)
-        if isinstance(problem, FailedPrecondition):
-            return f"Hugging Face refused the token: {problem.message}"
-        raise problem from error

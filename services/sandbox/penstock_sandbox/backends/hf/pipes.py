@@ -1,9 +1,9 @@
-"""A pipe to the attendant out of an SDK's calls: output streams out of one that lasts, input goes in by short ones.
+"""A pipe to the guest agent from SDK calls: one long call streams the output, short calls send the input.
 
 Invariants
-- There is one call for input at a time; the link gathers what is to be sent meanwhile, so each takes all there is.
-- The thread that streams waits while nobody takes what it brought; it holds at most a few pieces.
-- Whatever fails ends the pipe; frames are numbered, so the next pipe resumes where this one broke.
+- There is one call for input at a time; the link collects frames meanwhile, so each call takes all there are.
+- The streaming thread waits while its data is not consumed; it holds at most a few pieces.
+- Any failure ends the pipe; frames are numbered, so the next pipe continues where this one broke.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock_chassis.errors import PenstockError
-from penstock_sandbox.attendant.words import NO_ATTENDANT
-from penstock_sandbox.backends.attended.pipe import SandboxGone
 from penstock_sandbox.backends.hf import bootstrap
-from penstock_sandbox.backends.hf.threads import Threads, tell
+from penstock_sandbox.backends.hf.threads import Threads, call_on_loop
+from penstock_sandbox.guest.handshake import NO_GUEST
+from penstock_sandbox.guest_client.pipe import SandboxGone
 
 if TYPE_CHECKING:
     from penstock_sandbox.backends.hf.client import Remote
 
 Feed = Callable[[str], None]
 Streamer = Callable[[list[str], Feed, Feed], int | None]
-"""Runs a command and feeds its output and its errors as they come, in a thread; answers its exit code, where known."""
+"""Runs a command and feeds its output and errors as they arrive, in a thread; returns its exit code, if known."""
 
 _HEAR = ("--socket", bootstrap.SOCKET, "--output-only", "--armour")
 # Only if the number is still that process's.
@@ -37,11 +37,11 @@ _log = structlog.get_logger(__name__)
 
 
 class PipeEnded(Exception):
-    """Nothing more passes; raised into an SDK as well, to leave a stream that nobody reads any more."""
+    """The pipe has ended; also raised into an SDK, to leave a stream that is not read any more."""
 
 
 class SplitPipe:
-    """A ``Pipe``; see the module. What passes is armoured: the SDKs carry text."""
+    """A ``Pipe``; see the module. Its data is armoured: the SDKs carry text."""
 
     def __init__(self, remote: Remote, command: Sequence[str]) -> None:
         self._remote = remote
@@ -57,25 +57,25 @@ class SplitPipe:
 
     @classmethod
     async def open(cls, remote: Remote, command: Sequence[str], stream: Streamer, threads: Threads) -> SplitPipe:
-        """Begin to stream; that nobody answers shows in that the pipe ends."""
+        """Starts to stream; if no guest agent responds, the pipe ends."""
         pipe = cls(remote, command)
-        # Its process id comes first: closing must end it there too, or the SDK's thread would wait for its next word.
+        # Its process id comes first: closing must end it there too, or the SDK's thread would wait for more output.
         argv = ["/bin/sh", "-c", 'echo $$; exec "$@"', "sh", *command, "attach", *_HEAR]
 
         def run() -> None:
-            why, code = "the attendant's output ended", None
+            why, code = "the guest's output ended", None
             try:
                 code = stream(argv, pipe._feed, pipe._complain)
             except PipeEnded:
                 why = "closed"
-            except BaseException as error:  # noqa: BLE001 - whatever ends a stream ends the pipe, which says why
+            except BaseException as error:  # noqa: BLE001 - any failure ends the pipe, with its reason
                 why = f"{type(error).__name__} while streaming"
-            tell(pipe._loop, pipe._ended, why, code)
+            call_on_loop(pipe._loop, pipe._ended, why, code)
 
         await threads.stream(run)
         return pipe
 
-    # In the stream's thread --------------------------------------------------------------------------------------
+    # On the stream's thread --------------------------------------------------------------------------------------
 
     def _feed(self, text: str) -> None:
         if self._closed:
@@ -92,17 +92,17 @@ class SplitPipe:
     # On the loop -------------------------------------------------------------------------------------------------
 
     async def send(self, data: bytes) -> None:
-        """Deliver armoured frames, whole ones. Raises PipeEnded when they were not taken."""
+        """Delivers whole armoured frames. Raises PipeEnded if they were not accepted."""
         if self._over.is_set():
             raise PipeEnded(self._why)
-        outcome = await self._remote.run([*self._command, "put", bootstrap.SOCKET], data.decode("ascii"))
-        if outcome.code == NO_ATTENDANT:
+        outcome = await self._remote.run([*self._command, "deliver", bootstrap.SOCKET], data.decode("ascii"))
+        if outcome.code == NO_GUEST:
             raise SandboxGone("ATTENDANT_ENDED")
         if outcome.code != 0:
-            raise PipeEnded(f"the attendant took no input (exit {outcome.code}): {outcome.stderr[-_ERRORS_KEPT:]}")
+            raise PipeEnded(f"the guest accepted no input (exit {outcome.code}): {outcome.stderr[-_ERRORS_KEPT:]}")
 
     async def received(self) -> AsyncIterator[bytes]:
-        """What the attendant said, in order, to the pipe's end."""
+        """Yields the guest agent's data, in order, to the pipe's end."""
         over = asyncio.ensure_future(self._over.wait())
         try:
             while True:
@@ -119,7 +119,7 @@ class SplitPipe:
                     yield self._arrived.get_nowait()
         finally:
             over.cancel()
-        if self._code == NO_ATTENDANT:
+        if self._code == NO_GUEST:
             raise SandboxGone("ATTENDANT_ENDED")
         if self._why:
             raise PipeEnded(f"{self._why} {self._errors}".strip())
@@ -130,11 +130,11 @@ class SplitPipe:
         self._over.set()
 
     async def aclose(self) -> None:
-        """End the stream, here and there."""
+        """Ends the stream, here and in the job."""
         if self._closed:
             return
         self._closed = True
-        # The thread may wait for room; it finds the pipe closed when it comes again.
+        # The thread may wait for room; it then finds the pipe closed.
         while not self._arrived.empty():
             self._arrived.get_nowait()
         if self._over.is_set():
@@ -144,5 +144,5 @@ class SplitPipe:
             try:
                 await self._remote.run(["/bin/sh", "-c", _END, self._pid])
             except PenstockError as error:
-                # The stream ends by itself when the job does, or when it falls silent.
-                _log.debug("a stream was not ended there", job=self._remote.job_id, error=error.message)
+                # The stream ends by itself when the job does, or at the silence timeout.
+                _log.debug("a stream was not ended at Hugging Face", job=self._remote.job_id, error=error.message)

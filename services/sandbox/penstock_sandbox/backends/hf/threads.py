@@ -1,14 +1,14 @@
-"""The threads that synchronous SDKs need: bounded, our own, never the event loop's default ones.
+"""Threads for synchronous SDKs: limited, our own, never the event loop's default ones.
 
-Purpose: an SDK's call blocks. Short ones share a few threads; making a sandbox and moving files takes long and has
-threads of its own, so that it starves nobody; and what streams for as long as a sandbox lives has one thread each,
-whose number bounds the number of sandboxes.
+Purpose: an SDK's call blocks. Short calls share a few threads; creates and file transfers take long and have their own,
+so that they do not starve others; a stream lasts as long as its sandbox and has one thread each, whose number limits
+the number of sandboxes.
 
 Invariants
-- There are never more than ``CREATING + ASKING + streams`` threads of ours, the last being one for each sandbox that
-  the backend admits and a few more for streams that end while their successor begins.
-- Who asked is told of a failure, whatever the SDK raised, and is cancelled only by who cancels it.
-- All of them are daemons: one that waits for what never comes does not keep the service from ending.
+- There are never more than ``CREATING + ASKING + streams`` threads of ours; the last is one for each sandbox that the
+  backend admits, and a few more for streams that end while their successors begin.
+- A caller gets each failure, whatever the SDK raised, and is cancelled only by its own canceller.
+- All are daemons: a thread that waits forever does not keep the service from ending.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """All threads of the backend; ``streams`` is how many sandboxes there may be."""
+    """All threads of the backend; ``streams`` is the maximum number of sandboxes."""
 
     def __init__(self, streams: int) -> None:
         self._creating = _Pool("hf-create", CREATING)
@@ -36,15 +36,15 @@ class Threads:
         self._free = asyncio.Semaphore(streams + _OVERLAP)
 
     def create(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """Run what takes long. The thread goes on when the future is cancelled: shield it."""
+        """Runs a long call. The thread continues when the future is cancelled: shield it."""
         return self._creating.run(lambda: function(*args, **kwargs))
 
     async def ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a short call. The thread goes on when this is cancelled."""
+        """Runs a short call. The thread continues when this is cancelled."""
         return await self._asking.run(lambda: function(*args, **kwargs))
 
     async def stream(self, function: Callable[[], None]) -> None:
-        """Start what streams, once a thread is free; it must handle its own failures. Answers when it has begun."""
+        """Starts a stream when a thread is free; it must handle its own failures. Returns when it has begun."""
         loop = asyncio.get_running_loop()
         await self._free.acquire()
 
@@ -52,7 +52,7 @@ class Threads:
             try:
                 function()
             finally:
-                tell(loop, self._free.release)
+                call_on_loop(loop, self._free.release)
 
         try:
             threading.Thread(target=run, name="hf-stream", daemon=True).start()
@@ -61,13 +61,13 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Let idle threads end; a busy one ends with what it does."""
+        """Ends idle threads; a busy one ends with its work."""
         self._creating.close()
         self._asking.close()
 
 
 class _Pool:
-    """At most ``size`` threads, made as they are needed. Daemons, unlike those of ``concurrent.futures``."""
+    """At most ``size`` threads, made on demand. Daemons, unlike those of ``concurrent.futures``."""
 
     def __init__(self, name: str, size: int) -> None:
         self._name = name
@@ -77,20 +77,20 @@ class _Pool:
         self._waiting = 0
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run it as soon as a thread is free; one that was cancelled before that does not run."""
+        """Runs it when a thread is free; does not run it if it was cancelled before."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def work() -> None:
             if future.cancelled():
-                tell(loop, self._done)
+                call_on_loop(loop, self._done)
                 return
             try:
                 result = function()
-            except BaseException as error:  # noqa: BLE001 - whatever it was belongs to who asked
-                tell(loop, self._done, future.set_exception, future, _told(error))
+            except BaseException as error:  # noqa: BLE001 - any exception belongs to the caller
+                call_on_loop(loop, self._done, future.set_exception, future, _as_exception(error))
             else:
-                tell(loop, self._done, future.set_result, future, result)
+                call_on_loop(loop, self._done, future.set_result, future, result)
 
         self._waiting += 1
         self._work.put(work)
@@ -105,7 +105,7 @@ class _Pool:
         future: asyncio.Future[Any] | None = None,
         outcome: object = None,
     ) -> None:
-        """On the loop: one thing less is waited for or done."""
+        """On the loop: delivers an outcome, if any, and counts one piece of work less."""
         self._waiting -= 1
         if settle is not None and future is not None and not future.done():
             settle(outcome)
@@ -115,21 +115,21 @@ class _Pool:
             work()
 
     def close(self) -> None:
-        """Tell every thread to end once the work before this is done."""
+        """Makes every thread end after the work queued before this."""
         for _ in range(self._threads):
             self._work.put(None)
 
 
-def _told(error: BaseException) -> Exception:
-    """What is told of a failure: an SDK that speaks of a cancellation, of the interpreter's end or of an iterator's end
-    cancels nobody here, ends nothing here, and does not leave whoever asked without an answer."""
+def _as_exception(error: BaseException) -> Exception:
+    """Returns the exception for the caller: an SDK's cancellation, SystemExit or StopIteration must neither cancel nor
+    end anything here, nor leave the caller without a result."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"the SDK gave up with {type(error).__name__}")
 
 
-def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    """Call on the loop from a thread; when the loop has ended nobody is left to hear it."""
+def call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
+    """Calls a function on the loop from a thread; does nothing when the loop has ended."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

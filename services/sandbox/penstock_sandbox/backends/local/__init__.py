@@ -1,1 +1,1 @@
-"""Sandboxes on this machine: bubblewrap, overlayfs, namespaces, control groups. ``backend`` ties the parts together."""
+"""Sandboxes on this machine: bubblewrap, overlayfs, namespaces, control groups. ``backend`` combines the parts."""

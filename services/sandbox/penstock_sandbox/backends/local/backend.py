@@ -1,12 +1,12 @@
 """The local backend: sandboxes on this machine, by bubblewrap, overlayfs and namespaces.
 
-Purpose: ties the parts together. One sandbox is: a host user, a control group where there are any, an upper layer on
-disk, a bubblewrap with all namespaces, a door, and at most one endpoint.
+Purpose: combines the parts. One sandbox is: a host user, a control group if available, an upper layer on disk, a
+bubblewrap with all namespaces, a sandbox helper, and at most one endpoint.
 
 Invariants
-- Claims are checked by doing: ``open`` makes a sandbox and looks from inside before the backend calls itself available.
-- Whatever an earlier instance left (its state directory names it) is removed at ``open``: directories, control groups
-  and processes in them. Mounts cannot be left: they exist only in namespaces that died with their processes.
+- Capabilities are tested: ``open`` makes a sandbox and checks it from inside before the backend is available.
+- ``open`` removes what an earlier instance left (its state directory names it): directories, control groups and the
+  processes in them. Mounts cannot be left: they exist only in namespaces that died with their processes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,37 @@ from pathlib import Path
 
 import structlog
 
+from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
-from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
-from penstock_sandbox.backends.local import bubblewrap, cgroups, layers, rootfs, trial
-from penstock_sandbox.backends.local.cgroups import Cgroups, Group
+from penstock_sandbox.backends.local import bubblewrap, layers, rootfs
 from penstock_sandbox.backends.local.channel import ChannelClosed
-from penstock_sandbox.backends.local.disk import Disk
-from penstock_sandbox.backends.local.disk_use import Use
+from penstock_sandbox.backends.local.disk.limits import Disk
+from penstock_sandbox.backends.local.disk.usage import Use
+from penstock_sandbox.backends.local.host_users import UserPool
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
-from penstock_sandbox.backends.local.sealed import SealedLayers
+from penstock_sandbox.backends.local.sealed_layers import SealedLayers
 from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
 from penstock_sandbox.backends.local.stage import Stage
-from penstock_sandbox.backends.local.uids import UserPool
-from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import Capabilities, DiskLimit, ForkKind, NetworkKind, SandboxSpec
+from penstock_sandbox.domain import paths
+from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.domain.model import (
+    Capabilities,
+    DiskLimit,
+    ForkKind,
+    NetworkKind,
+    NetworkPolicy,
+    SandboxSpec,
+)
+from penstock_sandbox.host import cgroups
+from penstock_sandbox.host.cgroups import Cgroups, Group
+from penstock_sandbox.host.errors import Refused
 
 _STAGES = ("/mnt", "/srv", "/media")
 _EMPTY_GROUP_WAIT_S = 0.002
 _EMPTY_GROUP_TRIES = 500
 _IMAGE = "host"
 _ADVICE = (
-    " (this kernel may keep user namespaces from ordinary users: see the sysctls user.max_user_namespaces,"
+    " (this kernel may forbid user namespaces to ordinary users: check the sysctls user.max_user_namespaces,"
     " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns)"
 )
 _GROUPS = "control-groups"
@@ -51,19 +61,17 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """The operator's choices for this backend."""
-
     state_dir: Path
     first_uid: int = 200_000
     uid_count: int = 4096
     tmp_bytes: int = 1024 * 1024 * 1024
     tmp_inodes: int = 262_144
     min_free: Use = field(default_factory=Use)
-    """What must be free for a sandbox to be made; with less than half of that, sandboxes are ended."""
+    """Minimum free space for a create; with less than half of that, sandboxes are ended."""
     extra_read_only: tuple[Path, ...] = ()
     allow_open_network: bool = False
     staged: dict[str, Path] = field(default_factory=dict)
-    """Further host directories that sandboxes may be given, such as language runtimes."""
+    """Further host directories that may be mounted in sandboxes, such as language runtimes."""
 
 
 class LocalBackend(Backend):
@@ -80,13 +88,13 @@ class LocalBackend(Backend):
         self._stage = Stage(None)
         self._bwrap = ""
         self._binds: list[rootfs.Bind] = []
-        self._sealed_names: list[str] = []
+        self._read_only_names: list[str] = []
         self._spawner: SpawnerProcess | None = None
         self._starting = asyncio.Lock()
         self._live: dict[str, LocalSandbox] = {}
         self._disk = Disk(self._root, options.min_free)
-        self._sealed = SealedLayers(self._root, self._users, self._remove_later)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._sealed_layers = SealedLayers(self._root, self._users, self._remove_later)
+        self._tasks = TaskOwner()
         self._hastening: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -123,21 +131,21 @@ class LocalBackend(Backend):
         self._bwrap = self._stage.map(found.binary)
         binds = rootfs.host_binds(self._options.extra_read_only)
         self._binds = [rootfs.Bind(self._stage.map(bind.source), bind.target) for bind in binds]
-        self._sealed_names = rootfs.sealed_names(binds)
+        self._read_only_names = rootfs.read_only_names(binds)
         rootfs.write_skeleton(self._root / "base", binds)
         if self._as_root or os.access("/sys/fs/cgroup", os.R_OK):
             self._cgroups = Cgroups.detect(cgroups.group_name(self._root))
-            # Where they are depends on the group that this process is in; the next one may be in another.
+            # Where they are depends on this process's group, which may differ at the next start.
             (self._root / _GROUPS).write_text("\n".join(map(str, self._cgroups.parents)))
 
     def _clean(self) -> None:
-        """Remove what an earlier instance on the same state directory left behind."""
+        """Removes what an earlier instance on the same state directory left behind."""
         name, remembered = cgroups.group_name(self._root), self._root / _GROUPS
         if remembered.exists():
             parents = [Path(line) for line in remembered.read_text().splitlines()]
             left = cgroups.leftovers(parents, name)
             for group in left:
-                # What was paused then is still frozen: nothing of it dies before its group in v1's freezer is thawed.
+                # Paused sandboxes are still frozen: their processes die only when v1's freezer thaws their group.
                 group.kill_and_thaw()
             for group in left:
                 _remove_group(group)
@@ -151,12 +159,12 @@ class LocalBackend(Backend):
                 try:
                     layers.remove(child)
                 except OSError as error:
-                    # Space that is not got back is no reason to serve nobody; the next start tries again.
-                    _log.error("what an earlier instance left is not removed", path=str(child), error=repr(error))
+                    # Unreclaimed space is no reason to refuse service; the next start tries again.
+                    _log.error("leftovers of an earlier instance were not removed", path=str(child), error=repr(error))
         layers.remove(self._root / "base")
 
     async def _probe(self) -> None:
-        """Make a sandbox, look from inside, and only then claim anything (R55)."""
+        """Makes a sandbox and checks it from inside before anything is claimed (R55)."""
         networks = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
         if self._options.allow_open_network:
             networks.add(NetworkKind.OPEN)
@@ -181,7 +189,7 @@ class LocalBackend(Backend):
         try:
             handle = await self.create("probe", SandboxSpec(), (), lambda _: None)
             try:
-                problem = await trial.look(handle)
+                problem = await bubblewrap.look(handle)
                 if claimed.pause:
                     await handle.pause()
                     await handle.resume()
@@ -204,11 +212,12 @@ class LocalBackend(Backend):
         )
         for result in results:
             if isinstance(result, Exception):
-                _log.error("a sandbox was not removed at the end", error=repr(result))
+                _log.error("a sandbox was not removed at shutdown", error=repr(result))
         if self._spawner is not None:
             await self._spawner.aclose()
-        unfinished = [*self._tasks, *([self._hastening] if self._hastening is not None else [])]
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await self._tasks.wait()
+        if self._hastening is not None:
+            await asyncio.gather(self._hastening, return_exceptions=True)
         await asyncio.to_thread(cgroups.remove_parents, self._cgroups.parents, cgroups.group_name(self._root))
         (self._root / _GROUPS).unlink(missing_ok=True)
         self._disk.close()
@@ -232,9 +241,9 @@ class LocalBackend(Backend):
                 reason="CAPABILITY_MISSING",
                 metadata={"image": spec.image},
             )
-        if spec.user not in ("", rootfs.USER):
+        if spec.user not in ("", paths.USER):
             raise FailedPrecondition(
-                f"the local backend has one user, {rootfs.USER!r}",
+                f"the local backend has one user, {paths.USER!r}",
                 reason="CAPABILITY_MISSING",
                 metadata={"user": spec.user},
             )
@@ -243,13 +252,19 @@ class LocalBackend(Backend):
         sandbox = self._allot(sandbox_id, spec, toolboxes, on_lost)
         self._live[sandbox_id] = sandbox
         try:
-            await self._open_sandbox(spawner, sandbox, spec, toolboxes)
+            await sandbox.open(
+                spawner,
+                self._arguments(sandbox, spec.network, toolboxes),
+                spec.network,
+                read_only=self._read_only_names,
+                tmp_inodes=self._options.tmp_inodes,
+            )
         except BaseException as error:
             try:
                 await sandbox.destroy()
             except OSError as failure:
-                # Asked for again by ``discard``; what made the creation fail is what the caller must hear.
-                _log.warning("what was half made is not removed yet", sandbox_id=sandbox_id, error=repr(failure))
+                # ``discard`` tries again; the caller must get the original error.
+                _log.warning("a half-made sandbox is not removed yet", sandbox_id=sandbox_id, error=repr(failure))
             if isinstance(error, Refused | OSError):
                 raise Internal(f"the sandbox could not be made: {error}", reason="CREATE_FAILED") from error
             if isinstance(error, ChannelClosed):
@@ -258,7 +273,7 @@ class LocalBackend(Backend):
         return sandbox
 
     def _hasten(self) -> None:
-        """Have the kernel's wait before a process changes groups pass while the sandbox is made."""
+        """Lets the kernel's delay before a process changes groups pass while the sandbox is made."""
         if self._hastening is None or self._hastening.done():
             self._hastening = asyncio.create_task(asyncio.to_thread(self._cgroups.hasten))
 
@@ -269,10 +284,10 @@ class LocalBackend(Backend):
         toolboxes: Sequence[MountedToolbox],
         on_lost: Callable[[str], None],
     ) -> LocalSandbox:
-        """Give a sandbox its user, layers, directories and control group."""
+        """Allocates a sandbox's user, layers, directories and control group."""
         stack: tuple[str, ...] = ()
         if spec.snapshot_id:
-            uid, stack = self._sealed.found(spec.snapshot_id)
+            uid, stack = self._sealed_layers.found(spec.snapshot_id)
             self._users.share(uid)
         else:
             uid = self._users.acquire()
@@ -281,7 +296,7 @@ class LocalBackend(Backend):
         try:
             folder.mkdir()
             folder.chmod(0o711)
-            disk = self._disk.allot(folder, spec.resources, self._sealed.use(stack))
+            disk = self._disk.allot(folder, spec.resources, self._sealed_layers.use(stack))
             rootfs.prepare_upper(folder / "upper", folder / "work", uid, fresh=not stack)
             if self._cgroups.controllers:
                 group = self._cgroups.create(sandbox_id, spec.resources)
@@ -296,10 +311,10 @@ class LocalBackend(Backend):
             folder / "upper",
             group,
             {
-                "PATH": ":".join([*path, *rootfs.SYSTEM_PATH]),
-                "HOME": rootfs.HOME,
-                "USER": rootfs.USER,
-                "LOGNAME": rootfs.USER,
+                "PATH": ":".join([*path, *paths.SYSTEM_PATH]),
+                "HOME": paths.HOME,
+                "USER": paths.USER,
+                "LOGNAME": paths.USER,
                 "SHELL": "/bin/bash",
                 "LANG": "C.UTF-8",
                 "TERM": "dumb",
@@ -310,17 +325,18 @@ class LocalBackend(Backend):
             disk,
         )
         sandbox.layer_ids = stack
-        self._sealed.hold(stack)
+        self._sealed_layers.hold(stack)
         return sandbox
 
-    async def _open_sandbox(
-        self, spawner: SpawnerProcess, sandbox: LocalSandbox, spec: SandboxSpec, toolboxes: Sequence[MountedToolbox]
-    ) -> None:
+    def _arguments(
+        self, sandbox: LocalSandbox, network: NetworkPolicy, toolboxes: Sequence[MountedToolbox]
+    ) -> list[str]:
+        """Returns bubblewrap's arguments for a sandbox."""
         mounts = {rootfs.Bind(self._stage.map(box.source), box.mount_path): None for box in toolboxes}
         for toolbox in toolboxes:
             for target, source in toolbox.runtimes.items():
                 mounts[rootfs.Bind(self._stage.map(source), target)] = None
-        arguments = rootfs.bubblewrap_arguments(
+        return rootfs.bubblewrap_arguments(
             layers=[
                 self._stage.map(self._root / "base"),
                 *(self._stage.map(self._root / "layers" / layer) for layer in sandbox.layer_ids),
@@ -330,29 +346,16 @@ class LocalBackend(Backend):
             binds=self._binds,
             mounts=mounts,
             tmp_bytes=self._options.tmp_bytes,
-            share_network=spec.network.kind is NetworkKind.OPEN,
+            share_network=network.kind is NetworkKind.OPEN,
         )
-        with sandbox.connect() as door:
-            sandbox.first_pid, sandbox.door_pid = await spawner.create(
-                sandbox.id,
-                sandbox.uid,
-                sandbox.join_files(),
-                arguments,
-                self._sealed_names,
-                self._options.tmp_inodes,
-                door,
-            )
-        await sandbox.ready()
-        if spec.network.kind is NetworkKind.ONE_ENDPOINT:
-            await sandbox.open_endpoint(spec.network)
 
     async def _release(self, sandbox: LocalSandbox) -> None:
-        """Everything of a sandbox ends here, however it came to its end. What failed is done again, the rest once."""
+        """Releases everything of a sandbox, whatever ended it. Failed steps are repeated, the others run once."""
         try:
             if self._spawner is not None and self._spawner.alive:
                 await self._spawner.destroy(sandbox.id)
         except ChannelClosed:
-            pass  # with the spawner every process of the sandbox died
+            pass  # every process of the sandbox died with the spawner
         if sandbox.group is not None:
             await asyncio.to_thread(_remove_group, sandbox.group)
         await sandbox.disk.release()
@@ -363,7 +366,7 @@ class LocalBackend(Backend):
             self._remove_later(trashed)
         del self._live[sandbox.id]
         self._users.release(sandbox.uid)
-        self._sealed.release(sandbox.layer_ids)
+        self._sealed_layers.release(sandbox.layer_ids)
 
     async def discard(self, sandbox_id: str) -> None:
         sandbox = self._live.get(sandbox_id)
@@ -371,19 +374,11 @@ class LocalBackend(Backend):
             await sandbox.destroy()
 
     async def _removals_end(self) -> None:
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
+        await self._tasks.wait()
 
     def _remove_later(self, folder: Path) -> None:
-        task = asyncio.create_task(asyncio.to_thread(layers.remove, folder))
-        self._tasks.add(task)
-
-        def done(finished: asyncio.Task[None]) -> None:
-            self._tasks.discard(finished)
-            if not finished.cancelled() and (error := finished.exception()) is not None:
-                _log.error("removing files failed; the next start removes them", error=repr(error))
-
-        task.add_done_callback(done)
+        # If it fails, the next start removes them.
+        self._tasks.start(asyncio.to_thread(layers.remove, folder), f"remove {folder.name}")
 
     # The spawner -------------------------------------------------------------------------------------------------
 
@@ -420,21 +415,21 @@ class LocalBackend(Backend):
 
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         assert isinstance(handle, LocalSandbox)
-        return await self._sealed.seal(handle, layer_id)
+        return await self._sealed_layers.seal(handle, layer_id)
 
     async def seal_live(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         assert isinstance(handle, LocalSandbox)
-        return await self._sealed.seal_live(handle, layer_id)
+        return await self._sealed_layers.seal_live(handle, layer_id)
 
     async def has_layer(self, layer_id: str) -> bool:
-        return self._sealed.has(layer_id)
+        return self._sealed_layers.has(layer_id)
 
     async def remove_layer(self, layer_id: str) -> None:
-        self._sealed.remove(layer_id)
+        self._sealed_layers.remove(layer_id)
 
 
 def _remove_group(group: Group) -> None:
-    """Remove a control group whose processes are dead; the kernel may need a moment to notice."""
+    """Removes a control group whose processes are dead; the kernel may need a moment to notice."""
     for _ in range(_EMPTY_GROUP_TRIES):
         try:
             group.remove()

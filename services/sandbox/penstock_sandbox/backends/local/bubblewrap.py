@@ -1,7 +1,8 @@
-"""Which bubblewrap to use, the system's when it is new enough, else the wheel's; and which of them to end."""
+"""Selects the bubblewrap, the system's or the wheel's; kills leftover ones; tests that a sandbox of it is closed."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -12,6 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock_sandbox.domain.backend import SandboxHandle
+from penstock_sandbox.processes.output import Collected
+
+# Each line printed is a violated claim.
+_LOOK = r"""
+cd /
+status() { while read -r key value; do [ "$key" = "$1:" ] && echo "$value"; done < /proc/self/status; }
+for set in CapInh CapPrm CapEff CapBnd CapAmb; do
+  case "$(status $set)" in *[!0]*) echo "capabilities remain: $set";; esac
+done
+[ "$(status NoNewPrivs)" = 1 ] || echo "privileges can be gained"
+[ "$(echo /proc/[0-9]* | wc -w)" -lt 10 ] || echo "processes of the host are visible"
+[ "$(grep -c : /proc/net/dev)" = 1 ] || echo "network interfaces beside loopback"
+echo trial > /workspace/trial && echo trial > "$HOME/trial" || echo "files cannot be written"
+: 2>/dev/null > /usr/trial && echo "the host's programs can be written"
+[ -e /sys/kernel ] && echo "/sys is visible"
+[ -e /proc/1/root/usr ] && echo "the first process can be traced"
+exit 0
+"""
+
 # 0.10 brought --overlay.
 _LEAST = (0, 10)
 _TIMEOUT_S = 10
@@ -19,7 +40,7 @@ _TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Bubblewrap:
-    """A usable binary. ``folders`` are the directories that it needs to be seen (its own, and its libraries')."""
+    """A usable binary. ``folders`` are the directories that must be visible to it (its own, and its libraries')."""
 
     binary: Path
     version: str
@@ -27,7 +48,7 @@ class Bubblewrap:
 
 
 def find() -> Bubblewrap | None:
-    """The binary to use, or None where there is none that is new enough."""
+    """Returns the binary to use, or None if none is new enough."""
     system = shutil.which("bwrap")
     if system is not None and (version := _version(Path(system))) is not None:
         return Bubblewrap(Path(system), version, ())
@@ -44,10 +65,10 @@ def find() -> Bubblewrap | None:
 
 
 def kill_left(sandbox_ids: Sequence[str]) -> None:
-    """Kill the bubblewraps that work for these sandboxes: the ones that a kill -9 of the service caught halfway.
+    """Kills the bubblewraps of these sandboxes that a kill -9 of the service interrupted.
 
-    All others die with their parent. One whose parent dies between its clone and its first word to the child leaves
-    that child waiting for ever, with the same arguments, which name the sandbox's directory.
+    All others die with their parent. If the parent dies between its clone and its first message to the child, the child
+    waits forever, with the same arguments, which name the sandbox's directory.
     """
     marks = [f"/sandboxes/{sandbox_id}/".encode() for sandbox_id in sandbox_ids]
     if not marks:
@@ -56,7 +77,7 @@ def kill_left(sandbox_ids: Sequence[str]) -> None:
         if not entry.isdecimal():
             continue
         try:
-            # First the descriptor, then the look: the number may be another process's by now.
+            # First the descriptor, then the check: the number may be another process's by now.
             process = os.pidfd_open(int(entry))
         except OSError:
             continue  # it ended
@@ -79,3 +100,18 @@ def _version(binary: Path) -> str | None:
     if found is None or (int(found[1]), int(found[2])) < _LEAST:
         return None
     return found[0]
+
+
+async def look(handle: SandboxHandle) -> str:
+    """Returns the isolation failures of a sandbox that should be closed; empty if there are none."""
+    sink = Collected()
+    process = await handle.start(
+        ["/bin/bash", "-c", _LOOK], handle.default_env, handle.workdir, sink, stdin=False, pty=None
+    )
+    async with asyncio.timeout(20):
+        ended = await sink.ended
+        await sink.closed_output.wait()
+    await process.aclose()
+    if ended is None or ended.code != 0:
+        return "the trial process did not finish"
+    return sink.text.decode(errors="replace").strip().replace("\n", "; ")

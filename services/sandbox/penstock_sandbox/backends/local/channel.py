@@ -1,4 +1,4 @@
-"""The service's end of a spawner or door channel: requests with replies matched by number, and events.
+"""The service's end of the channel to a spawner or sandbox helper: requests with numbered replies, and events.
 
 Invariants: everything happens on the event loop's thread and nothing blocks it; when the peer ends, every request in
 flight fails with ``ChannelClosed`` and ``on_close`` runs once. Descriptors received belong to the caller.
@@ -12,8 +12,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.spawner import wire
+from penstock_sandbox.backends.local.spawner import wire
+from penstock_sandbox.host.errors import Refused
 
 Reply = tuple[wire.Message, list[int]]
 
@@ -40,9 +40,9 @@ class Channel:
         self._loop.add_reader(sock, self._readable)
 
     async def request(self, message: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
-        """Send ``message`` and wait for its reply. Raises Refused or ChannelClosed.
+        """Sends ``message`` and waits for its reply. Raises Refused or ChannelClosed.
 
-        A cancelled caller's reply is dropped and its descriptors are closed when it comes.
+        If the caller is cancelled, the reply is dropped and its descriptors are closed when it arrives.
         """
         if self.closed:
             raise ChannelClosed
@@ -101,7 +101,7 @@ class Channel:
             reply.set_result((message, descriptors))
 
     def close(self) -> None:
-        """Close this end; harmless when it is closed already."""
+        """Closes this end; harmless if it is closed already."""
         if self.closed:
             return
         self.closed = True

@@ -1,10 +1,10 @@
-"""A copy of a sandbox's writable layer, while the sandbox stands still.
+"""Copies a sandbox's writable layer while the sandbox is frozen.
 
-Purpose: everything that overlayfs sees is kept: owners, modes, times, extended attributes (opaque directories), hard
-links, holes and whiteouts. Blocks are shared where the file system can (FICLONE).
+Purpose: keeps everything that overlayfs uses: owners, modes, times, extended attributes (opaque directories), hard
+links, holes and whiteouts. Blocks are shared if the file system can (FICLONE).
 
-Invariants: walked by descriptor, no link is ever followed, since an agent made these names and the service may be root;
-as deep as a tree may be, no name grows too long, and one pair of descriptors is open for each level.
+Invariants: the tree is walked by descriptor and no link is followed, since an agent made these names and the service
+may be root; for any depth names stay short, and one pair of descriptors is open for each level.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TARGET = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FICLONE = 0x40049409  # linux/fs.h
 _CANNOT = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS)
 _CHUNK = 8 * 1024 * 1024
-# What is kept of files that may have another name, each counted with what holds it.
+# Limit of remembered files that may have several names, each counted with its overhead.
 _MOST_LINKED = 32 * 1024 * 1024
 _LINK_COST = 256
 
 
 @dataclass(slots=True)
 class _Level:
-    """A directory that is being copied: its descriptors, its path from the root, and what is still to be entered."""
+    """A directory being copied: its descriptors, its path from the root, and the subdirectories still to be entered."""
 
     source: int
     target: int
@@ -39,10 +39,10 @@ class _Level:
 
 
 def copy(source: Path, target: Path, stopped: Callable[[], bool] = lambda: False) -> int:
-    """Copy the tree ``source`` to ``target``, which must not exist; answers the bytes of its files.
+    """Copies the tree ``source`` to ``target``, which must not exist; returns the bytes of its files.
 
-    Raises OSError: ECANCELED soon after ``stopped`` says so, EFBIG for more files with several names than are kept in
-    mind.
+    Raises OSError: ECANCELED soon after ``stopped`` returns true, EFBIG for more files with several names than are
+    remembered.
     """
     target.mkdir(mode=0o700)
     levels: list[_Level] = []
@@ -57,7 +57,7 @@ def copy(source: Path, target: Path, stopped: Callable[[], bool] = lambda: False
             level = levels[-1]
             name = next(level.folders, None)
             if name is None:
-                # Last: what was put into it has changed its times.
+                # Last, because writing into it has changed its times.
                 _copy_metadata(level.source, level.target)
                 _close(levels.pop())
                 continue
@@ -85,7 +85,7 @@ def _close(level: _Level) -> None:
 
 
 class _Copier:
-    """Copies what is no directory; ``root`` is a descriptor of the copy's root."""
+    """Copies everything but directories; ``root`` is a descriptor of the copy's root."""
 
     def __init__(self, root: int, stopped: Callable[[], bool]) -> None:
         self.root = root
@@ -96,12 +96,12 @@ class _Copier:
         self._linked_bytes = 0
 
     def files_of(self, level: _Level) -> Iterator[str]:
-        """Copy the files of a directory; answers the names of its directories."""
+        """Copies the files of a directory; yields the names of its subdirectories."""
         with os.scandir(level.source) as names:
             return iter([entry.name for entry in names if not self._copied(level, entry.name)])
 
     def _copied(self, level: _Level, name: str) -> bool:
-        """Copy an entry; False for a directory, which is not copied here."""
+        """Copies an entry; returns False for a directory, which is not copied here."""
         self._go_on()
         status = os.stat(name, dir_fd=level.source, follow_symlinks=False)
         kind = stat.S_IFMT(status.st_mode)
@@ -114,7 +114,7 @@ class _Copier:
             _own(name, level.target, status)
             os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
         elif kind in (stat.S_IFIFO, stat.S_IFSOCK) or (kind == stat.S_IFCHR and status.st_rdev == 0):
-            # The last is a whiteout: overlayfs's word for a deletion.
+            # The last is a whiteout: a deletion in overlayfs.
             os.mknod(name, status.st_mode, 0, dir_fd=level.target)
             _own(name, level.target, status)
             os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
@@ -122,7 +122,7 @@ class _Copier:
 
     def _go_on(self) -> None:
         if self._stopped():
-            raise OSError(errno.ECANCELED, "nobody waits for the copy any more")
+            raise OSError(errno.ECANCELED, "all callers of the copy have cancelled")
 
     def _file(self, level: _Level, name: str, status: os.stat_result) -> None:
         if status.st_nlink > 1 and self._link(level, name, status):
@@ -145,14 +145,14 @@ class _Copier:
         if first == path:
             self._linked_bytes += _LINK_COST + len(path)
             if self._linked_bytes > _MOST_LINKED:
-                raise OSError(errno.EFBIG, "too many files have several names")
+                raise OSError(errno.EFBIG, "too many files have hard links")
             return False
         try:
             os.link(first, name, src_dir_fd=self.root, dst_dir_fd=level.target, follow_symlinks=False)
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            return False  # a copy of its own, so deep down
+            return False  # at this depth it becomes a copy of its own
         return True
 
     def _content(self, source: int, target: int, size: int) -> None:
@@ -190,7 +190,7 @@ def _copy_metadata(source: int, target: int) -> None:
     for key in os.listxattr(source):
         if not key.startswith(("security.", "system.")):
             os.setxattr(target, key, os.getxattr(source, key))
-    # After the owner: changing that takes the set-user bit away.
+    # After the owner: chown clears the set-user-id bit.
     os.fchmod(target, stat.S_IMODE(status.st_mode))
     os.utime(target, ns=_times(status))
 

@@ -1,8 +1,8 @@
-"""Holding a local sandbox still: paused by its caller, or for as long as its files are copied.
+"""Freezes a local sandbox: paused by its caller, or while its files are copied.
 
 Invariants
-- One thing at a time freezes or thaws. A paused sandbox stays so, but for the moments in which its door is asked.
-- The door is frozen with the rest, so a freeze waits until it has answered what must not be cut in two.
+- Freezes and thaws are serialized. A paused sandbox stays so, except while its helper handles a request.
+- The helper is frozen with the rest, so a freeze waits until it has answered requests that must not be interrupted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_sandbox.backends.local.cgroups import Group
-from penstock_sandbox.backends.refusals import sandbox_lost
+from penstock_sandbox.host.cgroups import Group
+from penstock_sandbox.host.errors import sandbox_lost
 
 _FREEZE_DEADLINE_S = 10.0
 _FREEZE_POLL_S = 0.001
@@ -24,33 +24,33 @@ T = TypeVar("T")
 
 
 class Freezing:
-    """Of one sandbox: ``group`` is what it runs in, ``ended`` says whether it is gone."""
+    """The freezer of one sandbox: ``group`` is its control group, ``ended`` returns whether it is gone."""
 
     def __init__(self, group: Group | None, ended: Callable[[], bool]) -> None:
         self._group = group
         self._ended = ended
         self._paused = False
         self._changing = asyncio.Lock()
-        """Held while something freezes or thaws, and while the door is asked for what must not meet a freeze."""
+        """Held while freezing or thawing, and while an uninterruptible request is sent to the helper."""
         self._unanswered = 0
         self._answered = asyncio.Event()
-        """Set when the last of those is answered; whoever waits for that clears it."""
+        """Set when the last of those is answered; a waiter clears it."""
 
     async def pause(self) -> None:
-        """Stand still from here on. Raises FailedPrecondition (CAPABILITY_MISSING), Unavailable (PAUSE_FAILED)."""
+        """Freezes it. Raises FailedPrecondition (CAPABILITY_MISSING), Unavailable (PAUSE_FAILED)."""
         async with self._changing:
             await self._freeze()
             self._paused = True
 
     async def resume(self) -> None:
-        """Go on. Raises FailedPrecondition (CAPABILITY_MISSING)."""
+        """Thaws it. Raises FailedPrecondition (CAPABILITY_MISSING)."""
         async with self._changing:
             self._paused = False
             self._freezer().thaw()
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """Nothing in the sandbox runs in here. Raises as ``pause`` does."""
+        """Keeps the sandbox frozen inside the context. Raises as ``pause`` does."""
         async with self._changing:
             if self._paused:
                 yield
@@ -63,7 +63,7 @@ class Freezing:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """The door can be asked in here, also in a paused sandbox, which runs for that long."""
+        """Keeps the helper running inside the context; a paused sandbox runs for that long."""
         async with self._changing:
             if not self._paused:
                 yield
@@ -73,11 +73,11 @@ class Freezing:
                 yield
             finally:
                 if not self._ended():
-                    # Not awaited: the kernel does it all the same, whatever becomes of this caller.
+                    # Not awaited: the kernel finishes it even if this caller is cancelled.
                     self._freezer().freeze()
 
     async def uncut(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the door answers to what must not meet a freeze half way; several may ask at once."""
+        """Returns the helper's reply to a request that no freeze may interrupt; several may run at once."""
         if self._paused or self._changing.locked():
             async with self.awake():
                 return await ask()
@@ -90,7 +90,7 @@ class Freezing:
                 self._answered.set()
 
     def let_die(self) -> None:
-        """Have everything of a frozen sandbox end: it would not by being killed alone."""
+        """Makes the processes of a frozen sandbox die: killing alone would not end them."""
         if (self._paused or self._changing.locked()) and self._group is not None:
             # The kills come first, so that nothing of it runs.
             self._group.kill_and_thaw()
@@ -100,7 +100,7 @@ class Freezing:
         while self._unanswered:
             self._answered.clear()
             await self._answered.wait()
-        # Who destroyed it meanwhile has thawed it for the last time.
+        # A concurrent destroy has thawed it for the last time.
         if self._ended():
             raise sandbox_lost("")
         deadline = time.monotonic() + _FREEZE_DEADLINE_S
@@ -111,7 +111,7 @@ class Freezing:
                     raise sandbox_lost("")
                 if time.monotonic() > deadline:
                     raise Unavailable(
-                        f"the processes did not stand still within {_FREEZE_DEADLINE_S:g} s",
+                        f"the processes did not freeze within {_FREEZE_DEADLINE_S:g} s",
                         reason="PAUSE_FAILED",
                         retry_after_s=1.0,
                     )
@@ -123,7 +123,7 @@ class Freezing:
     def _freezer(self) -> Group:
         if self._group is None or not self._group.can_freeze:
             raise FailedPrecondition(
-                "there is no usable freezer among this machine's control groups",
+                "this machine's control groups have no usable freezer",
                 reason="CAPABILITY_MISSING",
                 metadata={"capabilities": "pause"},
             )

@@ -1,39 +1,53 @@
-"""A process in a local sandbox: its pipes or terminal on the event loop, its end from the door.
+"""A process in a local sandbox: its pipes or terminal on the event loop, its exit from the sandbox helper.
 
-Invariants: output is read as it comes and given to the sink, so a program never stalls on a full pipe; descriptors are
-closed exactly once; nothing is delivered after ``lost``.
+Invariants: output is read as it arrives and given to the sink, so a program never blocks on a full pipe; descriptors
+are closed exactly once; nothing is delivered after ``lost``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
-import signal
-import struct
-import termios
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from penstock_chassis.errors import Internal
-from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit
-from penstock_sandbox.backends.local.channel import ChannelClosed
-from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import PtySize, Stream
-from penstock_sandbox.spawner import wire
-
-if TYPE_CHECKING:
-    from penstock_sandbox.backends.local.sandbox import LocalSandbox
+from penstock_sandbox.backends.local.channel import ChannelClosed, Reply
+from penstock_sandbox.backends.local.freezing import Freezing
+from penstock_sandbox.backends.local.spawner import wire
+from penstock_sandbox.domain.backend import ProcessHandle, ProcessSink, RawExit
+from penstock_sandbox.domain.model import PtySize, Stream
+from penstock_sandbox.guest.common import children
+from penstock_sandbox.host.errors import Refused
 
 _READ = 64 * 1024
 
 
+class SandboxAccess(Protocol):
+    """What a process needs of its sandbox."""
+
+    freezing: Freezing
+
+    async def ask_helper(self, request: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
+        """Sends the sandbox helper a request. Raises channel.Refused or channel.ChannelClosed."""
+
+    async def kill(self, request: wire.Message) -> None:
+        """Makes the sandbox helper kill a tree. Raises channel.Refused or channel.ChannelClosed."""
+
+    def oom_kills(self) -> int:
+        """Returns how often the kernel killed in this sandbox for memory."""
+
+    def forget(self, process: LocalProcess) -> None:
+        """Drops an ended process: its id may be used again from here on."""
+
+
 class LocalProcess(ProcessHandle):
-    """One process; the sandbox feeds it the door's exit event."""
+    """One process; the sandbox passes it the helper's exit event."""
 
     def __init__(
         self,
-        sandbox: LocalSandbox,
+        sandbox: SandboxAccess,
         pid: int,
         sink: ProcessSink,
         stdin: int | None,
@@ -54,19 +68,19 @@ class LocalProcess(ProcessHandle):
             os.set_blocking(stdin, False)
 
     def attend(self, exited: wire.Message | None) -> None:
-        """Deliver its output from here on; ``exited`` is the door's word when it has ended already."""
+        """Starts to deliver its output; ``exited`` is the helper's exit event if it has ended already."""
         for descriptor in [*self._outputs]:
             os.set_blocking(descriptor, False)
             if exited is not None:
-                # What it wrote is there, and so is the end unless something else holds it open: twice reads both, and
-                # costs a fraction of watching.
+                # Its output is there, and so is the end unless something else holds it open: two reads get both, at a
+                # fraction of the cost of watching.
                 for _ in range(2):
                     if descriptor in self._outputs:
                         self._readable(descriptor)
             if descriptor in self._outputs:
                 self._loop.add_reader(descriptor, self._readable, descriptor)
         if exited is not None:
-            self.door_exited(exited)
+            self.helper_exited(exited)
 
     def _readable(self, descriptor: int) -> None:
         try:
@@ -74,7 +88,7 @@ class LocalProcess(ProcessHandle):
         except BlockingIOError:
             return
         except OSError as error:
-            # A terminal whose last user is gone says EIO where a pipe says end of file.
+            # A terminal whose last user is gone returns EIO where a pipe returns end of file.
             if error.errno != errno.EIO:
                 raise
             data = b""
@@ -92,25 +106,22 @@ class LocalProcess(ProcessHandle):
             self._terminal = self._stdin = None
         os.close(descriptor)
 
-    def door_exited(self, event: wire.Message) -> None:
-        """The door reaped it."""
+    def helper_exited(self, event: wire.Message) -> None:
         self._reaped.set()
         status: int = event["status"]
-        by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-        killed = by_signal == signal.SIGKILL or code == 128 + signal.SIGKILL
+        code, by_signal = children.ended(status)
         self._sink.exited(
             RawExit(
                 code=code,
                 signal=by_signal,
-                oom=killed and self._sandbox.oom_kills() > self._oom_kills,
+                oom=children.was_killed(code, by_signal) and self._sandbox.oom_kills() > self._oom_kills,
                 cpu_s=event["cpu_s"],
                 peak_bytes=event["peak_bytes"],
             )
         )
 
     def lose(self, reason: str) -> None:
-        """The sandbox is gone."""
+        """Ends it: the sandbox is gone."""
         self._reaped.set()
         self._release()
         self._sink.lost(reason)
@@ -138,7 +149,7 @@ class LocalProcess(ProcessHandle):
         if self._stdin is None:
             return
         if self._terminal is not None:
-            # A terminal has no half-close: what a person types is the end-of-file character.
+            # A terminal has no half-close: send the end-of-file character, as a user would type.
             await self.write_stdin(b"\x04")
         else:
             self._close_stdin()
@@ -151,12 +162,12 @@ class LocalProcess(ProcessHandle):
 
     async def resize(self, size: PtySize) -> None:
         if self._terminal is not None:
-            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size.rows, size.columns, 0, 0))
+            children.set_window(self._terminal, size.rows, size.columns)
 
     async def signal(self, number: int) -> None:
         try:
             async with self._sandbox.freezing.awake():
-                await self._sandbox.door({"op": "signal", "pid": self.pid, "signal": int(number)})
+                await self._sandbox.ask_helper({"op": "signal", "pid": self.pid, "signal": int(number)})
         except Refused as refusal:
             if refusal.errno != errno.ESRCH:
                 raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
@@ -164,11 +175,11 @@ class LocalProcess(ProcessHandle):
     async def kill(self) -> None:
         try:
             await self._sandbox.kill({"op": "kill", "pid": self.pid})
-            # The door tells the exit after it answered: it must not be frozen in between.
+            # The helper sends the exit after its reply: it must not be frozen in between.
             async with self._sandbox.freezing.awake():
                 await self._reaped.wait()
         except ChannelClosed:
-            return  # with the sandbox everything in it died
+            return  # everything died with the sandbox
         except Refused as refusal:
             raise Internal(f"the process tree was not killed: {refusal.what}", reason="KILL_FAILED") from refusal
 

@@ -1,14 +1,14 @@
-"""The root of a local sandbox: which host files it sees, where it may write, and bubblewrap's arguments for that.
+"""The root of a local sandbox: visible host files, writable places, and bubblewrap's arguments for them.
 
 Purpose: the root is an overlay (skeleton, sealed layers, the sandbox's own upper) with a read-only subset of the host's
-programs bound into it. What the sandbox's user writes lands in its upper: its home, the working directory, and whatever
-it makes at the top level; /tmp and /dev/shm are memory.
+programs bound into it. Writes by the sandbox's user go to its upper: its home, the working directory, and new names at
+the top level; /tmp and /dev/shm are memory.
 
 Invariants
-- Nothing that was there before the sandbox's user is this user's to change, but for those places: each such name at the
-  top level is a read-only mount, which can neither be removed nor renamed, whoever owns the root (R90).
+- The sandbox's user cannot change anything that was there before it, except in those places: each such name at the top
+  level is a read-only mount, which can neither be removed nor renamed, whoever owns the root (R90).
 - Allow-list: a host path is visible only if it is named here or in the operator's ``extra_read_only``.
-- /etc is ours: accounts, resolver and host names say nothing about the host.
+- /etc is ours: accounts, resolver and host names reveal nothing of the host.
 - bubblewrap's arguments hold no secret; the environment of processes never passes through them.
 """
 
@@ -21,16 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HOME = "/home/agent"
-WORKDIR = "/workspace"
-OURS = "/opt/penstock"
-TOOLBOXES = "/opt/penstock/toolboxes"
-RUNTIMES = "/opt/penstock/runtimes"
-USER = "agent"
-USER_ID = 1000
-SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin")
+from penstock_sandbox.domain.paths import HOME, OURS, USER, USER_ID
 
-# Programs, libraries and what they cannot run without. Configuration of the host stays out.
+# Programs, libraries and what they need to run. The host's configuration stays out.
 _PROGRAM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _SETTINGS = (
     "/etc/ld.so.cache",
@@ -64,37 +57,43 @@ _WRITTEN = {
 }
 _EMPTY = ("proc", "dev", "tmp", "var/log", "run", "opt", "mnt", "srv", "root", "etc/ssl")
 _LINKS = {"var/tmp": "../tmp"}
-# At the top level, mounted by bubblewrap itself.
+# Names at the top level that bubblewrap itself mounts.
 _MOUNTED = {"proc", "dev", "tmp", "opt"}
 _OF_THE_USER = ("home/agent", "workspace")
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A host directory or file shown read-only at ``target``."""
+    """A host directory or file visible read-only at ``target``."""
 
     source: str
     target: str
 
 
 def host_binds(extra: Iterable[Path]) -> list[Bind]:
-    """The host's programs. What is a link on the host (/bin, /lib64) is a directory here: a link could be replaced."""
+    """Returns the host's programs. A link on the host (/bin, /lib64) becomes a directory: a link could be replaced."""
     return [
         Bind(os.path.realpath(path), path) for path in (*_PROGRAM_FOLDERS, *map(str, extra)) if os.path.exists(path)
     ]
 
 
-def sealed_names(binds: Iterable[Bind]) -> list[str]:
-    """The names at the top level that the door makes read-only mounts; the others are mounts by themselves."""
-    ours = {name.split("/")[0] for name in (*_EMPTY, *_WRITTEN)} | {bind.target.split("/")[1] for bind in binds}
+def read_only_names(binds: Iterable[Bind]) -> list[str]:
+    """Returns the names at the top level that the sandbox helper makes read-only mounts; the others are mounts already.
+
+    For /home, which holds the user's own directory, those below it: a directory that only holds a mount can be renamed.
+    """
+    ours = {name.split("/")[0] for name in (*_EMPTY, *_WRITTEN)}
+    for bind in binds:
+        _, first, *others = bind.target.split("/")
+        ours.add(f"home/{others[0]}" if first == "home" and others else first)
     return sorted(ours - _MOUNTED - {bind.target[1:] for bind in binds})
 
 
 def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
-    """Make the lowest layer in ``folder``: our own files, and a mount point for every bind.
+    """Builds the lowest layer in ``folder``: our own files, and a mount point for every bind.
 
-    With the mount points here bubblewrap makes none, so a fresh sandbox's upper is empty. It is built with fixed modes
-    and without the user's directories, which each sandbox gets in its own upper or layer.
+    With these mount points bubblewrap makes none, so a fresh sandbox's upper is empty. The layer has fixed modes and no
+    user directories, which each sandbox gets in its own upper or layer.
     """
     folder.mkdir(mode=0o755)
     for name in _EMPTY:
@@ -112,7 +111,7 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
         else:
             point.parent.mkdir(parents=True, exist_ok=True)
             point.touch()
-    # Copied, not bound: bubblewrap pays for each bind in every sandbox. As old as the service's start.
+    # Copied, not bound: bubblewrap pays for each bind in every sandbox. As recent as the service's start.
     for setting in _SETTINGS:
         _copy_setting(setting, folder / setting.lstrip("/"))
     for parent, _, files in os.walk(folder):
@@ -123,7 +122,7 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
 
 
 def _copy_setting(source: str, target: Path) -> None:
-    """Copy what everybody on the host may read; anything else is left out."""
+    """Copies a world-readable file; skips others."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if os.path.islink(source):
         target.symlink_to(os.readlink(source))
@@ -137,7 +136,7 @@ def _copy_setting(source: str, target: Path) -> None:
 
 
 def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> None:
-    """Make a sandbox's writable layer, owned by its host user; ``fresh`` also makes the user's own directories."""
+    """Makes a sandbox's writable layer, owned by its host user; ``fresh`` also makes the user's own directories."""
     for folder in (upper, work, *((upper / name for name in _OF_THE_USER) if fresh else ())):
         folder.mkdir(mode=0o755, parents=True)
         if uid is not None:
@@ -157,7 +156,7 @@ def bubblewrap_arguments(
     tmp_bytes: int,
     share_network: bool,
 ) -> list[str]:
-    """Everything but the binary, its descriptors and the command.
+    """Returns all arguments but the binary, its descriptors and the command.
 
     ``layers`` are listed from the lowest up; ``mounts`` are the toolboxes and runtimes, all under ``/opt/penstock``.
     """
@@ -166,14 +165,14 @@ def bubblewrap_arguments(
         arguments.append("--share-net")
     arguments += ["--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID), "--disable-userns"]
     arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    # The first process alone keeps one harmless capability: whoever has none then may not trace it. Else code that an
-    # agent put into it would outlive the agent, and could rewrite a reward.
+    # Only the first process keeps one harmless capability: a process without it may then not trace it. Otherwise
+    # code that an agent injected there would outlive the agent, and could change a reward.
     arguments += ["--cap-add", "CAP_WAKE_ALARM"]
     arguments += ["--hostname", "sandbox", "--as-pid-1"]
     for layer in layers:
         arguments += ["--overlay-src", layer]
     arguments += ["--overlay", upper, work, "/"]
-    # A tmpfs, since bubblewrap cannot make mount points in a skeleton that belongs to another user. All of /opt: a
+    # A tmpfs, since bubblewrap cannot make mount points in a skeleton of another user. All of /opt, because a
     # directory that only holds a mount can be renamed with it.
     arguments += ["--size", "1048576", "--tmpfs", "/opt", "--dir", OURS]
     for bind in (*binds, *mounts):

@@ -1,7 +1,7 @@
-"""A live local sandbox: its door, processes, files, endpoint and what must be released when it ends.
+"""A live local sandbox: its helper, processes, files, endpoint and what must be released at its end.
 
-Invariants: everything that enters the sandbox goes through its door; the sandbox ends exactly once, by
-``destroy`` or by being lost, and then every process in it is told.
+Invariants: all access to the sandbox goes through its helper; the sandbox ends exactly once, by ``destroy`` or by being
+lost, and then every process in it gets that event.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ from functools import partial
 from pathlib import Path
 
 from penstock_chassis.errors import Internal, PenstockError
-from penstock_sandbox.backends import diffs
-from penstock_sandbox.backends.base import (
+from penstock_sandbox.backends.local import layers, tree_jobs
+from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
+from penstock_sandbox.backends.local.disk.limits import Allotment
+from penstock_sandbox.backends.local.endpoint import Endpoint
+from penstock_sandbox.backends.local.freezing import Freezing
+from penstock_sandbox.backends.local.opened_files import Reader, Writer, info
+from penstock_sandbox.backends.local.process import LocalProcess
+from penstock_sandbox.backends.local.spawner import wire
+from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
+from penstock_sandbox.domain import diffs, paths
+from penstock_sandbox.domain.backend import (
+    MAX_ARCHIVE_BYTES,
+    MAX_ARCHIVE_ENTRIES,
     FileReader,
     FileWriter,
     ProcessHandle,
@@ -26,30 +37,20 @@ from penstock_sandbox.backends.base import (
     SandboxHandle,
     StartFailed,
 )
-from penstock_sandbox.backends.local import layers, rootfs, tree
-from penstock_sandbox.backends.local.cgroups import Group
-from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
-from penstock_sandbox.backends.local.disk import Allotment
-from penstock_sandbox.backends.local.endpoint import Endpoint
-from penstock_sandbox.backends.local.freezing import Freezing
-from penstock_sandbox.backends.local.opened import Reader, Writer, info
-from penstock_sandbox.backends.local.process import LocalProcess
-from penstock_sandbox.backends.refusals import Refused, file_error, sandbox_lost
-from penstock_sandbox.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats, Stream
-from penstock_sandbox.spawner import wire
+from penstock_sandbox.domain.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats, Stream
+from penstock_sandbox.host.cgroups import Group
+from penstock_sandbox.host.errors import Refused, file_error, sandbox_lost
 
-_MAX_TREE_BYTES = 8 * 1024 * 1024 * 1024
-_MAX_TREE_ENTRIES = 500_000
 _VERDICT_S = 5.0
 _KILL_S, _KILL_SOON_S = 10.0, 2.0
 
 
 class LocalSandbox(SandboxHandle):
-    """One sandbox of the local backend. ``release`` frees what the backend gave it; it is called once, at the end."""
+    """One sandbox of the local backend. ``release`` frees its allocations; it is called again if it failed."""
 
-    home = rootfs.HOME
-    workdir = rootfs.WORKDIR
-    user = rootfs.USER
+    home = paths.HOME
+    workdir = paths.WORKDIR
+    user = paths.USER
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class LocalSandbox(SandboxHandle):
         self.uid = uid
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
-        self.first_pid = self.door_pid = 0
-        """The host's ids of the sandbox's first process and its door, once they are there."""
+        self.first_pid = self.helper_pid = 0
+        """The host's ids of the sandbox's first process and its helper, once they exist."""
         self.default_env = default_env
         self.group = group
         self._on_lost = on_lost
@@ -87,21 +88,43 @@ class LocalSandbox(SandboxHandle):
         self.freezing = Freezing(group, lambda: self._ended)
         self._destroyed: asyncio.Task[None] | None = None
 
-    def join_files(self) -> list[str]:
-        """Files of its control groups to which its first process and its door are written before anything else runs."""
-        return self.group.members_files if self.group is not None else []
-
     # Opening -----------------------------------------------------------------------------------------------------
 
-    def connect(self) -> socket.socket:
-        """Make the door's socket pair; answers the door's end, which the caller closes once it is handed over."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel = Channel(ours, self._event, self._door_closed)
-        return theirs
+    async def open(
+        self,
+        spawner: SpawnerProcess,
+        arguments: Sequence[str],
+        network: NetworkPolicy,
+        *,
+        read_only: Sequence[str],
+        tmp_inodes: int,
+    ) -> None:
+        """Makes the sandbox by bubblewrap with ``arguments``; returns once its helper serves and its endpoint is open.
 
-    async def ready(self) -> None:
-        """Wait until the door serves. Raises OSError with its reason when it cannot."""
+        ``read_only`` and ``tmp_inodes`` are as in ``SpawnerProcess.create``. After an error, ``destroy`` removes what
+        there is. Raises Refused, channel.ChannelClosed (the spawner ended), OSError.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = Channel(ours, self._event, self._helper_closed)
+        # The helper has its own copy of its end, so that this side sees the channel close with it.
+        with theirs:
+            self.first_pid, self.helper_pid = await spawner.create(
+                self.id,
+                arguments,
+                theirs,
+                uid=self.uid,
+                groups=self.group.members_files if self.group is not None else [],
+                read_only=read_only,
+                tmp_inodes=tmp_inodes,
+            )
         await self._ready
+        if network.kind is NetworkKind.ONE_ENDPOINT:
+            await self._open_endpoint(network)
+
+    async def _open_endpoint(self, policy: NetworkPolicy) -> None:
+        _, given = await self.ask_helper({"op": "listen", "port": policy.local_port})
+        self._endpoint = Endpoint(self.id, socket.socket(fileno=given[0]), policy)
+        self._endpoint.open()
 
     def _event(self, message: wire.Message) -> None:
         match message["event"]:
@@ -112,20 +135,20 @@ class LocalSandbox(SandboxHandle):
             case "exit":
                 process = self._processes.get(message["pid"])
                 if process is not None:
-                    process.door_exited(message)
+                    process.helper_exited(message)
                 else:
                     self._early_exits[message["pid"]] = message
 
-    def _door_closed(self) -> None:
+    def _helper_closed(self) -> None:
         if not self._ready.done():
-            self._ready.set_exception(OSError(errno.ECHILD, "the sandbox ended while it was being made"))
+            self._ready.set_exception(OSError(errno.ECHILD, "the sandbox ended during its creation"))
         if not self._ended and self._verdict is None:
-            # The door ends with the sandbox, by itself, or with the spawner: which of these, the spawner tells, or its
-            # end does. A sandbox whose door is gone is lost all the same.
+            # The helper ends with the sandbox, by itself, or with the spawner; the spawner's event, or its end, shows
+            # which. A sandbox without its helper is lost in any case.
             self._verdict = asyncio.get_running_loop().call_later(_VERDICT_S, lambda: self.lose("DOOR_CLOSED"))
 
     def lose(self, reason: str) -> None:
-        """The sandbox ended by itself."""
+        """Handles that the sandbox ended by itself."""
         if self._ended:
             return
         self._lost_reason = reason
@@ -144,12 +167,12 @@ class LocalSandbox(SandboxHandle):
         self._over.set()
 
     async def lost(self) -> PenstockError:
-        """What an operation says that found the door gone: why, too, which is known a moment later."""
+        """Returns the error of an operation that lost its helper, with the reason, which is known a moment later."""
         await self._over.wait()
         return sandbox_lost(self._lost_reason, self.id)
 
-    async def door(self, request: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
-        """Ask the door. Raises channel.Refused or channel.ChannelClosed."""
+    async def ask_helper(self, request: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
+        """Sends the sandbox helper a request. Raises channel.Refused or channel.ChannelClosed."""
         if self._channel is None:
             raise ChannelClosed
         return await self._channel.request(request, descriptors)
@@ -175,10 +198,10 @@ class LocalSandbox(SandboxHandle):
             "env": dict(env),
             "cwd": cwd,
             "pty": (pty.rows, pty.columns) if pty is not None else None,
-            # Who is given input after the answer does not end before it.
+            # A process that gets input only after the reply cannot end before the reply.
             "to_end": to_end and pty is None and not stdin,
         }
-        # Before it starts: one that ends at once for lack of memory is told from one that somebody killed.
+        # Read before the start, to distinguish an early OOM kill from a kill by another process.
         oom_kills = self.oom_kills()
         ours: list[int] = []
         theirs: list[int] = []
@@ -195,7 +218,7 @@ class LocalSandbox(SandboxHandle):
                     ours.append(input_end)
                     theirs.append(read_end)
             try:
-                answer, given = await self.freezing.uncut(partial(self.door, request, theirs))
+                answer, given = await self.freezing.uncut(partial(self.ask_helper, request, theirs))
             except Refused as refusal:
                 raise StartFailed(refusal.what) from refusal
             except ChannelClosed as error:
@@ -219,39 +242,39 @@ class LocalSandbox(SandboxHandle):
         return process
 
     def forget(self, process: LocalProcess) -> None:
-        """Drop an ended process: its id may be used again from here on. The door hears of it with the next start."""
+        """Drops an ended process: its id may be used again. The helper is informed with the next start."""
         if self._processes.pop(process.pid, None) is not None:
             self._forgotten.append(process.pid)
 
     def oom_kills(self) -> int:
-        """How often the kernel killed in this sandbox for memory."""
+        """Returns how often the kernel killed in this sandbox for memory."""
         return self.group.oom_kills() if self.group is not None else 0
 
     async def kill_everything(self) -> bool:
         try:
             await self.kill({"op": "kill_all"})
         except ChannelClosed:
-            pass  # with the sandbox everything in it died
+            pass  # everything died with the sandbox
         except Refused as refusal:
-            raise Internal(f"not everything was killed: {refusal.what}", reason="KILL_FAILED") from refusal
+            raise Internal(f"some processes were not killed: {refusal.what}", reason="KILL_FAILED") from refusal
         return True
 
     async def kill(self, request: wire.Message) -> None:
-        """Have the door kill a tree or everything. Raises channel.Refused or channel.ChannelClosed."""
+        """Makes the helper kill a tree or everything. Raises channel.Refused or channel.ChannelClosed."""
         frozen = self.group is not None and self.group.can_freeze
         try:
             async with self.freezing.awake():
-                await self.door({**request, "within": _KILL_SOON_S if frozen else _KILL_S})
+                await self.ask_helper({**request, "within": _KILL_SOON_S if frozen else _KILL_S})
             return
         except Refused as refusal:
             if not frozen or refusal.errno != errno.ETIMEDOUT:
                 raise
-        # So many are made at once that the door can make none to see to it. What stands still makes none.
+        # A fork bomb: the helper itself cannot fork. Frozen processes do not fork.
         assert self.group is not None
         async with self.freezing.still():
-            self.group.kill({self.first_pid, self.door_pid})
+            self.group.kill({self.first_pid, self.helper_pid})
         async with self.freezing.awake():
-            await self.door({**request, "within": _KILL_S})
+            await self.ask_helper({**request, "within": _KILL_S})
 
     # Files -------------------------------------------------------------------------------------------------------
 
@@ -266,7 +289,7 @@ class LocalSandbox(SandboxHandle):
     @asynccontextmanager
     async def open_write(self, path: str, mode: int) -> AsyncIterator[FileWriter]:
         answer, given = await self._file({"op": "open_write", "path": path}, path)
-        writer = Writer(self.door, self.lost, path, mode, answer, given)
+        writer = Writer(self.ask_helper, self.lost, path, mode, answer, given)
         try:
             yield writer
         finally:
@@ -280,7 +303,7 @@ class LocalSandbox(SandboxHandle):
     async def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         try:
             job = {"job": "read_tree", "path": path, "max_bytes": max_bytes, "max_entries": diffs.MAX_ENTRIES}
-            async with aclosing(tree.stream(self.door, job)) as chunks:
+            async with aclosing(tree_jobs.stream(self.ask_helper, job)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except Refused as refusal:
@@ -293,8 +316,8 @@ class LocalSandbox(SandboxHandle):
             "job": "write_tree",
             "path": path,
             "layer": layer,
-            "max_bytes": _MAX_TREE_BYTES,
-            "max_entries": _MAX_TREE_ENTRIES,
+            "max_bytes": MAX_ARCHIVE_BYTES,
+            "max_entries": MAX_ARCHIVE_ENTRIES,
         }
         answer = await self._tree_job(job, path, [archive])
         return answer["entries"], answer["bytes"]
@@ -315,7 +338,7 @@ class LocalSandbox(SandboxHandle):
 
     async def _file(self, request: wire.Message, path: str, descriptors: Sequence[int] = ()) -> Reply:
         try:
-            return await self.door(request, descriptors)
+            return await self.ask_helper(request, descriptors)
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except ChannelClosed as error:
@@ -323,19 +346,13 @@ class LocalSandbox(SandboxHandle):
 
     async def _tree_job(self, job: wire.Message, path: str, descriptors: Sequence[int] = ()) -> wire.Message:
         try:
-            return await tree.run(self.door, job, descriptors)
+            return await tree_jobs.run(self.ask_helper, job, descriptors)
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except ChannelClosed as error:
             raise await self.lost() from error
 
-    # Network, figures, end ---------------------------------------------------------------------------------------
-
-    async def open_endpoint(self, policy: NetworkPolicy) -> None:
-        """Open the one endpoint that the policy names. Raises Refused when the port cannot be bound."""
-        _, given = await self.door({"op": "listen", "port": policy.local_port})
-        self._endpoint = Endpoint(self.id, socket.socket(fileno=given[0]), policy)
-        self._endpoint.open()
+    # Network, statistics, end ------------------------------------------------------------------------------------
 
     async def set_network(self, policy: NetworkPolicy) -> None:
         if policy.kind is NetworkKind.NONE and self._endpoint is not None:
@@ -363,7 +380,7 @@ class LocalSandbox(SandboxHandle):
     def _diff(self, below: Sequence[str], max_bytes: int) -> Generator[bytes | list[str], None, None]:
         for piece in layers.diff(self.upper, below, max_bytes):
             if self._ended:
-                # Its files may be going: what is told of them is not all of them.
+                # Its files may be partly removed: the diff is not complete.
                 raise sandbox_lost(self._lost_reason, self.id)
             yield piece
 
@@ -378,11 +395,11 @@ class LocalSandbox(SandboxHandle):
     async def destroy(self) -> None:
         if self._destroyed is None or _failed(self._destroyed):
             self._destroyed = asyncio.create_task(self._destroy(), name=f"destroy-{self.id}")
-        # Shielded: a caller that gives up does not stop the removal.
+        # Shielded: a caller's cancellation does not stop the removal.
         await asyncio.shield(self._destroyed)
 
     def keep_upper(self, target: Path) -> None:
-        """Have ``destroy`` move the sandbox's files to ``target`` instead of removing them."""
+        """Makes ``destroy`` move the sandbox's files to ``target`` instead of removing them."""
         self.kept_as = target
 
     async def _destroy(self) -> None:

@@ -1,7 +1,7 @@
-"""The service's hold on its spawner: starts it, asks it for sandboxes, hears of those that ended.
+"""The service's side of its spawner: starts it, requests sandboxes, receives the ends of sandboxes.
 
 Invariants: started from the main thread (the kernel ties the spawner to the thread that made it); it inherits one
-descriptor and an empty environment, so none of the service's secrets are in it. When it ends, every sandbox is lost.
+descriptor and an empty environment, so it has none of the service's secrets. When it ends, every sandbox is lost.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pathlib import Path
 
 import penstock_sandbox
 from penstock_sandbox.backends.local.channel import Channel
+from penstock_sandbox.backends.local.spawner import wire
 from penstock_sandbox.backends.local.stage import Stage
-from penstock_sandbox.spawner import wire
 
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from penstock_sandbox.spawner.main import main; main()"
+_MAIN = "penstock_sandbox.backends.local.spawner.main"
+_BOOT = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {_MAIN} import main; main()"
 _END_TIMEOUT_S = 10.0
 
 
 class SpawnerProcess:
-    """A running spawner. ``on_gone`` gets the id of a sandbox that ended by itself, and why."""
+    """A running spawner. ``on_gone`` gets the id of a sandbox that ended by itself, and the reason."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self._process = process
@@ -39,9 +40,9 @@ class SpawnerProcess:
         *,
         allocates: bool,
     ) -> SpawnerProcess:
-        """Start and configure one. Raises channel.Refused when the stage cannot be set up.
+        """Starts and configures a spawner. Raises channel.Refused when the stage cannot be set up.
 
-        ``allocates``: whether sandboxes may take space on disk without writing to it (fallocate).
+        ``allocates``: whether sandboxes may allocate disk space without writing to it (fallocate).
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -76,36 +77,45 @@ class SpawnerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be asked."""
+        """Whether it accepts requests."""
         return not self._channel.closed
 
     async def create(
         self,
         sandbox_id: str,
+        arguments: Sequence[str],
+        helper: socket.socket,
+        *,
         uid: int | None,
         groups: Sequence[str],
-        arguments: Sequence[str],
-        sealed: Sequence[str],
+        read_only: Sequence[str],
         tmp_inodes: int,
-        door: socket.socket,
     ) -> tuple[int, int]:
-        """Make a sandbox whose door serves ``door``; answers the host's ids of its first process and its door.
+        """Makes a sandbox whose helper serves ``helper``; returns the host's ids of its first process and its helper.
 
-        ``sealed`` are the names at the top level of its root that become read-only mounts, ``tmp_inodes`` is how many
-        files /tmp and /dev/shm may each hold.
+        ``groups`` are the files of its control groups that both join, ``read_only`` the names at the top level of its
+        root that become read-only mounts; ``tmp_inodes`` limits the files of /tmp and of /dev/shm.
         """
-        request = {"op": "create", "id": sandbox_id, "uid": uid, "groups": list(groups)}
         answer, _ = await self._channel.request(
-            {**request, "argv": list(arguments), "sealed": list(sealed), "tmp_inodes": tmp_inodes}, [door.fileno()]
+            {
+                "op": "create",
+                "id": sandbox_id,
+                "uid": uid,
+                "groups": list(groups),
+                "argv": list(arguments),
+                "read_only": list(read_only),
+                "tmp_inodes": tmp_inodes,
+            },
+            [helper.fileno()],
         )
-        return answer["pid"], answer["door"]
+        return answer["pid"], answer["helper"]
 
     async def destroy(self, sandbox_id: str) -> None:
-        """End a sandbox; returns when none of its processes is left."""
+        """Ends a sandbox; returns when none of its processes is left."""
         await self._channel.request({"op": "destroy", "id": sandbox_id})
 
     async def aclose(self) -> None:
-        """End the spawner and with it every sandbox."""
+        """Ends the spawner and with it every sandbox."""
         self._channel.close()
         try:
             await asyncio.to_thread(self._process.wait, _END_TIMEOUT_S)

@@ -1,7 +1,4 @@
-"""Where a host path appears to an ordinary user: the spawner's stage, when the service is root.
-
-Invariants: with a stage, a path is visible only below one of its sources; without one every path is itself.
-"""
+"""Where the spawner shows the host's directories to an ordinary user, and the paths there."""
 
 from __future__ import annotations
 
@@ -12,13 +9,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Sources by name, all shown under ``root``; None = no stage (an ordinary user reads its own files)."""
+    """The spawner's stage: sources by name, all visible under ``root``, where an ordinary user can reach them.
+
+    With a stage a path is visible only below a source. ``root`` None = no stage: an ordinary user reads its own files.
+    """
 
     root: Path | None
     sources: Mapping[str, Path] = field(default_factory=dict)
 
     def map(self, path: Path | str) -> str:
-        """The path to give to bubblewrap for a host path."""
+        """Returns the path to give to bubblewrap for a host path."""
         if self.root is None:
             return str(path)
         found = Path(path)

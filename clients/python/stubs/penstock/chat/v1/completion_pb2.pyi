@@ -33,10 +33,10 @@ class _LogprobsModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Logprobs
     LOGPROBS_MODE_PROCESSED: _LogprobsMode.ValueType  # 2
     """The distribution that was sampled from: after temperature, top-k, top-p, min-p and penalties."""
     LOGPROBS_MODE_SCRIPTED: _LogprobsMode.ValueType  # 3
-    """Written by a test script. Never trained on: a trajectory that holds them is graded unusable."""
+    """Written by a test script. Never trained on: a trajectory with them is graded unusable."""
 
 class LogprobsMode(_LogprobsMode, metaclass=_LogprobsModeEnumTypeWrapper):
-    """What a logprob is the logarithm of."""
+    """LogprobsMode is the distribution that logprobs refer to."""
 
 LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.ValueType  # 0
 LOGPROBS_MODE_RAW: LogprobsMode.ValueType  # 1
@@ -44,12 +44,12 @@ LOGPROBS_MODE_RAW: LogprobsMode.ValueType  # 1
 LOGPROBS_MODE_PROCESSED: LogprobsMode.ValueType  # 2
 """The distribution that was sampled from: after temperature, top-k, top-p, min-p and penalties."""
 LOGPROBS_MODE_SCRIPTED: LogprobsMode.ValueType  # 3
-"""Written by a test script. Never trained on: a trajectory that holds them is graded unusable."""
+"""Written by a test script. Never trained on: a trajectory with them is graded unusable."""
 Global___LogprobsMode: _TypeAlias = LogprobsMode  # noqa: Y015
 
 @_typing.final
 class PolicyVersionSpan(_message.Message):
-    """Which weights sampled a run of tokens: [start, end) within the span that carries it."""
+    """PolicyVersionSpan is the weights that sampled a run of tokens: [start, end) within its span."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -57,7 +57,7 @@ class PolicyVersionSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """The trainer's version of the weights; it only grows."""
+    """The trainer's version of the weights. It only grows."""
     start: _builtins.int
     end: _builtins.int
     def __init__(
@@ -77,11 +77,11 @@ Global___PolicyVersionSpan: _TypeAlias = PolicyVersionSpan  # noqa: Y015
 
 @_typing.final
 class TokenSpan(_message.Message):
-    """Sampled tokens, exactly as the engine sampled them: every one, the stop token included if it was sampled, and those of a
-    matched stop text up to the one that completed it. (The text that an agent is shown ends before the stop.)
+    """TokenSpan is sampled tokens, exactly as the engine sampled them. It has every one, the stop token included if it was
+    sampled, and those of a matched stop text up to the one that completed it. (The text for the agent ends before the stop.)
 
     Encoding: `token_ids` is `count` little-endian int32, 4 bytes each; `logprobs` is `count` little-endian float32, or empty
-    where the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
+    if the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -100,12 +100,12 @@ class TokenSpan(_message.Message):
     """Natural logarithms, finite and <= 0."""
     logprobs_mode: Global___LogprobsMode.ValueType
     top_token_ids: _builtins.bytes
-    """Alternatives, when Sampling.top_logprobs asked for them: count * top_count entries, a row per token."""
+    """Alternatives, if Sampling.top_logprobs asked for them: count * top_count entries, one row per token."""
     top_logprobs: _builtins.bytes
     top_count: _builtins.int
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyVersionSpan]:
-        """Ascending, without gaps, covering [0, count). Empty = unknown, which is refused where a rollout bounds its policy version."""
+        """Ascending, without gaps, covering [0, count). Empty = unknown, which is refused if a rollout bounds its policy version."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time of a completion went. Unset = not measured."""
+    """Timings are the durations of a completion's parts. Unset = not measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -159,10 +159,10 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class Completion(_message.Message):
-    """One completion: what an engine or a trainer answers a call with.
+    """Completion is an engine's or a trainer's answer to a call.
 
-    It holds tokens (`span`), from which the text, reasoning and tool calls are parsed by the service; or, from a source that
-    has no tokens, a `message`. With both, the span is what is trained on and the message what the agent is shown.
+    It has tokens (`span`), from which the service parses text, reasoning and tool calls, or, from a source without tokens, a
+    `message`. With both, the span is trained on and the agent gets the message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -192,7 +192,7 @@ class Completion(_message.Message):
     def message(self) -> _chat_pb2.Message: ...
     @_builtins.property
     def sampling_used(self) -> _chat_pb2.Sampling:
-        """The sampling as it was used, defaults filled in; unset when the answerer does not say."""
+        """The sampling that was used, with defaults filled in. Unset = unknown."""
 
     @_builtins.property
     def timings(self) -> Global___Timings: ...

@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Agent(_message.Message):
-    """A registered agent."""
+    """Agent is a registered agent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,7 +32,7 @@ class Agent(_message.Message):
     BUILT_IN_FIELD_NUMBER: _builtins.int
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
     spec_sha256: _builtins.str
-    """A digest of the spec's content. Opaque: computed by the service only, compared and passed back by clients."""
+    """Digest of the spec's content. Opaque: computed by the service, compared and passed back by clients."""
     built_in: _builtins.bool
     @_builtins.property
     def spec(self) -> _agent_pb2.AgentSpec: ...
@@ -114,7 +114,7 @@ class GetAgentRequest(_message.Message):
     SPEC_SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     spec_sha256: _builtins.str
-    """A version that some rollout used; empty = the newest."""
+    """A version that some rollout used. Empty = the newest."""
     def __init__(
         self,
         *,
@@ -245,12 +245,12 @@ class CheckAgentRequest(_message.Message):
     SPEC_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     backend: _builtins.str
-    """Sandbox backend; empty = the default."""
+    """Sandbox backend. Empty = the default."""
     spec_only: _builtins.bool
-    """Whether only the spec is read, and nothing installed."""
+    """Whether only the spec is checked, and nothing installed."""
     @_builtins.property
     def spec(self) -> _agent_pb2.AgentSpec:
-        """A spec that need not be registered, instead of a name."""
+        """A spec to check instead of a name. It need not be registered."""
 
     def __init__(
         self,
@@ -284,22 +284,22 @@ class CheckAgentResponse(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: CheckAgentResponse._Outcome.ValueType  # 0
         OUTCOME_PROGRESS: CheckAgentResponse._Outcome.ValueType  # 1
-        """A line about work that goes on."""
+        """A line about work in progress."""
         OUTCOME_OK: CheckAgentResponse._Outcome.ValueType  # 2
         OUTCOME_FAILED: CheckAgentResponse._Outcome.ValueType  # 3
         OUTCOME_WARNING: CheckAgentResponse._Outcome.ValueType  # 4
-        """It works, and could be better."""
+        """It works, but could be better."""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-        """What a finding says."""
+        """Outcome is the kind of a finding."""
 
     OUTCOME_UNSPECIFIED: CheckAgentResponse.Outcome.ValueType  # 0
     OUTCOME_PROGRESS: CheckAgentResponse.Outcome.ValueType  # 1
-    """A line about work that goes on."""
+    """A line about work in progress."""
     OUTCOME_OK: CheckAgentResponse.Outcome.ValueType  # 2
     OUTCOME_FAILED: CheckAgentResponse.Outcome.ValueType  # 3
     OUTCOME_WARNING: CheckAgentResponse.Outcome.ValueType  # 4
-    """It works, and could be better."""
+    """It works, but could be better."""
 
     STEP_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -308,7 +308,7 @@ class CheckAgentResponse(_message.Message):
     """"spec", "install", "start"."""
     outcome: Global___CheckAgentResponse.Outcome.ValueType
     message: _builtins.str
-    """What was found and, when it failed, what to do."""
+    """What was found and, if it failed, what to do."""
     def __init__(
         self,
         *,

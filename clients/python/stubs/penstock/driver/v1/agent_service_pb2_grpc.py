@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class AgentServiceStub(object):
-    """The registry of agents.
+    """AgentService is the registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel):
@@ -66,29 +66,30 @@ class AgentServiceStub(object):
 
 
 class AgentServiceServicer(object):
-    """The registry of agents.
+    """AgentService is the registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def ListAgents(self, request, context):
-        """All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66).
+        """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetAgent(self, request, context):
-        """Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
+        """GetAgent returns an agent.
+        Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterAgent(self, request, context):
-        """Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-        that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+        """RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+        running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
         Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -96,7 +97,7 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteAgent(self, request, context):
-        """Idempotent.
+        """DeleteAgent removes an agent from the registry. Idempotent.
         Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,8 +105,8 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckAgent(self, request, context):
-        """Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-        A spec that does not hold is a finding for each mistake. Nothing is registered.
+        """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+        finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
         Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -149,10 +150,10 @@ def add_AgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AgentService(object):
-    """The registry of agents.
+    """AgentService is the registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @staticmethod

@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AgentServiceStub:
-    """The registry of agents.
+    """AgentService is the registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_typing.overload
@@ -38,57 +38,61 @@ class AgentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     ListAgents: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.ListAgentsRequest, _agent_service_pb2.ListAgentsResponse]
-    """All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66)."""
+    """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66)."""
     GetAgent: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.GetAgentRequest, _agent_service_pb2.GetAgentResponse]
-    """Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message)."""
+    """GetAgent returns an agent.
+    Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
+    """
     RegisterAgent: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.RegisterAgentRequest, _agent_service_pb2.RegisterAgentResponse]
-    """Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-    that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+    """RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+    running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
     Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
     """
     DeleteAgent: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.DeleteAgentRequest, _agent_service_pb2.DeleteAgentResponse]
-    """Idempotent.
+    """DeleteAgent removes an agent from the registry. Idempotent.
     Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
     """
     CheckAgent: _grpc.UnaryStreamMultiCallable[_agent_service_pb2.CheckAgentRequest, _agent_service_pb2.CheckAgentResponse]
-    """Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-    A spec that does not hold is a finding for each mistake. Nothing is registered.
+    """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+    finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
     Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
     """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
-    """The registry of agents.
+    """AgentService is the registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListAgents: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.ListAgentsRequest, _agent_service_pb2.ListAgentsResponse]  # type: ignore[assignment]
-    """All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66)."""
+    """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66)."""
     GetAgent: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.GetAgentRequest, _agent_service_pb2.GetAgentResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message)."""
+    """GetAgent returns an agent.
+    Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
+    """
     RegisterAgent: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.RegisterAgentRequest, _agent_service_pb2.RegisterAgentResponse]  # type: ignore[assignment]
-    """Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-    that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+    """RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+    running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
     Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
     """
     DeleteAgent: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.DeleteAgentRequest, _agent_service_pb2.DeleteAgentResponse]  # type: ignore[assignment]
-    """Idempotent.
+    """DeleteAgent removes an agent from the registry. Idempotent.
     Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
     """
     CheckAgent: _aio.UnaryStreamMultiCallable[_agent_service_pb2.CheckAgentRequest, _agent_service_pb2.CheckAgentResponse]  # type: ignore[assignment]
-    """Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-    A spec that does not hold is a finding for each mistake. Nothing is registered.
+    """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+    finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
     Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The registry of agents.
+    """AgentService is the registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_abc_1.abstractmethod
@@ -97,7 +101,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.ListAgentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_service_pb2.ListAgentsResponse, _abc.Awaitable[_agent_service_pb2.ListAgentsResponse]]:
-        """All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66)."""
+        """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66)."""
 
     @_abc_1.abstractmethod
     def GetAgent(
@@ -105,7 +109,9 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.GetAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_service_pb2.GetAgentResponse, _abc.Awaitable[_agent_service_pb2.GetAgentResponse]]:
-        """Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message)."""
+        """GetAgent returns an agent.
+        Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
+        """
 
     @_abc_1.abstractmethod
     def RegisterAgent(
@@ -113,8 +119,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.RegisterAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_service_pb2.RegisterAgentResponse, _abc.Awaitable[_agent_service_pb2.RegisterAgentResponse]]:
-        """Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-        that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+        """RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+        running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
         Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
         """
 
@@ -124,7 +130,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.DeleteAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_service_pb2.DeleteAgentResponse, _abc.Awaitable[_agent_service_pb2.DeleteAgentResponse]]:
-        """Idempotent.
+        """DeleteAgent removes an agent from the registry. Idempotent.
         Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
         """
 
@@ -134,8 +140,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.CheckAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_service_pb2.CheckAgentResponse], _abc.AsyncIterator[_agent_service_pb2.CheckAgentResponse]]:
-        """Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-        A spec that does not hold is a finding for each mistake. Nothing is registered.
+        """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+        finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
         Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
         """
 

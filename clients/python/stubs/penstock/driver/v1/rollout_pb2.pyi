@@ -49,7 +49,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_ENDED: _Phase.ValueType  # 8
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
-    """Where a rollout stands. A phase may be passed over; ENDED is terminal."""
+    """Phase is a rollout's stage. Phases may be skipped; ENDED is terminal."""
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_QUEUED: Phase.ValueType  # 1
@@ -73,7 +73,7 @@ class _FailureCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureC
     DESCRIPTOR: _descriptor.EnumDescriptor
     FAILURE_CAUSE_UNSPECIFIED: _FailureCause.ValueType  # 0
     FAILURE_CAUSE_INFRASTRUCTURE: _FailureCause.ValueType  # 1
-    """A service, a sandbox, the network. Says nothing about the policy: keep it out of baselines."""
+    """A service, a sandbox, the network. It is no evidence about the policy: keep it out of baselines."""
     FAILURE_CAUSE_TASK: _FailureCause.ValueType  # 2
     """The task's setup."""
     FAILURE_CAUSE_AGENT: _FailureCause.ValueType  # 3
@@ -85,15 +85,17 @@ class _FailureCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureC
     FAILURE_CAUSE_VERIFIER: _FailureCause.ValueType  # 6
     """The verifier."""
     FAILURE_CAUSE_MODEL: _FailureCause.ValueType  # 7
-    """Nobody answered a model call, or the answerer failed."""
+    """A model call was not answered, or its answerer failed."""
     FAILURE_CAUSE_CANCELLED: _FailureCause.ValueType  # 8
 
 class FailureCause(_FailureCause, metaclass=_FailureCauseEnumTypeWrapper):
-    """Of what kind a failure is: what a trainer does about it. Failure.caused_by says whose doing it was."""
+    """FailureCause is the kind of a failure, by which a trainer decides what to do. Failure.caused_by is the component at
+    fault.
+    """
 
 FAILURE_CAUSE_UNSPECIFIED: FailureCause.ValueType  # 0
 FAILURE_CAUSE_INFRASTRUCTURE: FailureCause.ValueType  # 1
-"""A service, a sandbox, the network. Says nothing about the policy: keep it out of baselines."""
+"""A service, a sandbox, the network. It is no evidence about the policy: keep it out of baselines."""
 FAILURE_CAUSE_TASK: FailureCause.ValueType  # 2
 """The task's setup."""
 FAILURE_CAUSE_AGENT: FailureCause.ValueType  # 3
@@ -105,7 +107,7 @@ FAILURE_CAUSE_BUDGET: FailureCause.ValueType  # 5
 FAILURE_CAUSE_VERIFIER: FailureCause.ValueType  # 6
 """The verifier."""
 FAILURE_CAUSE_MODEL: FailureCause.ValueType  # 7
-"""Nobody answered a model call, or the answerer failed."""
+"""A model call was not answered, or its answerer failed."""
 FAILURE_CAUSE_CANCELLED: FailureCause.ValueType  # 8
 Global___FailureCause: _TypeAlias = FailureCause  # noqa: Y015
 
@@ -126,16 +128,18 @@ class _PartyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Party.ValueType
     PARTY_GATE: _Party.ValueType  # 5
     """The interception service."""
     PARTY_ENGINE: _Party.ValueType  # 6
-    """Whoever answers the model calls: an inference service, an upstream, or the trainer."""
+    """The answerer of the model calls: an inference service, an upstream, or the trainer."""
     PARTY_OPERATOR: _Party.ValueType  # 7
-    """Somebody who may: who cancelled, stopped a service, killed the agent, set the group's policy, or configured what cannot work."""
+    """A person's decision: a cancellation, a stopped service, a killed agent, the group's policy, or a configuration that
+    cannot work.
+    """
     PARTY_BUDGET: _Party.ValueType  # 8
-    """A limit of model calls that the rollout or its run was given."""
+    """A limit on the model calls of the rollout or its run."""
     PARTY_DRIVER: _Party.ValueType  # 9
     """The driver itself."""
 
 class Party(_Party, metaclass=_PartyEnumTypeWrapper):
-    """Who made a rollout fail: the one to look at. docs/errors.md has every reason with its party."""
+    """Party is the component at fault for a failure. docs/errors.md lists the party of every reason."""
 
 PARTY_UNSPECIFIED: Party.ValueType  # 0
 PARTY_AGENT: Party.ValueType  # 1
@@ -148,11 +152,13 @@ PARTY_SANDBOX: Party.ValueType  # 4
 PARTY_GATE: Party.ValueType  # 5
 """The interception service."""
 PARTY_ENGINE: Party.ValueType  # 6
-"""Whoever answers the model calls: an inference service, an upstream, or the trainer."""
+"""The answerer of the model calls: an inference service, an upstream, or the trainer."""
 PARTY_OPERATOR: Party.ValueType  # 7
-"""Somebody who may: who cancelled, stopped a service, killed the agent, set the group's policy, or configured what cannot work."""
+"""A person's decision: a cancellation, a stopped service, a killed agent, the group's policy, or a configuration that
+cannot work.
+"""
 PARTY_BUDGET: Party.ValueType  # 8
-"""A limit of model calls that the rollout or its run was given."""
+"""A limit on the model calls of the rollout or its run."""
 PARTY_DRIVER: Party.ValueType  # 9
 """The driver itself."""
 Global___Party: _TypeAlias = Party  # noqa: Y015
@@ -165,23 +171,23 @@ class _GradingPlaceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GradingP
     DESCRIPTOR: _descriptor.EnumDescriptor
     GRADING_PLACE_UNSPECIFIED: _GradingPlace.ValueType  # 0
     GRADING_PLACE_AGENT_SANDBOX: _GradingPlace.ValueType  # 1
-    """The agent's own sandbox, after its death."""
+    """The agent's own sandbox, after the agent's death."""
     GRADING_PLACE_FRESH_FORK: _GradingPlace.ValueType  # 2
     """See Verifier.fresh_fork."""
 
 class GradingPlace(_GradingPlace, metaclass=_GradingPlaceEnumTypeWrapper):
-    """Where a verifier worked."""
+    """GradingPlace is where a verifier ran."""
 
 GRADING_PLACE_UNSPECIFIED: GradingPlace.ValueType  # 0
 GRADING_PLACE_AGENT_SANDBOX: GradingPlace.ValueType  # 1
-"""The agent's own sandbox, after its death."""
+"""The agent's own sandbox, after the agent's death."""
 GRADING_PLACE_FRESH_FORK: GradingPlace.ValueType  # 2
 """See Verifier.fresh_fork."""
 Global___GradingPlace: _TypeAlias = GradingPlace  # noqa: Y015
 
 @_typing.final
 class Task(_message.Message):
-    """What an agent shall do, and how one sees whether it did."""
+    """Task is what an agent shall do, and how the result is graded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -215,27 +221,28 @@ class Task(_message.Message):
     KEEP_DIFF_FIELD_NUMBER: _builtins.int
     KEEP_FILES_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
-    """Client-chosen identifier; the same task has the same id in every rollout."""
+    """Client-chosen identifier, the same in every rollout of the task."""
     instruction: _builtins.str
-    """Any text of up to 1 MiB; it reaches the agent byte for byte (R67)."""
+    """Any text of up to 1 MiB. It reaches the agent byte for byte (R67)."""
     keep_diff: _builtins.bool
-    """Keep what the agent changed in its working directory, as an artifact `changes.diff`: a unified diff of at most 256 KiB, before
-    anything is verified. For people, on every backend; nothing is graded by it. A directory of more than 32 MiB or 20,000 entries
-    is not compared, which a Progress says.
+    """Keep the agent's changes in its working directory as an artifact `changes.diff`: a unified diff of at most 256 KiB,
+    made before anything is verified. It is for people, on every backend, and no grade depends on it. A directory of more
+    than 32 MiB or 20,000 entries is not compared; a Progress reports that.
     """
     keep_files: _builtins.bool
-    """Keep the small files that lie in the agent's working directory when it is dead, before anything is verified: those of up to 64 KiB
-    at most one directory below it, the first 32 by path, 512 KiB together, each as an artifact `files/PATH`. How many more there are is
-    told in a Progress. Files whose path has a part that begins with a dot are left out, links too.
+    """Keep small files of the agent's working directory, each as an artifact `files/PATH`. They are read after the agent's
+    death and before anything is verified: files of up to 64 KiB, at most one directory down, the first 32 by path, 512 KiB
+    together. A Progress reports how many more there are. Links and paths with a part that begins with a dot are left out.
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
-        """Put into the working directory before setup."""
+        """Written to the working directory before setup."""
 
     @_builtins.property
     def setup(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
-        """Run once, in order, when the prepared state is made that all rollouts of this content share; it sees neither the gate nor the
-        agent's configuration. The first that fails ends the rollout (R57, R58). Where a backend cannot share, it is run in each.
+        """Run once, in order, when the prepared state that all rollouts of this content share is made. Setup sees neither the
+        gate nor the agent's configuration. If a command fails, the rollout ends (R57, R58). On a backend that cannot share,
+        setup runs in each rollout.
         """
 
     @_builtins.property
@@ -248,7 +255,7 @@ class Task(_message.Message):
 
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct:
-        """Carried through to the trajectory."""
+        """Copied to the trajectory."""
 
     def __init__(
         self,
@@ -275,9 +282,9 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class Verifier(_message.Message):
-    """How a reward is made. All of it happens after the agent and everything that it started are dead: after a rollout that completed
-    and after failures of cause TIMEOUT, BUDGET and AGENT, never after others. A verifier command that was killed for memory or
-    time has not passed; one that could not be run, or whose sandbox was lost, is a failure of the infrastructure and no reward.
+    """Verifier makes a reward, after the agent and all its processes are dead. It runs after a completed rollout and after
+    failures of cause TIMEOUT, BUDGET and AGENT, never after others. A command that was killed for memory or time has not
+    passed. A command that could not be run, or whose sandbox was lost, is a failure of the infrastructure, without a reward.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -315,25 +322,26 @@ class Verifier(_message.Message):
     CHANGES_BELOW_FIELD_NUMBER: _builtins.int
     COMPONENT_RANGES_FIELD_NUMBER: _builtins.int
     range_min: _builtins.float
-    """Default [0, 1]. A reward outside, or not finite, is a failure of the verifier (R73)."""
+    """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier (R73)."""
     range_max: _builtins.float
     fresh_fork: _builtins.bool
-    """Grade in a fresh fork of the prepared state plus the agent's changes (true), or in the agent's sandbox (false), where
-    whatever the agent could change there is what grades it. Unset = in a fresh fork where the backend can (capability diff),
-    else in the agent's sandbox; the rollout's spec and Outcome.grading say which. True where the backend cannot is refused
-    (CAPABILITY_MISSING) before anything starts. What is taken over are files, directories and links below `changes_below`,
-    deletions included; links that lead out of them and other kinds of file are left out, which Grading.changes tells. A
-    terminal episode is graded in its own sandbox: true is refused there.
-    In the agent's sandbox a rollout whose agent, not being root, changed the system's programs or settings is not graded, where
-    the backend can tell (GRADING_BLOCKED).
+    """True = grade in a fresh fork of the prepared state plus the agent's changes. False = grade in the agent's sandbox,
+    where the agent could change whatever grades it. Unset = a fresh fork if the backend can make one (capability diff),
+    else the agent's sandbox; the rollout's spec and Outcome.grading have the choice. True is refused (CAPABILITY_MISSING)
+    before anything starts if the backend cannot do it. It is also refused for a terminal episode, which is graded in its
+    own sandbox.
+    Changes are files, directories and links below `changes_below`, deletions included. Links that lead out of them and
+    other kinds of file are left out; Grading.changes counts them.
+    In the agent's sandbox, a rollout is not graded if its agent, not being root, changed the system's programs or
+    settings, where the backend can detect that (GRADING_BLOCKED).
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
-        """Written after the agent's death; what stood in their place, links included, is removed first (R75, R76)."""
+        """Written after the agent's death. What was at their paths, links included, is removed first (R75, R76)."""
 
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
-        """Run in order, every one, whatever the others gave."""
+        """Run in order. All run, whatever the results of the others."""
 
     @_builtins.property
     def reward_file(self) -> Global___RewardFile: ...
@@ -341,24 +349,24 @@ class Verifier(_message.Message):
     def passed_share(self) -> Global___RewardPassedShare: ...
     @_builtins.property
     def command_timeout(self) -> _duration_pb2.Duration:
-        """For each command that does not say. Unset = 2 min."""
+        """For each command without a timeout of its own. Unset = 2 min."""
 
     @_builtins.property
     def restore(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What is put back into the prepared state before grading, the agent's additions removed: paths relative to the working
-        directory, absolute, or beginning with "~/"; `*`, `?` and `[...]` within a name, `**` for any number of directories. A path that
-        is a directory means all that is in it. In place and with fresh_fork alike (R76).
+        """Paths to restore from the prepared state before grading; the agent's additions there are removed. Paths are relative to
+        the working directory, absolute, or begin with "~/". `*`, `?` and `[...]` match within a name, `**` any number of
+        directories. A directory stands for all its content. Both in place and with fresh_fork (R76).
         """
 
     @_builtins.property
     def changes_below(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With fresh_fork: the directories whose changes are taken over, absolute or relative to the working directory. Empty = the
-        working directory. Not empty = a fresh fork, and refused with fresh_fork false.
+        """With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
+        working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused.
         """
 
     @_builtins.property
     def component_ranges(self) -> _containers.MessageMap[_builtins.str, Global___RewardRange]:
-        """With reward_file: the components that it must have, each finite and in its range. Not empty = it may have no others."""
+        """With reward_file: the required components, each finite and in its range. Not empty = other components are refused."""
 
     def __init__(
         self,
@@ -400,7 +408,7 @@ Global___Verifier: _TypeAlias = Verifier  # noqa: Y015
 
 @_typing.final
 class RewardRange(_message.Message):
-    """From min to max, both included and finite."""
+    """RewardRange is from min to max, both included and finite."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -424,10 +432,10 @@ Global___RewardRange: _TypeAlias = RewardRange  # noqa: Y015
 
 @_typing.final
 class RewardFile(_message.Message):
-    """The commands write the reward to a file that the service creates, empty, where the agent never could: its path is in
-    the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward": NUMBER, "components":
-    {NAME: NUMBER}}. Empty = a failure of the verifier, and so is anything else: other or repeated names, numbers that are not finite
-    or not in their range, more than 64 KiB or 256 components.
+    """RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
+    access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
+    NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
+    names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -445,7 +453,7 @@ Global___RewardFile: _TypeAlias = RewardFile  # noqa: Y015
 
 @_typing.final
 class RewardPassedShare(_message.Message):
-    """The reward is range_min + (range_max - range_min) * passed / total, a command being passed when it exits with 0."""
+    """RewardPassedShare computes range_min + (range_max - range_min) * passed / total. A command has passed if it exits with 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -462,7 +470,7 @@ Global___RewardPassedShare: _TypeAlias = RewardPassedShare  # noqa: Y015
 
 @_typing.final
 class AgentChoice(_message.Message):
-    """Which agent, and how it is set up."""
+    """AgentChoice is which agent runs, and its options."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -472,9 +480,9 @@ class AgentChoice(_message.Message):
     SKIP_PERMISSIONS_FIELD_NUMBER: _builtins.int
     MCP_SERVERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """A name of the registry."""
+    """A name in the registry."""
     spec_sha256: _builtins.str
-    """The hash of the spec that is meant; empty = the newest."""
+    """The hash of the wanted version of the spec. Empty = the newest."""
     skip_permissions: _builtins.bool
     """Whether the agent's permission prompts are skipped (recorded). Unset = false."""
     @_builtins.property
@@ -502,13 +510,13 @@ Global___AgentChoice: _TypeAlias = AgentChoice  # noqa: Y015
 
 @_typing.final
 class McpServer(_message.Message):
-    """An MCP server for the agent, started inside the sandbox or reached at a URL that the network policy allows."""
+    """McpServer is an MCP server for the agent, started inside the sandbox or reached at a URL that the network policy allows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Stdio(_message.Message):
-        """A program that speaks MCP on its standard streams."""
+        """Stdio is a program that serves MCP on its standard streams."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -561,7 +569,7 @@ class McpServer(_message.Message):
         def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
         @_builtins.property
         def secret_env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-            """For values that must appear in no log and no answer."""
+            """For secrets, which appear in no log and no answer."""
 
         def __init__(
             self,
@@ -602,8 +610,8 @@ Global___McpServer: _TypeAlias = McpServer  # noqa: Y015
 
 @_typing.final
 class SandboxChoice(_message.Message):
-    """What the rollout may choose about its sandbox; the operator's policy bounds it (R54). While the agent runs it reaches its model
-    endpoint and nothing else, whatever is chosen.
+    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy (R54). Whatever it chooses,
+    a running agent reaches its model endpoint only.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -619,18 +627,18 @@ class SandboxChoice(_message.Message):
     image: _builtins.str
     """Empty = the backend's default."""
     user: _builtins.str
-    """The account that executes the agent, setup and the verifier, as SandboxSpec.user. Empty = the backend's ordinary user. One
-    that the backend or the image has not fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
+    """The account that runs the agent, setup and the verifier, as in SandboxSpec.user. Empty = the backend's ordinary user.
+    An account that the backend or the image lacks fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
     """
     own_kernel: _builtins.bool
-    """Only with a kernel of its own, as SandboxSpec.own_kernel: gVisor or a virtual machine. On a backend that has none the rollout
-    fails with CAPABILITY_MISSING before anything runs.
+    """Require a kernel of the sandbox's own (gVisor or a virtual machine), as in SandboxSpec.own_kernel. On a backend without
+    one, the rollout fails with CAPABILITY_MISSING before anything runs.
     """
     @_builtins.property
     def resources(self) -> _sandbox_pb2.Resources: ...
     @_builtins.property
     def setup_network(self) -> _sandbox_pb2.NetworkPolicy:
-        """What setup may reach; cut before the agent starts. Unset = nothing."""
+        """What setup may reach. It is cut before the agent starts. Unset = nothing."""
 
     def __init__(
         self,
@@ -652,7 +660,7 @@ Global___SandboxChoice: _TypeAlias = SandboxChoice  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """How long each part of a rollout may take. Unset = the driver's default, which GetRollout shows."""
+    """Limits are time limits of the parts of a rollout. Unset = the driver's default, which GetRollout returns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,7 +702,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class RolloutSpec(_message.Message):
-    """Everything that defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's."""
+    """RolloutSpec defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -737,11 +745,11 @@ class RolloutSpec(_message.Message):
     run_id: _builtins.str
     """Groups rollouts of one training run."""
     seed: _builtins.int
-    """Given to the agent's option "seed" where its spec has one, refused otherwise (R63); in a group, seed + index."""
+    """Value of the agent's option "seed"; refused if its spec has none (R63). In a group, seed + index."""
     max_attempts: _builtins.int
-    """How often the rollout may be tried in all, 1 to 10; unset = 1. An attempt whose failure is retriable is given up and the rollout
-    begins anew, in a sandbox of its own and with nothing captured; it keeps its id and its place in the group. What the policy did is
-    never tried again: only failures of cause INFRASTRUCTURE and MODEL are retriable.
+    """The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
+    empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
+    what the policy did is never retried.
     """
     @_builtins.property
     def task(self) -> Global___Task: ...
@@ -763,15 +771,17 @@ class RolloutSpec(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def sampling_override(self) -> _chat_pb2.Sampling:
-        """Replaces, field by field, what the agent asks for."""
+        """Replaces fields of the agent's sampling."""
 
     @_builtins.property
     def run_budgets(self) -> _interception_pb2.RunBudgets:
-        """Of all rollouts of the run; needs run_id. As in OpenRolloutRequest: the first rollout that gives them fixes them."""
+        """Budgets of all rollouts of the run; they need run_id. As in OpenRolloutRequest, the first rollout that sets them fixes
+        them.
+        """
 
     @_builtins.property
     def token_terms(self) -> _interception_pb2.TokenTerms:
-        """Of the token that the agent gets for the gate."""
+        """Terms of the agent key."""
 
     def __init__(
         self,
@@ -817,7 +827,7 @@ Global___RolloutSpec: _TypeAlias = RolloutSpec  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
-    """Why a rollout did not complete."""
+    """Failure is why a rollout did not complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -833,7 +843,7 @@ class Failure(_message.Message):
     message: _builtins.str
     """For people: what happened and what to do."""
     retriable: _builtins.bool
-    """Whether the same rollout may well succeed if tried again."""
+    """Whether the same rollout may succeed if it is tried again."""
     phase: Global___Phase.ValueType
     caused_by: Global___Party.ValueType
     def __init__(
@@ -856,7 +866,7 @@ Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class AgentExit(_message.Message):
-    """The end of an agent's process, as the sandbox saw it (R59)."""
+    """AgentExit is the end of an agent's process, as observed by the sandbox (R59)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -882,7 +892,7 @@ Global___AgentExit: _TypeAlias = AgentExit  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):
-    """How a rollout ended."""
+    """Outcome is how a rollout ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -892,7 +902,7 @@ class Outcome(_message.Message):
     GRADING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """Unset = COMPLETED: the agent ended by itself with a success code, and the verifier, if any, gave a reward."""
+        """Unset = COMPLETED: the agent ended with a success code, and the verifier, if any, gave a reward."""
 
     @_builtins.property
     def reward(self) -> _trajectory_pb2.Reward:
@@ -902,7 +912,7 @@ class Outcome(_message.Message):
     def agent_exit(self) -> Global___AgentExit: ...
     @_builtins.property
     def grading(self) -> Global___Grading:
-        """Set when a verifier began, whether or not a reward came of it."""
+        """Set once a verifier began, with or without a reward."""
 
     def __init__(
         self,
@@ -937,13 +947,13 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Grading(_message.Message):
-    """How a rollout was graded, and what the verifier printed."""
+    """Grading is how a rollout was graded, with the verifier's output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Command(_message.Message):
-        """A verifier command that ran."""
+        """Command is a verifier command that ran."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -970,7 +980,7 @@ class Grading(_message.Message):
 
     @_typing.final
     class Changes(_message.Message):
-        """What was taken over from the agent's sandbox."""
+        """Changes are what was copied from the agent's sandbox."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -983,9 +993,9 @@ class Grading(_message.Message):
         """New or changed files, links and directories, and the bytes of the files."""
         size_bytes: _builtins.int
         removed: _builtins.int
-        """Paths that the agent removed, or put something else in place of."""
+        """Paths that the agent removed or replaced."""
         left_out: _builtins.int
-        """Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be carried."""
+        """Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be copied."""
         @_builtins.property
         def left_out_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
             """At most 32 of those, absolute."""
@@ -1013,17 +1023,17 @@ class Grading(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     place: Global___GradingPlace.ValueType
     passed: _builtins.int
-    """Commands that ended with exit code 0, of those that the verifier has."""
+    """Commands that exited with code 0, and all commands of the verifier."""
     total: _builtins.int
     restored: _builtins.int
-    """Paths that Verifier.restore put back or removed."""
+    """Paths that Verifier.restore restored or removed."""
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grading.Command]:
-        """Those that ran, in order, at most the first 64; the events have all of them."""
+        """Commands that ran, in order, at most the first 64. The events have all of them."""
 
     @_builtins.property
     def changes(self) -> Global___Grading.Changes:
-        """With FRESH_FORK, once they have been taken over."""
+        """With FRESH_FORK, once the changes have been copied."""
 
     def __init__(
         self,
@@ -1047,7 +1057,7 @@ Global___Grading: _TypeAlias = Grading  # noqa: Y015
 
 @_typing.final
 class Rollout(_message.Message):
-    """A rollout."""
+    """Rollout is one run of an agent on a task."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1070,16 +1080,16 @@ class Rollout(_message.Message):
     """Position in its group."""
     phase: Global___Phase.ValueType
     agent_spec_sha256: _builtins.str
-    """Hash of the agent spec that is used."""
+    """Hash of the agent spec in use."""
     fork_kind: _sandbox_pb2.ForkKind.ValueType
-    """How its sandbox relates to the group's others."""
+    """How its sandbox was copied from the group's prepared state."""
     last_sequence: _builtins.int
     """Sequence number of its newest event."""
     attempts: _builtins.int
-    """How often it was begun; `outcome` is that of the last attempt, the others are told by AttemptFailed."""
+    """Attempts started. `outcome` is the last attempt's; AttemptFailed events report the others."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
-        """As applied, defaults filled in; without upstream keys, values of secret_env and contents of files."""
+        """As applied, with defaults filled in; without upstream keys, values of secret_env and contents of files."""
 
     @_builtins.property
     def outcome(self) -> Global___Outcome:
@@ -1127,7 +1137,7 @@ Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
 @_typing.final
 class RolloutSummary(_message.Message):
-    """A rollout in one row: what tables and curves of many rollouts need, without its spec."""
+    """RolloutSummary is a rollout in one row, for tables and curves of many rollouts, without its spec."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1175,7 +1185,7 @@ class RolloutSummary(_message.Message):
     """The agent's name."""
     phase: Global___Phase.ValueType
     attempts: _builtins.int
-    """As Rollout.attempts."""
+    """See Rollout.attempts."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1186,11 +1196,11 @@ class RolloutSummary(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """As Outcome.failure; unset = it runs, or completed."""
+        """See Outcome.failure. Unset = it runs, or completed."""
 
     @_builtins.property
     def reward(self) -> _trajectory_pb2.Reward:
-        """As Outcome.reward."""
+        """See Outcome.reward."""
 
     @_builtins.property
     def calls(self) -> Global___CallSums: ...
@@ -1237,8 +1247,8 @@ Global___RolloutSummary: _TypeAlias = RolloutSummary  # noqa: Y015
 
 @_typing.final
 class CallSums(_message.Message):
-    """Sums over the model calls of a rollout that have ended, of all attempts, as far as the driver has been told of them while the
-    rollout ran: what the agent's last moment brought may be missing. GetTrajectory has all.
+    """CallSums are sums over the ended model calls of a rollout, of all attempts. The driver counts them while the rollout
+    runs, so calls of the agent's last moment may be missing. GetTrajectory has all.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1253,7 +1263,7 @@ class CallSums(_message.Message):
     completion_tokens: _builtins.int
     """Sampled tokens."""
     oldest_policy_version: _builtins.int
-    """The oldest and the newest policy version that answered; unset = none was told."""
+    """The oldest and the newest policy version that answered. Unset = unknown."""
     newest_policy_version: _builtins.int
     def __init__(
         self,
@@ -1306,14 +1316,14 @@ Global___PhaseTime: _TypeAlias = PhaseTime  # noqa: Y015
 
 @_typing.final
 class StragglerPolicy(_message.Message):
-    """What a group does about rollouts that lag behind."""
+    """StragglerPolicy is what a group does with slow rollouts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """From the quorum-th result on the others get this long, then they are cancelled. Unset = they are waited for."""
+        """Time that the others have after the quorum-th result, until they are cancelled. Unset = no limit."""
 
     def __init__(
         self,
@@ -1330,8 +1340,8 @@ Global___StragglerPolicy: _TypeAlias = StragglerPolicy  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
-    """A group: rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or, without a verifier,
-    one that completed. With `size` results the rest are cancelled (reason GROUP_COMPLETE).
+    """Group is a set of rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or,
+    without a verifier, a completed one. Once there are `size` results, the rest are cancelled (reason GROUP_COMPLETE).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1353,17 +1363,17 @@ class Group(_message.Message):
     size: _builtins.int
     """Wanted results."""
     spares: _builtins.int
-    """Further rollouts started at once, so that `size` results come although some fail."""
+    """Extra rollouts started at once, so that failures do not reduce the results below `size`."""
     quorum: _builtins.int
-    """Results with which the group counts as complete; default size."""
+    """Results that make the group complete. Default size."""
     ended_count: _builtins.int
     ended: _builtins.bool
-    """All rollouts have ended."""
+    """Whether all rollouts have ended."""
     complete: _builtins.bool
-    """It has `quorum` results at least, and all rollouts have ended."""
+    """Whether all rollouts have ended with at least `quorum` results."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
-        """As Rollout.spec."""
+        """See Rollout.spec."""
 
     @_builtins.property
     def stragglers(self) -> Global___StragglerPolicy: ...
@@ -1404,7 +1414,7 @@ Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
 class RolloutEvent(_message.Message):
-    """One thing that happened in a rollout."""
+    """RolloutEvent is an event of a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1437,7 +1447,7 @@ class RolloutEvent(_message.Message):
     def artifact(self) -> Global___ArtifactCollected: ...
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """A line about work that goes on, for people."""
+        """A line about work in progress, for people."""
 
     @_builtins.property
     def ended(self) -> Global___Outcome:
@@ -1445,7 +1455,7 @@ class RolloutEvent(_message.Message):
 
     @_builtins.property
     def agent_exited(self) -> Global___AgentExit:
-        """The agent's process has ended, by itself or not, and all that it started is dead."""
+        """The agent's process has ended, and all its descendants are dead."""
 
     @_builtins.property
     def attempt_failed(self) -> Global___AttemptFailed: ...
@@ -1477,7 +1487,7 @@ Global___RolloutEvent: _TypeAlias = RolloutEvent  # noqa: Y015
 
 @_typing.final
 class PhaseChanged(_message.Message):
-    """A rollout entered a phase."""
+    """PhaseChanged states that a rollout entered a phase."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1486,7 +1496,7 @@ class PhaseChanged(_message.Message):
     phase: Global___Phase.ValueType
     @_builtins.property
     def previous_duration(self) -> _duration_pb2.Duration:
-        """How long the phase before it took; unset for the first."""
+        """Duration of the previous phase. Unset for the first."""
 
     def __init__(
         self,
@@ -1504,7 +1514,9 @@ Global___PhaseChanged: _TypeAlias = PhaseChanged  # noqa: Y015
 
 @_typing.final
 class AttemptFailed(_message.Message):
-    """An attempt failed in a way that may pass, and the rollout begins anew (RolloutSpec.max_attempts): the next phase is PREPARING."""
+    """AttemptFailed states that an attempt failed for a transient reason, and the rollout starts again
+    (RolloutSpec.max_attempts). The next phase is PREPARING.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1530,7 +1542,7 @@ Global___AttemptFailed: _TypeAlias = AttemptFailed  # noqa: Y015
 
 @_typing.final
 class CommandFinished(_message.Message):
-    """A setup or verifier command ended."""
+    """CommandFinished states that a setup or verifier command ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1571,7 +1583,7 @@ Global___CommandFinished: _TypeAlias = CommandFinished  # noqa: Y015
 
 @_typing.final
 class AgentEvent(_message.Message):
-    """What an agent reported, parsed by its spec while it runs (R71)."""
+    """AgentEvent is an event that an agent reported, parsed by its spec while it runs (R71)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1600,7 +1612,7 @@ Global___AgentEvent: _TypeAlias = AgentEvent  # noqa: Y015
 
 @_typing.final
 class CallFinished(_message.Message):
-    """A model call ended."""
+    """CallFinished states that a model call ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1624,7 +1636,7 @@ Global___CallFinished: _TypeAlias = CallFinished  # noqa: Y015
 
 @_typing.final
 class ArtifactCollected(_message.Message):
-    """A file that was fetched."""
+    """ArtifactCollected is a file that was fetched."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

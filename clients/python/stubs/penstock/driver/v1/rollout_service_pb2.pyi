@@ -32,7 +32,9 @@ class CreateRolloutRequest(_message.Message):
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     rollout_id: _builtins.str
-    """Client-chosen identifier, never used before; empty = assigned. Chosen, it lets a trainer's session select it beforehand."""
+    """Client-chosen identifier, never used before. With one, a trainer's session can select the rollout in advance. Empty =
+    the service assigns one.
+    """
     @_builtins.property
     def spec(self) -> _rollout_pb2.RolloutSpec: ...
     def __init__(
@@ -117,7 +119,7 @@ Global___GetRolloutResponse: _TypeAlias = GetRolloutResponse  # noqa: Y015
 
 @_typing.final
 class RolloutFilter(_message.Message):
-    """Which rollouts: those that match every condition that is set."""
+    """RolloutFilter selects rollouts. A rollout must match every condition that is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -150,7 +152,7 @@ class RolloutFilter(_message.Message):
     run_id: _builtins.str
     group_id: _builtins.str
     ended: _builtins.bool
-    """Only ended, or only unended, ones."""
+    """True = ended ones only. False = running ones only."""
     task_id: _builtins.str
     agent: _builtins.str
     @_builtins.property
@@ -256,7 +258,7 @@ class WatchRolloutRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     after_sequence: _builtins.int
-    """Events with a greater sequence number; 0 = all."""
+    """Events with a greater sequence number. 0 = all."""
     def __init__(
         self,
         *,
@@ -283,7 +285,7 @@ class WatchRolloutResponse(_message.Message):
     def event(self) -> _rollout_pb2.RolloutEvent: ...
     @_builtins.property
     def heartbeat(self) -> Global___WatchHeartbeat:
-        """Every 10 s of silence."""
+        """After every 10 s of silence."""
 
     def __init__(
         self,
@@ -303,7 +305,7 @@ Global___WatchRolloutResponse: _TypeAlias = WatchRolloutResponse  # noqa: Y015
 
 @_typing.final
 class WatchHeartbeat(_message.Message):
-    """Nothing happened; the watched work goes on."""
+    """WatchHeartbeat states that the stream is alive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,7 +330,9 @@ class WatchRolloutsRequest(_message.Message):
     ENDED_LIMIT_FIELD_NUMBER: _builtins.int
     INTERVAL_FIELD_NUMBER: _builtins.int
     ended_limit: _builtins.int
-    """Of those that have ended before, the newest this many are told: 0 to 10000; unset = 1000. Those that run are told all."""
+    """How many of the rollouts that had ended before are sent, newest first: 0 to 10000; unset = 1000. Running ones are all
+    sent.
+    """
     @_builtins.property
     def filter(self) -> Global___RolloutFilter: ...
     @_builtins.property
@@ -354,7 +358,7 @@ Global___WatchRolloutsRequest: _TypeAlias = WatchRolloutsRequest  # noqa: Y015
 
 @_typing.final
 class WatchRolloutsResponse(_message.Message):
-    """See WatchRollouts. One without any row, id and flag comes after every 10 s of silence."""
+    """See WatchRollouts. A message without rows, ids and flag is sent after every 10 s of silence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -362,14 +366,14 @@ class WatchRolloutsResponse(_message.Message):
     GONE_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
     snapshot_complete: _builtins.bool
-    """All that were there at the beginning have been told, with this message at the latest."""
+    """True once all rollouts that existed at the start have been sent, this message included."""
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RolloutSummary]:
-        """As they stand; at most 256."""
+        """Present states; at most 256."""
 
     @_builtins.property
     def gone_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Told before and matching no more, or deleted; of those that were deleted, some that were not told too."""
+        """Rollouts that were sent and no longer match, or were deleted. Deleted ones may include some that were never sent."""
 
     def __init__(
         self,
@@ -535,7 +539,9 @@ class CreateGroupRequest(_message.Message):
     quorum: _builtins.int
     """1 to size; unset = size."""
     group_id: _builtins.str
-    """Client-chosen identifier of at most 120 characters, never used before; empty = assigned. Its rollouts are GROUP_ID-INDEX."""
+    """Client-chosen identifier of at most 120 characters, never used before. Empty = the service assigns one. Its rollouts
+    are GROUP_ID-INDEX.
+    """
     @_builtins.property
     def spec(self) -> _rollout_pb2.RolloutSpec: ...
     @_builtins.property
@@ -636,7 +642,7 @@ class ListGroupsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """As in ListRollouts."""
+    """See ListRollouts."""
     page_token: _builtins.str
     run_id: _builtins.str
     def __init__(
@@ -715,7 +721,7 @@ class WatchGroupRequest(_message.Message):
     """Send phase changes and ends only."""
     @_builtins.property
     def after_sequences(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By rollout id; one that is absent is streamed from its first event."""
+        """By rollout id. A rollout without a position is streamed from its first event."""
 
     def __init__(
         self,
@@ -747,7 +753,7 @@ class WatchGroupResponse(_message.Message):
     def heartbeat(self) -> Global___WatchHeartbeat: ...
     @_builtins.property
     def group(self) -> _rollout_pb2.Group:
-        """When a rollout has ended; always the last message."""
+        """After each end of a rollout; always the last message."""
 
     def __init__(
         self,
@@ -906,7 +912,7 @@ class GetTrajectoryRequest(_message.Message):
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
     samples_only: _builtins.bool
-    """Samples only: calls and branches are left out. What a trainer in a hurry wants."""
+    """Only samples, without calls and branches, for a trainer that needs no more."""
     def __init__(
         self,
         *,
@@ -979,7 +985,7 @@ class ExportTrajectoriesResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory:
-        """A fragment of the trajectory of the rollout that it names; a new rollout_id begins the next one."""
+        """A fragment of the trajectory of the rollout that it names. A new rollout_id begins the next trajectory."""
 
     @_builtins.property
     def outcome(self) -> _rollout_pb2.Outcome:

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Rollouts and groups.
+    """RolloutService runs rollouts and groups of them.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel):
@@ -126,43 +126,44 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Rollouts and groups.
+    """RolloutService runs rollouts and groups of them.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def CreateRollout(self, request, context):
-        """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-        the backend, reachability of gate, sandbox service and model source.
+        """CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+        backend, reachability of gate, sandbox service and model source.
 
-        Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-        (REQUEST_ID_REUSED).
+        Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+        ALREADY_EXISTS (REQUEST_ID_REUSED).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-        cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-        RetryInfo); for the model source those of RolloutGateService.CheckSource.
+        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+        agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+        with RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRollout(self, request, context):
-        """Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        """GetRollout returns a rollout.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRollouts(self, request, context):
-        """Rollouts, newest first.
+        """ListRollouts lists rollouts, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRollout(self, request, context):
-        """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+        """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -170,9 +171,9 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRollouts(self, request, context):
-        """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-        between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-        that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+        """WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+        end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+        rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
         Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,7 +181,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitRollout(self, request, context):
-        """Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+        """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -188,7 +189,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRollout(self, request, context):
-        """Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+        """CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+        outcome.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -196,7 +198,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRollout(self, request, context):
-        """Removes an ended rollout with its events and trajectory. Idempotent.
+        """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
         Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -204,29 +206,30 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateGroup(self, request, context):
-        """Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout.
+        """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGroup(self, request, context):
-        """Errors: NOT_FOUND (GROUP_UNKNOWN).
+        """GetGroup returns a group.
+        Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Groups, newest first.
+        """ListGroups lists groups, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchGroup(self, request, context):
-        """Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-        the position of each rollout.
+        """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+        Resumable by the position of each rollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -234,7 +237,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitGroup(self, request, context):
-        """As WaitRollout, for the group.
+        """WaitGroup waits for a group. See WaitRollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -242,7 +245,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelGroup(self, request, context):
-        """As CancelRollout, for each.
+        """CancelGroup cancels each rollout of a group. See CancelRollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -250,7 +253,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGroup(self, request, context):
-        """As DeleteRollout, for each.
+        """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
         Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -258,7 +261,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTrajectory(self, request, context):
-        """An ended rollout's trajectory, in fragments that merge.
+        """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
         was opened).
         """
@@ -267,7 +270,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExportTrajectories(self, request, context):
-        """The trajectories of every ended rollout that matches, one after another.
+        """ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -370,10 +373,10 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Rollouts and groups.
+    """RolloutService runs rollouts and groups of them.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @staticmethod

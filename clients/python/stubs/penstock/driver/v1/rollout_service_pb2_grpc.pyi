@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Rollouts and groups.
+    """RolloutService runs rollouts and groups of them.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_typing.overload
@@ -38,155 +38,165 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     CreateRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateRolloutRequest, _rollout_service_pb2.CreateRolloutResponse]
-    """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-    the backend, reachability of gate, sandbox service and model source.
+    """CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+    backend, reachability of gate, sandbox service and model source.
 
-    Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-    (REQUEST_ID_REUSED).
+    Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+    ALREADY_EXISTS (REQUEST_ID_REUSED).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-    cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-    RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+    agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+    with RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
-    """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
+    """GetRollout returns a rollout.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
-    """Rollouts, newest first."""
+    """ListRollouts lists rollouts, newest first."""
     WatchRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]
-    """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+    """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     WatchRollouts: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutsRequest, _rollout_service_pb2.WatchRolloutsResponse]
-    """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-    between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-    that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+    """WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+    end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+    rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
     Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     WaitRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]
-    """Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+    """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     CancelRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutRequest, _rollout_service_pb2.CancelRolloutResponse]
-    """Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+    """CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+    outcome.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     DeleteRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteRolloutRequest, _rollout_service_pb2.DeleteRolloutResponse]
-    """Removes an ended rollout with its events and trajectory. Idempotent.
+    """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     CreateGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]
-    """Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout."""
+    """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout."""
     GetGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]
-    """Errors: NOT_FOUND (GROUP_UNKNOWN)."""
+    """GetGroup returns a group.
+    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListGroupsRequest, _rollout_service_pb2.ListGroupsResponse]
-    """Groups, newest first."""
+    """ListGroups lists groups, newest first."""
     WatchGroup: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]
-    """Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-    the position of each rollout.
+    """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+    Resumable by the position of each rollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     WaitGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitGroupRequest, _rollout_service_pb2.WaitGroupResponse]
-    """As WaitRollout, for the group.
+    """WaitGroup waits for a group. See WaitRollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     CancelGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelGroupRequest, _rollout_service_pb2.CancelGroupResponse]
-    """As CancelRollout, for each.
+    """CancelGroup cancels each rollout of a group. See CancelRollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteGroupRequest, _rollout_service_pb2.DeleteGroupResponse]
-    """As DeleteRollout, for each.
+    """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     GetTrajectory: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]
-    """An ended rollout's trajectory, in fragments that merge.
+    """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
     was opened).
     """
     ExportTrajectories: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]
-    """The trajectories of every ended rollout that matches, one after another."""
+    """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """Rollouts and groups.
+    """RolloutService runs rollouts and groups of them.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateRolloutRequest, _rollout_service_pb2.CreateRolloutResponse]  # type: ignore[assignment]
-    """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-    the backend, reachability of gate, sandbox service and model source.
+    """CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+    backend, reachability of gate, sandbox service and model source.
 
-    Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-    (REQUEST_ID_REUSED).
+    Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+    ALREADY_EXISTS (REQUEST_ID_REUSED).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-    cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-    RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+    agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+    with RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
+    """GetRollout returns a rollout.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """Rollouts, newest first."""
+    """ListRollouts lists rollouts, newest first."""
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
-    """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+    """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     WatchRollouts: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutsRequest, _rollout_service_pb2.WatchRolloutsResponse]  # type: ignore[assignment]
-    """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-    between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-    that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+    """WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+    end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+    rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
     Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     WaitRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]  # type: ignore[assignment]
-    """Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+    """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     CancelRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutRequest, _rollout_service_pb2.CancelRolloutResponse]  # type: ignore[assignment]
-    """Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+    """CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+    outcome.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     DeleteRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteRolloutRequest, _rollout_service_pb2.DeleteRolloutResponse]  # type: ignore[assignment]
-    """Removes an ended rollout with its events and trajectory. Idempotent.
+    """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     CreateGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]  # type: ignore[assignment]
-    """Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout."""
+    """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout."""
     GetGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (GROUP_UNKNOWN)."""
+    """GetGroup returns a group.
+    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    """
     ListGroups: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListGroupsRequest, _rollout_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
-    """Groups, newest first."""
+    """ListGroups lists groups, newest first."""
     WatchGroup: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
-    """Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-    the position of each rollout.
+    """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+    Resumable by the position of each rollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     WaitGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitGroupRequest, _rollout_service_pb2.WaitGroupResponse]  # type: ignore[assignment]
-    """As WaitRollout, for the group.
+    """WaitGroup waits for a group. See WaitRollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     CancelGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelGroupRequest, _rollout_service_pb2.CancelGroupResponse]  # type: ignore[assignment]
-    """As CancelRollout, for each.
+    """CancelGroup cancels each rollout of a group. See CancelRollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteGroupRequest, _rollout_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
-    """As DeleteRollout, for each.
+    """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     GetTrajectory: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
-    """An ended rollout's trajectory, in fragments that merge.
+    """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
     was opened).
     """
     ExportTrajectories: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]  # type: ignore[assignment]
-    """The trajectories of every ended rollout that matches, one after another."""
+    """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Rollouts and groups.
+    """RolloutService runs rollouts and groups of them.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_abc_1.abstractmethod
@@ -195,15 +205,15 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CreateRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CreateRolloutResponse, _abc.Awaitable[_rollout_service_pb2.CreateRolloutResponse]]:
-        """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-        the backend, reachability of gate, sandbox service and model source.
+        """CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+        backend, reachability of gate, sandbox service and model source.
 
-        Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-        (REQUEST_ID_REUSED).
+        Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+        ALREADY_EXISTS (REQUEST_ID_REUSED).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-        cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-        RetryInfo); for the model source those of RolloutGateService.CheckSource.
+        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+        agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+        with RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
 
     @_abc_1.abstractmethod
@@ -212,7 +222,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetRolloutResponse, _abc.Awaitable[_rollout_service_pb2.GetRolloutResponse]]:
-        """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
+        """GetRollout returns a rollout.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def ListRollouts(
@@ -220,7 +232,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.ListRolloutsResponse]]:
-        """Rollouts, newest first."""
+        """ListRollouts lists rollouts, newest first."""
 
     @_abc_1.abstractmethod
     def WatchRollout(
@@ -228,7 +240,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WatchRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutResponse]]:
-        """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+        """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -238,9 +250,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WatchRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutsResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutsResponse]]:
-        """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-        between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-        that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+        """WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+        end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+        rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
         Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
 
@@ -250,7 +262,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WaitRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.WaitRolloutResponse, _abc.Awaitable[_rollout_service_pb2.WaitRolloutResponse]]:
-        """Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+        """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -260,7 +272,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CancelRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CancelRolloutResponse, _abc.Awaitable[_rollout_service_pb2.CancelRolloutResponse]]:
-        """Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+        """CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+        outcome.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -270,7 +283,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.DeleteRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.DeleteRolloutResponse, _abc.Awaitable[_rollout_service_pb2.DeleteRolloutResponse]]:
-        """Removes an ended rollout with its events and trajectory. Idempotent.
+        """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
         Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
         """
 
@@ -280,7 +293,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CreateGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CreateGroupResponse, _abc.Awaitable[_rollout_service_pb2.CreateGroupResponse]]:
-        """Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout."""
+        """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout."""
 
     @_abc_1.abstractmethod
     def GetGroup(
@@ -288,7 +301,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetGroupResponse, _abc.Awaitable[_rollout_service_pb2.GetGroupResponse]]:
-        """Errors: NOT_FOUND (GROUP_UNKNOWN)."""
+        """GetGroup returns a group.
+        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def ListGroups(
@@ -296,7 +311,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListGroupsResponse, _abc.Awaitable[_rollout_service_pb2.ListGroupsResponse]]:
-        """Groups, newest first."""
+        """ListGroups lists groups, newest first."""
 
     @_abc_1.abstractmethod
     def WatchGroup(
@@ -304,8 +319,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WatchGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchGroupResponse]]:
-        """Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-        the position of each rollout.
+        """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+        Resumable by the position of each rollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
 
@@ -315,7 +330,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WaitGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.WaitGroupResponse, _abc.Awaitable[_rollout_service_pb2.WaitGroupResponse]]:
-        """As WaitRollout, for the group.
+        """WaitGroup waits for a group. See WaitRollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
 
@@ -325,7 +340,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CancelGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CancelGroupResponse, _abc.Awaitable[_rollout_service_pb2.CancelGroupResponse]]:
-        """As CancelRollout, for each.
+        """CancelGroup cancels each rollout of a group. See CancelRollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
 
@@ -335,7 +350,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.DeleteGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.DeleteGroupResponse, _abc.Awaitable[_rollout_service_pb2.DeleteGroupResponse]]:
-        """As DeleteRollout, for each.
+        """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
         Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
         """
 
@@ -345,7 +360,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GetTrajectoryResponse], _abc.AsyncIterator[_rollout_service_pb2.GetTrajectoryResponse]]:
-        """An ended rollout's trajectory, in fragments that merge.
+        """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
         was opened).
         """
@@ -356,6 +371,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ExportTrajectoriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.ExportTrajectoriesResponse], _abc.AsyncIterator[_rollout_service_pb2.ExportTrajectoriesResponse]]:
-        """The trajectories of every ended rollout that matches, one after another."""
+        """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Terminal(_message.Message):
-    """An episode."""
+    """Terminal is an episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,10 +64,10 @@ class Terminal(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     terminal_id: _builtins.str
     step_count: _builtins.int
-    """Steps that were begun, the answer included."""
+    """Steps that were started, the answer included."""
     ended: _builtins.bool
     sandbox_id: _builtins.str
-    """Empty once it has ended and the sandbox is gone."""
+    """Empty once it has ended and the sandbox is deleted."""
     @_builtins.property
     def task(self) -> _rollout_pb2.Task:
         """Without values of secret_env and contents of files."""
@@ -80,19 +80,19 @@ class Terminal(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def failure(self) -> _rollout_pb2.Failure:
-        """Set when it ended without a reward that was due."""
+        """Set if it ended without a reward that its verifier should have given."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def setup_commands(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.CommandFinished]:
-        """The task's setup commands, as they ran when the state was prepared that episodes of this content share; none where the
+        """The task's setup commands, from when the prepared state that episodes of this content share was made. Empty if the
         driver found that state prepared.
         """
 
     @_builtins.property
     def verifier_commands(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.CommandFinished]:
-        """The verifier's, after a final answer."""
+        """The verifier's commands, after a final answer."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -168,22 +168,22 @@ class OpenTerminalRequest(_message.Message):
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     output_limit_bytes: _builtins.int
-    """Bytes of each stream in an observation: the first half and the last half of the limit when there is more. Unset = 64 KiB; at
-    most 1 MiB.
+    """The most bytes of each stream in an observation. Of longer output, it has the first half and the last half of the
+    limit. Unset = 64 KiB; at most 1 MiB.
     """
     max_steps: _builtins.int
-    """Most commands; a final answer may still follow. Unset = 240, which is also the most."""
+    """The most commands; a final answer may still follow. Unset = 240, the maximum."""
     @_builtins.property
     def task(self) -> _rollout_pb2.Task: ...
     @_builtins.property
     def sandbox(self) -> _rollout_pb2.SandboxChoice: ...
     @_builtins.property
     def wall_time(self) -> _duration_pb2.Duration:
-        """From READY to the final answer; then it ends with the failure EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min."""
+        """From READY to the final answer. At its end, the episode fails with EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min."""
 
     @_builtins.property
     def command_timeout(self) -> _duration_pb2.Duration:
-        """For each command; unset = 2 min."""
+        """For each command. Unset = 2 min."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -247,17 +247,17 @@ class StepRequest(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     FINAL_ANSWER_FIELD_NUMBER: _builtins.int
     terminal_id: _builtins.str
-    """On the first message; the same or empty on later ones."""
+    """On the first message. Later ones repeat it or leave it empty."""
     step_id: _builtins.str
-    """Client-chosen, 1 to 120 letters, digits and . _ -; a repeated id gets the first answer again, until a day after
-    the episode's end. Empty = assigned.
+    """Client-chosen, 1 to 120 letters, digits and . _ -. A repeated id returns the first answer, until a day after the
+    episode's end. Empty = the service assigns one.
     """
     final_answer: _builtins.str
-    """Given to the verifier in the file named by PENSTOCK_FINAL_ANSWER_FILE; may be empty."""
+    """The verifier reads it from the file named by PENSTOCK_FINAL_ANSWER_FILE. May be empty."""
     @_builtins.property
     def command(self) -> _process_service_pb2.Command:
-        """Without user and secret_env. Its env and cwd stay, as `export` and `cd` would make them; an argv sees the shell's
-        state and leaves it as it is. Its timeout takes the place of command_timeout.
+        """Without user and secret_env. Its env and cwd persist, as after `export` and `cd`. An argv command sees the shell's
+        state and does not change it. Its timeout overrides command_timeout.
         """
 
     def __init__(
@@ -293,13 +293,13 @@ class StepResponse(_message.Message):
     ended: _builtins.bool
     @_builtins.property
     def result(self) -> _process_service_pb2.RunResult:
-        """Of a command."""
+        """A command's result."""
 
     @_builtins.property
     def reward(self) -> _trajectory_pb2.Reward: ...
     @_builtins.property
     def failure(self) -> _rollout_pb2.Failure:
-        """As Terminal.failure."""
+        """See Terminal.failure."""
 
     def __init__(
         self,

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class TerminalServiceStub(object):
-    """Terminal episodes: the policy itself types the commands, there is no agent.
+    """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
-    answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
-    goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
-    (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -65,19 +65,19 @@ class TerminalServiceStub(object):
 
 
 class TerminalServiceServicer(object):
-    """Terminal episodes: the policy itself types the commands, there is no agent.
+    """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
-    answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
-    goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
-    (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
 
     def OpenTerminal(self, request, context):
-        """Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-        nothing, and may be tried again with the same id.
+        """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+        failed call has made nothing and may be repeated with the same id.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
         BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
         DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
@@ -87,31 +87,32 @@ class TerminalServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-        runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-        everything that the commands started is dead. Steps of several streams are done one after another.
+        """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+        gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+        the commands are dead before the verifier starts. Steps of several streams run one after another.
 
-        The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-        all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-        and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-        was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-        (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+        The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+        bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+        options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+        background processes run on, except after a timeout. Its standard input is empty.
+        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+        ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseTerminal(self, request, context):
-        """Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-        episode included.
+        """CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+        stopped. Idempotent, for an unknown episode too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTerminal(self, request, context):
-        """Errors: NOT_FOUND (TERMINAL_UNKNOWN).
+        """GetTerminal returns an episode.
+        Errors: NOT_FOUND (TERMINAL_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,12 +150,12 @@ def add_TerminalServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TerminalService(object):
-    """Terminal episodes: the policy itself types the commands, there is no agent.
+    """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
-    answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
-    goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
-    (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
 
     Errors common to all RPCs: those of RolloutService.
     """

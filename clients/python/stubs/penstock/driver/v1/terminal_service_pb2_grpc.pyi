@@ -27,12 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TerminalServiceStub:
-    """Terminal episodes: the policy itself types the commands, there is no agent.
+    """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
-    answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
-    goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
-    (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -42,77 +42,81 @@ class TerminalServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TerminalServiceAsyncStub: ...
     OpenTerminal: _grpc.UnaryUnaryMultiCallable[_terminal_service_pb2.OpenTerminalRequest, _terminal_service_pb2.OpenTerminalResponse]
-    """Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-    nothing, and may be tried again with the same id.
+    """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+    failed call has made nothing and may be repeated with the same id.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
     BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
     DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
     """
     Step: _grpc.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]
-    """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-    runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-    everything that the commands started is dead. Steps of several streams are done one after another.
+    """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+    gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+    the commands are dead before the verifier starts. Steps of several streams run one after another.
 
-    The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-    all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-    and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-    was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-    (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+    The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+    bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+    options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+    background processes run on, except after a timeout. Its standard input is empty.
+    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+    ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
     """
     CloseTerminal: _grpc.UnaryUnaryMultiCallable[_terminal_service_pb2.CloseTerminalRequest, _terminal_service_pb2.CloseTerminalResponse]
-    """Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-    episode included.
+    """CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+    stopped. Idempotent, for an unknown episode too.
     """
     GetTerminal: _grpc.UnaryUnaryMultiCallable[_terminal_service_pb2.GetTerminalRequest, _terminal_service_pb2.GetTerminalResponse]
-    """Errors: NOT_FOUND (TERMINAL_UNKNOWN)."""
+    """GetTerminal returns an episode.
+    Errors: NOT_FOUND (TERMINAL_UNKNOWN).
+    """
 
 @_typing.type_check_only
 class TerminalServiceAsyncStub(TerminalServiceStub):
-    """Terminal episodes: the policy itself types the commands, there is no agent.
+    """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
-    answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
-    goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
-    (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenTerminal: _aio.UnaryUnaryMultiCallable[_terminal_service_pb2.OpenTerminalRequest, _terminal_service_pb2.OpenTerminalResponse]  # type: ignore[assignment]
-    """Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-    nothing, and may be tried again with the same id.
+    """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+    failed call has made nothing and may be repeated with the same id.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
     BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
     DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
     """
     Step: _aio.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]  # type: ignore[assignment]
-    """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-    runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-    everything that the commands started is dead. Steps of several streams are done one after another.
+    """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+    gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+    the commands are dead before the verifier starts. Steps of several streams run one after another.
 
-    The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-    all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-    and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-    was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-    (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+    The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+    bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+    options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+    background processes run on, except after a timeout. Its standard input is empty.
+    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+    ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
     """
     CloseTerminal: _aio.UnaryUnaryMultiCallable[_terminal_service_pb2.CloseTerminalRequest, _terminal_service_pb2.CloseTerminalResponse]  # type: ignore[assignment]
-    """Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-    episode included.
+    """CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+    stopped. Idempotent, for an unknown episode too.
     """
     GetTerminal: _aio.UnaryUnaryMultiCallable[_terminal_service_pb2.GetTerminalRequest, _terminal_service_pb2.GetTerminalResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (TERMINAL_UNKNOWN)."""
+    """GetTerminal returns an episode.
+    Errors: NOT_FOUND (TERMINAL_UNKNOWN).
+    """
 
 class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Terminal episodes: the policy itself types the commands, there is no agent.
+    """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
-    answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
-    goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
-    (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -123,8 +127,8 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _terminal_service_pb2.OpenTerminalRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_terminal_service_pb2.OpenTerminalResponse, _abc.Awaitable[_terminal_service_pb2.OpenTerminalResponse]]:
-        """Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-        nothing, and may be tried again with the same id.
+        """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+        failed call has made nothing and may be repeated with the same id.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
         BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
         DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
@@ -136,16 +140,16 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_terminal_service_pb2.StepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_terminal_service_pb2.StepResponse], _abc.AsyncIterator[_terminal_service_pb2.StepResponse]]:
-        """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-        runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-        everything that the commands started is dead. Steps of several streams are done one after another.
+        """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+        gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+        the commands are dead before the verifier starts. Steps of several streams run one after another.
 
-        The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-        all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-        and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-        was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-        (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+        The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+        bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+        options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+        background processes run on, except after a timeout. Its standard input is empty.
+        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+        ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
         """
 
     @_abc_1.abstractmethod
@@ -154,8 +158,8 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _terminal_service_pb2.CloseTerminalRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_terminal_service_pb2.CloseTerminalResponse, _abc.Awaitable[_terminal_service_pb2.CloseTerminalResponse]]:
-        """Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-        episode included.
+        """CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+        stopped. Idempotent, for an unknown episode too.
         """
 
     @_abc_1.abstractmethod
@@ -164,6 +168,8 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _terminal_service_pb2.GetTerminalRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_terminal_service_pb2.GetTerminalResponse, _abc.Awaitable[_terminal_service_pb2.GetTerminalResponse]]:
-        """Errors: NOT_FOUND (TERMINAL_UNKNOWN)."""
+        """GetTerminal returns an episode.
+        Errors: NOT_FOUND (TERMINAL_UNKNOWN).
+        """
 
 def add_TerminalServiceServicer_to_server(servicer: TerminalServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """One engine with one model.
+    """InferenceService is one engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died, and
-    every replica of it, starts again, with the weights and the version that it had.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
+    dead engine, with no live replica, restarts with the weights and the version that it had.
     """
 
     def __init__(self, channel):
@@ -148,18 +148,18 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """One engine with one model.
+    """InferenceService is one engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died, and
-    every replica of it, starts again, with the weights and the version that it had.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
+    dead engine, with no live replica, restarts with the weights and the version that it had.
     """
 
     def GetInfo(self, request, context):
-        """What is served, what it can do, and which weights are in force.
-        An engine that asks somebody else's endpoint fails as that does, here and in Generate and Score:
-        UNAVAILABLE (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
+        """GetInfo returns the model, its capabilities, and the weights in force.
+        An engine that calls a remote endpoint fails as that endpoint does, here and in Generate and Score: UNAVAILABLE
+        (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
         (UPSTREAM_RATE_LIMIT, with RetryInfo), FAILED_PRECONDITION (UPSTREAM_KEY_REFUSED, UPSTREAM_MODEL_UNKNOWN,
         UPSTREAM_ANSWER_INVALID, UPSTREAM_ANSWER_TOO_LARGE, UPSTREAM_PROMPT_CHANGED).
         """
@@ -168,7 +168,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Streams the files from which text becomes tokens: tokenizer.json, the chat template and their configuration.
+        """GetTokenizer streams the files that turn text into tokens: tokenizer.json, the chat template and their configuration.
         Errors: FAILED_PRECONDITION (TOKENIZER_ABSENT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -176,12 +176,13 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
-        aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
-        An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-        When the engine, or a replica, dies, the request goes on elsewhere or when it runs again: anew if no token was told, else
-        behind the tokens told. Where these would bind the rest (a seed, presence or frequency penalties, stop texts, a response
-        format) it ends with UNAVAILABLE (ENGINE_DIED, with RetryInfo), as at the third death under one request.
+        """Generate samples one completion: `started`, then `delta` if the request asked for a stream, then `done`. Cancelling the
+        RPC aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT). An abort
+        by another caller is not an error: `done` has FINISH_REASON_ABORT and the tokens so far.
+        If the engine or a replica dies, the request continues on another one or after the restart: from the start if no token
+        was sent, else after the tokens that were sent. If these would bind the rest (a seed, presence or frequency penalties,
+        stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
+        during one request.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
         INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
         """
@@ -190,64 +191,65 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Logprobs of given tokens under the present weights.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force),
-        INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+        """Score returns logprobs of given tokens under the present weights.
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
+        (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Aborts generations; idempotent.
+        """Abort aborts generations. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops generating. New requests wait until Resume. Idempotent.
+        """Pause stops generating. New requests wait until Resume. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Starts again. Idempotent.
+        """Resume ends a pause. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees the accelerator's memory.
+        """Sleep frees the accelerator's memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Takes it back.
+        """Wake allocates the accelerator's memory again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
-        version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-        unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
-        that was lost can be asked for again.
+        """UpdateWeights replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old
+        weights and version in force. Requests in flight continue with the new weights from their next token, recorded in their
+        spans, unless `begin.mode` selects otherwise. A push of the version and digest in force is a success, so that a push
+        whose answer was lost can be repeated.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
-        WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
-        another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
+        WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED
+        (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InitTransfer(self, request, context):
-        """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+        """InitTransfer is the first of four calls for trainers that move weights by their own means (NCCL, IPC). It sets the
+        means.
         Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -255,7 +257,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StartTransfer(self, request, context):
-        """Second: a new version begins.
+        """StartTransfer, the second, begins a new version.
         Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -263,7 +265,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TransferTensors(self, request, context):
-        """Third, any number of times: some tensors are ready to be taken over.
+        """TransferTensors, the third, receives tensors that are ready. It may be called any number of times.
         Errors: FAILED_PRECONDITION (NO_TRANSFER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -271,7 +273,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishTransfer(self, request, context):
-        """Fourth: the version is complete, or given up. Idempotent by transfer_id.
+        """FinishTransfer, the fourth, commits the version or gives it up. Idempotent by transfer_id.
         Errors: FAILED_PRECONDITION (NO_TRANSFER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -279,8 +281,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request_iterator, context):
-        """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
-        that are in force are a success.
+        """LoadAdapter loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. A push
+        of the version and digest in force is a success.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
         DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
         """
@@ -289,36 +291,36 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Idempotent.
+        """UnloadAdapter unloads an adapter. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Adapters by name.
+        """ListAdapters lists adapters by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Render(self, request, context):
-        """Messages to prompt tokens by the model's template: the codec over the wire, for clients without it.
+        """Render turns messages into prompt tokens by the model's template, for clients without the codec.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Parse(self, request, context):
-        """Sampled tokens to a message.
+        """Parse turns sampled tokens into a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportGap(self, request, context):
-        """Tells how far a trainer's logprobs are from this engine's, for whoever watches (WatchStats). The figures are the
-        trainer's word. A report of a version replaces the one before it; those of the 8 newest versions are kept, in memory.
+        """ReportGap reports how far a trainer's logprobs are from this engine's, for WatchStats. The service does not check the
+        figures. A report replaces the previous one of its version. The reports of the 8 newest versions are kept, in memory.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: newer than the weights in force).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -326,7 +328,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchStats(self, request, context):
-        """The engine's load, at once and then at each interval.
+        """WatchStats streams the engine's load, at once and then at each interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -449,12 +451,12 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """One engine with one model.
+    """InferenceService is one engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died, and
-    every replica of it, starts again, with the weights and the version that it had.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
+    dead engine, with no live replica, restarts with the weights and the version that it had.
     """
 
     @staticmethod

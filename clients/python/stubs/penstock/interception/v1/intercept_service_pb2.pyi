@@ -27,7 +27,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class CallSelector(_message.Message):
-    """Which rollouts' calls a session wants: those of gate mode that match every condition that is set; empty = all of them."""
+    """CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
+    set. Empty = all rollouts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -86,8 +88,9 @@ Global___CallSelector: _TypeAlias = CallSelector  # noqa: Y015
 
 @_typing.final
 class Credits(_message.Message):
-    """How much a session can hold: a window, not an increment. Freed when a result is acknowledged (accepted, or rejected for
-    good) or the call is cancelled. A call that is larger than `bytes` is sent alone, when nothing else is held.
+    """Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
+    (accepted, or rejected for good) or the call is cancelled. A call larger than `bytes` is sent alone, when the session
+    holds no other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -95,9 +98,9 @@ class Credits(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
-    """Calls leased and not answered. 0 = no more for now."""
+    """Calls leased and not answered. 0 = send no more for now."""
     bytes: _builtins.int
-    """Serialised bytes of the same; unset = 32 MiB in Hello, unchanged in a later frame."""
+    """Serialised bytes of these calls. Unset = 32 MiB in Hello, unchanged in a later frame."""
     def __init__(
         self,
         *,
@@ -116,7 +119,7 @@ Global___Credits: _TypeAlias = Credits  # noqa: Y015
 
 @_typing.final
 class InterceptRequest(_message.Message):
-    """One message of a trainer."""
+    """InterceptRequest is one message of a trainer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -174,7 +177,7 @@ Global___InterceptRequest: _TypeAlias = InterceptRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """The trainer's first message."""
+    """Hello is the trainer's first message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -186,12 +189,13 @@ class Hello(_message.Message):
     RESUME_SESSION_ID_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Who this is, for people: shown in listings and logs."""
+    """The session's name for people, shown in listings and logs."""
     policy_version: _builtins.int
-    """The newest policy version that the trainer has; unset = it does not say."""
+    """The newest policy version of the trainer. Unset = unknown."""
     resume_session_id: _builtins.str
-    """A session that was lost, or whose stream is only half open (which then ends with ABORTED, SESSION_TAKEN_OVER): its calls
-    stay leased to this one under the same lease ids. Leases survive a restart of the service for the resume window.
+    """A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
+    calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
+    window.
     """
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
@@ -201,12 +205,12 @@ class Hello(_message.Message):
 
     @_builtins.property
     def view(self) -> Global___CallView:
-        """What the calls shall carry beside their tokens."""
+        """What calls carry besides their tokens."""
 
     @_builtins.property
     def held(self) -> Global___HeldCalls:
-        """With resume_session_id: the calls of that session that the trainer has. Its others are sent again, under the same lease ids:
-        their frames were lost with the stream or the service. Unset = none is sent again.
+        """With resume_session_id: the calls of that session that the trainer holds. Its other calls are sent again under the same
+        lease ids, because their frames were lost with the stream or the service. Unset = none is sent again.
         """
 
     def __init__(
@@ -237,7 +241,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class HeldCalls(_message.Message):
-    """Calls that a trainer has and has not answered, or whose answer was not acknowledged."""
+    """HeldCalls lists the calls that a trainer holds without an acknowledged answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -259,7 +263,7 @@ Global___HeldCalls: _TypeAlias = HeldCalls  # noqa: Y015
 
 @_typing.final
 class CallView(_message.Message):
-    """What a ModelCall carries beside its tokens. Everything costs bytes."""
+    """CallView selects what a ModelCall carries besides its tokens. Each choice costs bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -283,7 +287,7 @@ Global___CallView: _TypeAlias = CallView  # noqa: Y015
 
 @_typing.final
 class Results(_message.Message):
-    """Answers. At most 32 MiB a frame."""
+    """Results answer calls. At most 32 MiB a frame."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -305,7 +309,7 @@ Global___Results: _TypeAlias = Results  # noqa: Y015
 
 @_typing.final
 class CallResult(_message.Message):
-    """An answer to one call."""
+    """CallResult answers one call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,7 +321,9 @@ class CallResult(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
-    """ModelCall.lease_id: an answer under an old lease is accepted only while the call is open and not leased to another."""
+    """ModelCall.lease_id. An answer under an old lease is accepted only while the call is open and not leased to another
+    session.
+    """
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion: ...
     @_builtins.property
@@ -348,7 +354,7 @@ Global___CallResult: _TypeAlias = CallResult  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """Back to the queue, for another session."""
+    """Release returns a call to the queue, for another session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -365,7 +371,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class CallFailure(_message.Message):
-    """The trainer cannot answer."""
+    """CallFailure states that the trainer cannot answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,10 +379,10 @@ class CallFailure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRIABLE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Stable UPPER_SNAKE, recorded; the agent is told only that the model failed."""
+    """Stable UPPER_SNAKE, recorded. The agent sees only that the model failed."""
     message: _builtins.str
     retriable: _builtins.bool
-    """Whether the agent is told to try again (its dialect's 503) or not (its dialect's 400)."""
+    """True = the agent gets its dialect's retriable error (503). False = a final one (400)."""
     def __init__(
         self,
         *,
@@ -394,8 +400,8 @@ Global___CallFailure: _TypeAlias = CallFailure  # noqa: Y015
 
 @_typing.final
 class Delegation(_message.Message):
-    """The rollout's model source shall answer this call. Accepted means journalled: credit and lease are free, and what comes of it
-    is seen by WatchCalls and GetCall.
+    """Delegation lets the rollout's model source answer this call. Once it is accepted, it is journalled, and credit and lease
+    are free. WatchCalls and GetCall show the outcome.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -403,7 +409,7 @@ class Delegation(_message.Message):
     SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sampling_override(self) -> _chat_pb2.Sampling:
-        """On top of what the agent asked for."""
+        """Replaces fields of the agent's sampling."""
 
     def __init__(
         self,
@@ -420,9 +426,9 @@ Global___Delegation: _TypeAlias = Delegation  # noqa: Y015
 
 @_typing.final
 class PauseCalls(_message.Message):
-    """The calls of this session's selector are held, for every session and for the model source: none is leased or dispatched, agents
-    see keep-alives, and call_timeout, wall_time and expire_time stand still. Ends with ResumeCalls, Goodbye, max_duration, or
-    the session.
+    """PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
+    dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
+    ResumeCalls, Goodbye, max_duration or the session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -451,7 +457,7 @@ Global___PauseCalls: _TypeAlias = PauseCalls  # noqa: Y015
 
 @_typing.final
 class ResumeCalls(_message.Message):
-    """Calls flow again."""
+    """ResumeCalls ends the pause."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -468,7 +474,7 @@ Global___ResumeCalls: _TypeAlias = ResumeCalls  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """The peer lives. Each side sends one after an interval of silence."""
+    """Heartbeat shows that the peer is alive. Each side sends one after an interval of silence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,7 +491,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class PolicyAnnounced(_message.Message):
-    """The trainer's newest weights: staleness bounds are judged against it."""
+    """PolicyAnnounced states the trainer's newest weights, which staleness bounds are computed from."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -506,7 +512,7 @@ Global___PolicyAnnounced: _TypeAlias = PolicyAnnounced  # noqa: Y015
 
 @_typing.final
 class ToolResults(_message.Message):
-    """Results of host tools. Each is answered by ToolResultsAcknowledged."""
+    """ToolResults answer host tool calls. Each result is answered by ToolResultsAcknowledged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -528,7 +534,7 @@ Global___ToolResults: _TypeAlias = ToolResults  # noqa: Y015
 
 @_typing.final
 class HostToolResult(_message.Message):
-    """The result of one host tool call."""
+    """HostToolResult is the result of one host tool call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -537,11 +543,11 @@ class HostToolResult(_message.Message):
     IS_ERROR_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
     is_error: _builtins.bool
-    """The tool failed, and the result says how in words for the agent."""
+    """The tool failed; the result explains it to the agent."""
     @_builtins.property
     def result(self) -> _struct_pb2.Struct:
-        """What the agent gets: {"text": TEXT} is that text; {"content": [...]} is a list of MCP's own content blocks of the types text,
-        image and audio; anything else is told as JSON and as MCP's structured content. As JSON at most the operator's
+        """What the agent gets. {"text": TEXT} is that text. {"content": [...]} is a list of MCP content blocks of the types text,
+        image and audio. Anything else is sent as JSON and as MCP's structured content. As JSON, at most the operator's
         max_tool_bytes.
         """
 
@@ -562,7 +568,7 @@ Global___HostToolResult: _TypeAlias = HostToolResult  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):
-    """The trainer leaves in order: its unanswered calls are queued again at once."""
+    """Goodbye ends the session in order. Its unanswered calls are queued again at once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -583,7 +589,7 @@ Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
 
 @_typing.final
 class InterceptResponse(_message.Message):
-    """One message of the service."""
+    """InterceptResponse is one message of the service."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -605,7 +611,7 @@ class InterceptResponse(_message.Message):
     def calls(self) -> Global___Calls: ...
     @_builtins.property
     def acknowledged(self) -> Global___ResultsAcknowledged:
-        """Results that were accepted and journalled, and those that were not."""
+        """Results that were accepted and journalled, and those that were rejected."""
 
     @_builtins.property
     def cancelled(self) -> Global___CallsCancelled: ...
@@ -619,7 +625,7 @@ class InterceptResponse(_message.Message):
     def go_away(self) -> Global___GoAway: ...
     @_builtins.property
     def paused(self) -> Global___CallsPaused:
-        """Nothing is leased or dispatched after this."""
+        """No call is leased or dispatched after this message."""
 
     @_builtins.property
     def resumed(self) -> Global___CallsResumed: ...
@@ -655,7 +661,7 @@ Global___InterceptResponse: _TypeAlias = InterceptResponse  # noqa: Y015
 
 @_typing.final
 class CallsPaused(_message.Message):
-    """PauseCalls is in force."""
+    """CallsPaused states that PauseCalls is in force."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -677,7 +683,7 @@ Global___CallsPaused: _TypeAlias = CallsPaused  # noqa: Y015
 
 @_typing.final
 class CallsResumed(_message.Message):
-    """Calls flow again, by ResumeCalls or because the pause ran out."""
+    """CallsResumed states that the pause ended, by ResumeCalls or by its max_duration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,7 +700,7 @@ Global___CallsResumed: _TypeAlias = CallsResumed  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """The service's first message."""
+    """Welcome is the service's first message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -707,18 +713,18 @@ class Welcome(_message.Message):
     HELD_CALL_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     queued_calls: _builtins.int
-    """Calls that are now waiting for this selector."""
+    """Calls that now wait for this selector."""
     resumed: _builtins.bool
-    """Whether Hello.resume_session_id was taken up. False with one given = it is unknown or its window has passed; this is a new
-    session, not an error.
+    """Whether the session of Hello.resume_session_id was resumed. False with an id = the session is unknown or its window has
+    passed; this is then a new session, not an error.
     """
     @_builtins.property
     def credits(self) -> Global___Credits:
-        """As granted: at most what Hello asked for."""
+        """As granted: at most the credits of Hello."""
 
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
-        """The trainer MUST send something at least this often; three misses lose the session."""
+        """The trainer MUST send a message at least this often. Three misses lose the session."""
 
     @_builtins.property
     def resume_window(self) -> _duration_pb2.Duration:
@@ -726,7 +732,9 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def held_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Calls that are still leased to the session, not sent again (see Hello.held); any other that the trainer holds is lost to it."""
+        """Calls that are still leased to the session and are not sent again (see Hello.held). The trainer has lost any other call
+        that it holds.
+        """
 
     def __init__(
         self,
@@ -749,7 +757,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Calls(_message.Message):
-    """Calls to answer. At most 4 MiB, or one call."""
+    """Calls are calls to answer. At most 4 MiB, or one call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -771,7 +779,7 @@ Global___Calls: _TypeAlias = Calls  # noqa: Y015
 
 @_typing.final
 class ModelCall(_message.Message):
-    """One model call, ready for an engine."""
+    """ModelCall is one model call, ready for an engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -837,42 +845,42 @@ class ModelCall(_message.Message):
     branch_id: _builtins.str
     parent_call_id: _builtins.str
     prompt_token_ids: _builtins.bytes
-    """The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the new messages' tokens."""
+    """The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the tokens of the new messages."""
     prompt_count: _builtins.int
     shared_prefix_count: _builtins.int
-    """Tokens of it that are the parent's prompt and completion: what an engine's cache already has."""
+    """How many of its tokens are the parent's prompt and completion, which an engine's prefix cache already holds."""
     min_policy_version: _builtins.int
-    """Which weights may answer: at least this version. Unset = any."""
+    """The lowest version of the weights that may answer. Unset = any."""
     request_body: _builtins.bytes
-    """The agent's body verbatim, when the view asked for it."""
+    """The agent's body verbatim, if the view has it."""
     dialect: _trajectory_pb2.Dialect.ValueType
     lease_attempt: _builtins.int
-    """1 = never leased before."""
+    """1 = leased for the first time."""
     stream: _builtins.bool
-    """Whether the agent waits for a stream."""
+    """Whether the agent expects a stream."""
     task_id: _builtins.str
     group_index: _builtins.int
     """The rollout's position in its group."""
     tokenizer_sha256: _builtins.bytes
-    """Which tokenizer and template the prompt belongs to."""
+    """The tokenizer and the template that made the prompt."""
     chat_template_sha256: _builtins.bytes
     model: _builtins.str
-    """The model's name as the agent asked for it."""
+    """The model's name in the agent's request."""
     view_truncated: _builtins.bool
-    """What the view asked for was left out for its size: GetCall has it."""
+    """Parts of the view were left out for their size. GetCall returns them."""
     trace_parent: _builtins.str
-    """W3C trace context (`traceparent`) of the gate's span that waits for the answer: a trainer's own spans belong below it.
-    Empty when the service traces nothing, or not this call.
+    """W3C trace context (`traceparent`) of the gate's span that waits for the answer, the parent of a trainer's own spans.
+    Empty = the service does not trace, or not this call.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def sampling(self) -> _chat_pb2.Sampling:
-        """As the agent asked, max_tokens bounded by the budgets and the context."""
+        """As requested by the agent, with max_tokens bounded by budgets and context."""
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
-        """The conversation and tools, when the view asked for messages."""
+        """The conversation and tools, if the view has messages."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]: ...
@@ -882,7 +890,7 @@ class ModelCall(_message.Message):
     def receive_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When it EXPIRES."""
+        """When the call EXPIRES."""
 
     def __init__(
         self,
@@ -952,7 +960,7 @@ Global___ModelCall: _TypeAlias = ModelCall  # noqa: Y015
 
 @_typing.final
 class ResultsAcknowledged(_message.Message):
-    """What became of results."""
+    """ResultsAcknowledged states which results were accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -960,7 +968,7 @@ class ResultsAcknowledged(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Accepted and on disk: they will neither be lost nor asked for again."""
+        """Accepted and on disk: neither lost nor requested again."""
 
     @_builtins.property
     def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResultRejected]: ...
@@ -980,7 +988,7 @@ Global___ResultsAcknowledged: _TypeAlias = ResultsAcknowledged  # noqa: Y015
 
 @_typing.final
 class ResultRejected(_message.Message):
-    """Why a result was not taken."""
+    """ResultRejected is why a result was rejected."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -992,34 +1000,34 @@ class ResultRejected(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         REASON_UNSPECIFIED: ResultRejected._Reason.ValueType  # 0
         REASON_UNKNOWN_CALL: ResultRejected._Reason.ValueType  # 1
-        """No such call for this session."""
+        """The session has no such call."""
         REASON_ALREADY_DELIVERED: ResultRejected._Reason.ValueType  # 2
-        """Another result came first. (An equal one, whatever its lease, is accepted again.)"""
+        """Another result came first. (An equal one, under any lease, is accepted again.)"""
         REASON_CALL_ENDED: ResultRejected._Reason.ValueType  # 3
         """The call is CANCELLED or EXPIRED, or its rollout is closed."""
         REASON_NOT_LEASED: ResultRejected._Reason.ValueType  # 4
-        """It is leased to another session."""
+        """The call is leased to another session."""
         REASON_INVALID: ResultRejected._Reason.ValueType  # 5
-        """The completion breaks a rule; `violations` says which. The call stays leased and may be answered again."""
+        """The completion breaks a rule; `violations` states which. The call stays leased and may be answered again."""
         REASON_STALE_POLICY: ResultRejected._Reason.ValueType  # 6
-        """Sampled by weights that the rollout does not accept. The call stays leased."""
+        """The weights that sampled it are not accepted by the rollout. The call stays leased."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
-        """The closed set of reasons."""
+        """Reason is the closed set of reasons."""
 
     REASON_UNSPECIFIED: ResultRejected.Reason.ValueType  # 0
     REASON_UNKNOWN_CALL: ResultRejected.Reason.ValueType  # 1
-    """No such call for this session."""
+    """The session has no such call."""
     REASON_ALREADY_DELIVERED: ResultRejected.Reason.ValueType  # 2
-    """Another result came first. (An equal one, whatever its lease, is accepted again.)"""
+    """Another result came first. (An equal one, under any lease, is accepted again.)"""
     REASON_CALL_ENDED: ResultRejected.Reason.ValueType  # 3
     """The call is CANCELLED or EXPIRED, or its rollout is closed."""
     REASON_NOT_LEASED: ResultRejected.Reason.ValueType  # 4
-    """It is leased to another session."""
+    """The call is leased to another session."""
     REASON_INVALID: ResultRejected.Reason.ValueType  # 5
-    """The completion breaks a rule; `violations` says which. The call stays leased and may be answered again."""
+    """The completion breaks a rule; `violations` states which. The call stays leased and may be answered again."""
     REASON_STALE_POLICY: ResultRejected.Reason.ValueType  # 6
-    """Sampled by weights that the rollout does not accept. The call stays leased."""
+    """The weights that sampled it are not accepted by the rollout. The call stays leased."""
 
     CALL_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
@@ -1048,7 +1056,7 @@ Global___ResultRejected: _TypeAlias = ResultRejected  # noqa: Y015
 
 @_typing.final
 class CallsCancelled(_message.Message):
-    """Calls of this session that need no answer any more."""
+    """CallsCancelled lists calls of this session that need no answer any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1074,7 +1082,7 @@ Global___CallsCancelled: _TypeAlias = CallsCancelled  # noqa: Y015
 
 @_typing.final
 class RolloutsClosed(_message.Message):
-    """Rollouts of this session's selector that were closed."""
+    """RolloutsClosed lists rollouts of this session's selector that were closed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1096,8 +1104,8 @@ Global___RolloutsClosed: _TypeAlias = RolloutsClosed  # noqa: Y015
 
 @_typing.final
 class ToolCalls(_message.Message):
-    """Calls of host tools by agents. Credits do not count them: the operator bounds how many a rollout may have open. After a resume
-    those that are still open are sent again, under the ids that they had.
+    """ToolCalls are agents' calls of host tools. Credits do not count them: the operator limits how many a rollout may have
+    open. After a resume, open ones are sent again under the same ids.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1120,7 +1128,7 @@ Global___ToolCalls: _TypeAlias = ToolCalls  # noqa: Y015
 
 @_typing.final
 class HostToolCall(_message.Message):
-    """One call of a host tool. Its arguments hold the tool's schema."""
+    """HostToolCall is one call of a host tool. Its arguments are valid against the tool's schema."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1157,11 +1165,11 @@ class HostToolCall(_message.Message):
     RECEIVE_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
-    """Never used for another call: a repeat is the same call, to be carried out once."""
+    """Unique for ever. A repeat is the same call, to be executed once."""
     rollout_id: _builtins.str
     name: _builtins.str
     arguments_json: _builtins.str
-    """The same as JSON text: a Struct has doubles only."""
+    """The same as JSON text, because a Struct has doubles only."""
     group_id: _builtins.str
     run_id: _builtins.str
     task_id: _builtins.str
@@ -1175,7 +1183,7 @@ class HostToolCall(_message.Message):
     def receive_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """When the agent is told that the tool took too long."""
+        """When the agent gets a timeout as the tool's result."""
 
     def __init__(
         self,
@@ -1218,7 +1226,7 @@ Global___HostToolCall: _TypeAlias = HostToolCall  # noqa: Y015
 
 @_typing.final
 class ToolCallsCancelled(_message.Message):
-    """Host tool calls of this session that need no result any more: work on them may stop."""
+    """ToolCallsCancelled lists host tool calls of this session that need no result any more. Work on them may stop."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1244,7 +1252,7 @@ Global___ToolCallsCancelled: _TypeAlias = ToolCallsCancelled  # noqa: Y015
 
 @_typing.final
 class ToolResultsAcknowledged(_message.Message):
-    """What became of results of host tools."""
+    """ToolResultsAcknowledged states which results of host tools were accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1252,11 +1260,11 @@ class ToolResultsAcknowledged(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted_tool_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Accepted and on disk: they will neither be lost nor asked for again."""
+        """Accepted and on disk: neither lost nor requested again."""
 
     @_builtins.property
     def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResultRejected]:
-        """Those that were not; call_id is the tool call's. After REASON_INVALID the call is still open."""
+        """Rejected results; call_id is the tool call's. After REASON_INVALID the call is still open."""
 
     def __init__(
         self,
@@ -1274,7 +1282,9 @@ Global___ToolResultsAcknowledged: _TypeAlias = ToolResultsAcknowledged  # noqa: 
 
 @_typing.final
 class GoAway(_message.Message):
-    """The service is about to stop: answer what you hold, expect no more, reconnect elsewhere or later."""
+    """GoAway announces that the service stops. Answer the calls that you hold, expect no more, and reconnect elsewhere or
+    later.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1284,7 +1294,7 @@ class GoAway(_message.Message):
     reason: _builtins.str
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long results are still taken."""
+        """How long results are still accepted."""
 
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration: ...
@@ -1321,9 +1331,9 @@ class LeaseCallsRequest(_message.Message):
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
     request_id: _builtins.str
-    """A repeated id gets the calls that it got before, if they are still leased."""
+    """A repeated id returns the same calls, if they are still leased."""
     policy_version: _builtins.int
-    """As PolicyAnnounced."""
+    """See PolicyAnnounced."""
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
     @_builtins.property
@@ -1332,7 +1342,7 @@ class LeaseCallsRequest(_message.Message):
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long the calls stay leased without being answered or extended. Unset = 5 min; at most 1 h."""
+        """How long a lease lasts unless the call is answered or the lease extended. Unset = 5 min; at most 1 h."""
 
     @_builtins.property
     def view(self) -> Global___CallView: ...
@@ -1367,7 +1377,7 @@ class LeaseCallsResponse(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCall]:
-        """Empty when none came in time."""
+        """Empty if no call arrived in time."""
 
     def __init__(
         self,
@@ -1422,7 +1432,7 @@ class CompleteCallsResponse(_message.Message):
     def acknowledged(self) -> Global___ResultsAcknowledged: ...
     @_builtins.property
     def lost_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of extend_lease_ids: those that are no more."""
+        """The extend_lease_ids whose leases have ended."""
 
     def __init__(
         self,
@@ -1451,14 +1461,15 @@ class RegisterToolsRequest(_message.Message):
     """Welcome.session_id."""
     @_builtins.property
     def selector(self) -> Global___CallSelector:
-        """Of whichever mode, other than for calls. Unset = the session's own."""
+        """Selects rollouts of any mode, unlike a selector of calls. Unset = the session's own."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
-        """At most 64. Names: a letter, then letters, digits, _ and -, 48 at most; unique. Descriptions: at most 16 KiB. Schemas: at most
-        64 KiB, JSON Schema (2020-12 unless $schema says otherwise) of an object, references within it only, patterns as RE2 has
-        them; empty = an object of whatever content. `strict` has no effect: arguments are always checked. Not offered:
-        patternProperties, unevaluatedItems, unevaluatedProperties, and what takes too many steps to check.
+        """At most 64. Names are unique, have at most 48 characters, and are a letter, then letters, digits, _ and -.
+        Descriptions: at most 16 KiB. Schemas: at most 64 KiB, JSON Schema (2020-12 unless $schema names another) of an object,
+        with references within it only and RE2 patterns. An empty schema = any object. `strict` has no effect: arguments are
+        always checked. Refused: patternProperties, unevaluatedItems, unevaluatedProperties, and schemas that take too many
+        steps to check.
         """
 
     def __init__(
@@ -1504,7 +1515,7 @@ class ListCallsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     page_size: _builtins.int
-    """As in RolloutGateService.ListRollouts."""
+    """See RolloutGateService.ListRollouts."""
     page_token: _builtins.str
     def __init__(
         self,

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class InterceptServiceStub(object):
-    """Calls for trainers: take them, answer them.
+    """InterceptService serves trainers: they receive calls and answer them.
 
-    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
-    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
-    holds the fewest.
+    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+    and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+    stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+    with credit that holds the fewest calls.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -75,49 +75,50 @@ class InterceptServiceStub(object):
 
 
 class InterceptServiceServicer(object):
-    """Calls for trainers: take them, answer them.
+    """InterceptService serves trainers: they receive calls and answer them.
 
-    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
-    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
-    holds the fewest.
+    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+    and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+    stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+    with credit that holds the fewest calls.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
 
     def Intercept(self, request_iterator, context):
-        """The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-        fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-        before it stops.
+        """Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+        ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+        service sends GoAway before it stops.
 
-        What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-        (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+        An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+        ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseCalls(self, request, context):
-        """The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-        and leases up to max_calls of them for `lease`.
+        """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+        80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompleteCalls(self, request, context):
-        """Results for leased calls, each judged by itself; also extends leases.
+        """CompleteCalls answers leased calls, each checked by itself. It also extends leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterTools(self, request, context):
-        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-        reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-        with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-        A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-        What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+        """RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+        reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+        session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+        service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+        may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+        empty list withdraws the tools.
         Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
         RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
         """
@@ -126,7 +127,7 @@ class InterceptServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListCalls(self, request, context):
-        """Calls of a rollout in order of arrival.
+        """ListCalls lists a rollout's calls in order of arrival.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -134,7 +135,7 @@ class InterceptServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCall(self, request, context):
-        """One call, with its prompt.
+        """GetCall returns one call, with its prompt.
         Errors: NOT_FOUND (CALL_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -183,12 +184,12 @@ def add_InterceptServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InterceptService(object):
-    """Calls for trainers: take them, answer them.
+    """InterceptService serves trainers: they receive calls and answer them.
 
-    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
-    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
-    holds the fewest.
+    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+    and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+    stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+    with credit that holds the fewest calls.
 
     Errors common to all RPCs: those of RolloutGateService.
     """

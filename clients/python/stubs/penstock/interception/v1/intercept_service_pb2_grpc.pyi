@@ -27,12 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InterceptServiceStub:
-    """Calls for trainers: take them, answer them.
+    """InterceptService serves trainers: they receive calls and answer them.
 
-    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
-    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
-    holds the fewest.
+    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+    and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+    stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+    with credit that holds the fewest calls.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -42,89 +42,91 @@ class InterceptServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InterceptServiceAsyncStub: ...
     Intercept: _grpc.StreamStreamMultiCallable[_intercept_service_pb2.InterceptRequest, _intercept_service_pb2.InterceptResponse]
-    """The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-    fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-    before it stops.
+    """Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+    ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+    service sends GoAway before it stops.
 
-    What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-    (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+    An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+    ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
     """
     LeaseCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.LeaseCallsRequest, _intercept_service_pb2.LeaseCallsResponse]
-    """The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-    and leases up to max_calls of them for `lease`.
+    """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+    80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
     """
     CompleteCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]
-    """Results for leased calls, each judged by itself; also extends leases."""
+    """CompleteCalls answers leased calls, each checked by itself. It also extends leases."""
     RegisterTools: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.RegisterToolsRequest, _intercept_service_pb2.RegisterToolsResponse]
-    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-    reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-    with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-    A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-    What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+    """RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+    reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+    session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+    service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+    may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+    empty list withdraws the tools.
     Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
     RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
     """
     ListCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]
-    """Calls of a rollout in order of arrival.
+    """ListCalls lists a rollout's calls in order of arrival.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     GetCall: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.GetCallRequest, _intercept_service_pb2.GetCallResponse]
-    """One call, with its prompt.
+    """GetCall returns one call, with its prompt.
     Errors: NOT_FOUND (CALL_UNKNOWN).
     """
 
 @_typing.type_check_only
 class InterceptServiceAsyncStub(InterceptServiceStub):
-    """Calls for trainers: take them, answer them.
+    """InterceptService serves trainers: they receive calls and answer them.
 
-    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
-    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
-    holds the fewest.
+    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+    and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+    stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+    with credit that holds the fewest calls.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Intercept: _aio.StreamStreamMultiCallable[_intercept_service_pb2.InterceptRequest, _intercept_service_pb2.InterceptResponse]  # type: ignore[assignment]
-    """The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-    fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-    before it stops.
+    """Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+    ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+    service sends GoAway before it stops.
 
-    What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-    (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+    An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+    ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
     """
     LeaseCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.LeaseCallsRequest, _intercept_service_pb2.LeaseCallsResponse]  # type: ignore[assignment]
-    """The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-    and leases up to max_calls of them for `lease`.
+    """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+    80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
     """
     CompleteCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]  # type: ignore[assignment]
-    """Results for leased calls, each judged by itself; also extends leases."""
+    """CompleteCalls answers leased calls, each checked by itself. It also extends leases."""
     RegisterTools: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.RegisterToolsRequest, _intercept_service_pb2.RegisterToolsResponse]  # type: ignore[assignment]
-    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-    reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-    with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-    A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-    What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+    """RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+    reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+    session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+    service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+    may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+    empty list withdraws the tools.
     Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
     RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
     """
     ListCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]  # type: ignore[assignment]
-    """Calls of a rollout in order of arrival.
+    """ListCalls lists a rollout's calls in order of arrival.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     GetCall: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.GetCallRequest, _intercept_service_pb2.GetCallResponse]  # type: ignore[assignment]
-    """One call, with its prompt.
+    """GetCall returns one call, with its prompt.
     Errors: NOT_FOUND (CALL_UNKNOWN).
     """
 
 class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Calls for trainers: take them, answer them.
+    """InterceptService serves trainers: they receive calls and answer them.
 
-    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
-    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
-    holds the fewest.
+    A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+    and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+    stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+    with credit that holds the fewest calls.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -135,12 +137,12 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_intercept_service_pb2.InterceptRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_intercept_service_pb2.InterceptResponse], _abc.AsyncIterator[_intercept_service_pb2.InterceptResponse]]:
-        """The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-        fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-        before it stops.
+        """Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+        ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+        service sends GoAway before it stops.
 
-        What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-        (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+        An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+        ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
         """
 
     @_abc_1.abstractmethod
@@ -149,8 +151,8 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.LeaseCallsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.LeaseCallsResponse, _abc.Awaitable[_intercept_service_pb2.LeaseCallsResponse]]:
-        """The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-        and leases up to max_calls of them for `lease`.
+        """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+        80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
         """
 
     @_abc_1.abstractmethod
@@ -159,7 +161,7 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.CompleteCallsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.CompleteCallsResponse, _abc.Awaitable[_intercept_service_pb2.CompleteCallsResponse]]:
-        """Results for leased calls, each judged by itself; also extends leases."""
+        """CompleteCalls answers leased calls, each checked by itself. It also extends leases."""
 
     @_abc_1.abstractmethod
     def RegisterTools(
@@ -167,11 +169,12 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.RegisterToolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.RegisterToolsResponse, _abc.Awaitable[_intercept_service_pb2.RegisterToolsResponse]]:
-        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-        reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-        with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-        A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-        What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+        """RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+        reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+        session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+        service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+        may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+        empty list withdraws the tools.
         Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
         RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
         """
@@ -182,7 +185,7 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.ListCallsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.ListCallsResponse, _abc.Awaitable[_intercept_service_pb2.ListCallsResponse]]:
-        """Calls of a rollout in order of arrival.
+        """ListCalls lists a rollout's calls in order of arrival.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -192,7 +195,7 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.GetCallRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.GetCallResponse, _abc.Awaitable[_intercept_service_pb2.GetCallResponse]]:
-        """One call, with its prompt.
+        """GetCall returns one call, with its prompt.
         Errors: NOT_FOUND (CALL_UNKNOWN).
         """
 

@@ -33,16 +33,16 @@ class _GateRolloutStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Gate
     GATE_ROLLOUT_STATE_UNSPECIFIED: _GateRolloutState.ValueType  # 0
     GATE_ROLLOUT_STATE_OPEN: _GateRolloutState.ValueType  # 1
     GATE_ROLLOUT_STATE_EXHAUSTED: _GateRolloutState.ValueType  # 2
-    """A budget is used up: further calls are refused."""
+    """A budget is used up; further calls are refused."""
     GATE_ROLLOUT_STATE_CLOSED: _GateRolloutState.ValueType  # 3
 
 class GateRolloutState(_GateRolloutState, metaclass=_GateRolloutStateEnumTypeWrapper):
-    """Whether a rollout's agent may call."""
+    """GateRolloutState is whether a rollout's agent may call."""
 
 GATE_ROLLOUT_STATE_UNSPECIFIED: GateRolloutState.ValueType  # 0
 GATE_ROLLOUT_STATE_OPEN: GateRolloutState.ValueType  # 1
 GATE_ROLLOUT_STATE_EXHAUSTED: GateRolloutState.ValueType  # 2
-"""A budget is used up: further calls are refused."""
+"""A budget is used up; further calls are refused."""
 GATE_ROLLOUT_STATE_CLOSED: GateRolloutState.ValueType  # 3
 Global___GateRolloutState: _TypeAlias = GateRolloutState  # noqa: Y015
 
@@ -81,7 +81,7 @@ class CheckSourceRequest(_message.Message):
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     rollout_id: _builtins.str
-    """Of the rollout that would be opened, for CheckSourceResponse.host_tools."""
+    """The rollout that would be opened, for CheckSourceResponse.host_tools."""
     group_id: _builtins.str
     run_id: _builtins.str
     @_builtins.property
@@ -92,7 +92,7 @@ class CheckSourceRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def run_budgets(self) -> _interception_pb2.RunBudgets:
-        """Of its run, to be held against those that the run has."""
+        """Budgets of its run, to be compared with those in force."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class CheckSourceResponse(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     HOST_TOOLS_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
-    """What the source calls its model; empty = it does not say."""
+    """The source's name for its model. Empty = unknown."""
     @_builtins.property
     def host_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the host tools that such a rollout would be offered now (InterceptService.RegisterTools)."""
+        """Names of the host tools that this rollout would be offered now (InterceptService.RegisterTools)."""
 
     def __init__(
         self,
@@ -198,19 +198,19 @@ class OpenRolloutRequest(_message.Message):
     run_id: _builtins.str
     mode: _interception_pb2.Mode.ValueType
     model_name: _builtins.str
-    """The model's name as the agent shall use it; empty = the source's own."""
+    """The model's name for the agent. Empty = the source's own."""
     task_id: _builtins.str
-    """Told to the trainer with each call; both may be unset."""
+    """Sent to the trainer with each call. Both may be unset."""
     group_index: _builtins.int
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def source(self) -> _interception_pb2.ModelSource:
-        """Unset = the default inference service. In gate mode: whose tokenizer is used, and who answers delegated calls."""
+        """Unset = the default inference service. In gate mode its tokenizer makes the prompts, and it answers delegated calls."""
 
     @_builtins.property
     def dialects(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Dialect.ValueType]:
-        """Dialects that the agent may speak; empty = every one that the service has."""
+        """Dialects that the agent may use. Empty = all that the service has."""
 
     @_builtins.property
     def budgets(self) -> _interception_pb2.Budgets: ...
@@ -220,18 +220,18 @@ class OpenRolloutRequest(_message.Message):
     def policy(self) -> _interception_pb2.PolicyVersionConstraint: ...
     @_builtins.property
     def sampling_override(self) -> _chat_pb2.Sampling:
-        """Replaces, field by field, what the agent asks for; recorded as a normalisation."""
+        """Replaces fields of the agent's sampling; recorded as a normalisation."""
 
     @_builtins.property
     def run_budgets(self) -> _interception_pb2.RunBudgets:
-        """Budgets of the whole run; needs run_id. The first rollout that gives them fixes them, others may leave them out. They bind all
-        rollouts of the run, open ones included, and survive a restart; they are forgotten the operator's retention after the run's last
-        rollout was deleted.
+        """Budgets of the whole run; they need run_id. The first rollout that sets them fixes them; others may leave them out.
+        They bind all rollouts of the run, open ones included, and survive a restart. They are dropped once the operator's
+        retention has passed after the deletion of the run's last rollout.
         """
 
     @_builtins.property
     def token_terms(self) -> _interception_pb2.TokenTerms:
-        """Of the token in the answer."""
+        """Terms of the agent key in the answer."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ Global___OpenRolloutRequest: _TypeAlias = OpenRolloutRequest  # noqa: Y015
 
 @_typing.final
 class DialectEndpoint(_message.Message):
-    """How to reach the ingress in one dialect."""
+    """DialectEndpoint is the ingress's path for one dialect."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -291,7 +291,7 @@ class DialectEndpoint(_message.Message):
     BASE_PATH_FIELD_NUMBER: _builtins.int
     dialect: _trajectory_pb2.Dialect.ValueType
     base_path: _builtins.str
-    """What an SDK of that dialect wants behind "http://host:port", for example /rollout/ID/v1."""
+    """The path behind "http://host:port" that an SDK of the dialect needs, for example /rollout/ID/v1."""
     def __init__(
         self,
         *,
@@ -319,22 +319,20 @@ class OpenRolloutResponse(_message.Message):
     HOST_TOOLS_FIELD_NUMBER: _builtins.int
     MCP_PATH_FIELD_NUMBER: _builtins.int
     ingress_address: _builtins.str
-    """Where the ingress is reached, "host:port" or, where it serves TLS, "tls:host:port": the upstream of a sandbox's
-    ONE_ENDPOINT.
-    """
+    """The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or "tls:host:port" where it serves TLS."""
     token: _builtins.str
-    """The rollout's credential: lets its holder ask for completions and call host tools in this rollout, nothing else. Sent as
-    bearer token, x-api-key or x-goog-api-key. IssueToken makes others.
+    """The rollout's agent key. It allows completions and host tools in this rollout, nothing else. It is sent as bearer
+    token, x-api-key or x-goog-api-key. IssueToken makes others.
     """
     mcp_path: _builtins.str
-    """Where they are, behind "http://host:port": an MCP server (streamable HTTP), for example /rollout/ID/mcp."""
+    """The path of the host tools' MCP server (streamable HTTP) behind "http://host:port", for example /rollout/ID/mcp."""
     @_builtins.property
     def rollout(self) -> Global___GateRollout: ...
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___DialectEndpoint]: ...
     @_builtins.property
     def host_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the host tools that the rollout is offered, for as long as it is open; empty = none."""
+        """Names of the host tools that the rollout is offered while it is open. Empty = none."""
 
     def __init__(
         self,
@@ -356,7 +354,7 @@ Global___OpenRolloutResponse: _TypeAlias = OpenRolloutResponse  # noqa: Y015
 
 @_typing.final
 class GateRollout(_message.Message):
-    """A rollout as the gate sees it."""
+    """GateRollout is a rollout at the gate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -400,7 +398,7 @@ class GateRollout(_message.Message):
     state: Global___GateRolloutState.ValueType
     model_name: _builtins.str
     exhausted_budget: _builtins.str
-    """Name of the budget that is used up, for example "max_calls", or "run.max_calls" where it is the run's; empty = none."""
+    """Name of the used-up budget, for example "max_calls", or "run.max_calls" for the run's. Empty = none."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -411,11 +409,11 @@ class GateRollout(_message.Message):
     def totals(self) -> Global___CallTotals: ...
     @_builtins.property
     def paused_time(self) -> _duration_pb2.Duration:
-        """How long its calls were held by PauseCalls."""
+        """How long PauseCalls held its calls."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutToken]:
-        """Oldest first, void ones included; empty once it is closed."""
+        """Agent keys, oldest first, void ones included. Empty once the rollout is closed."""
 
     def __init__(
         self,
@@ -451,7 +449,7 @@ Global___GateRollout: _TypeAlias = GateRollout  # noqa: Y015
 
 @_typing.final
 class RolloutToken(_message.Message):
-    """A token of a rollout, as those may see it who do not hold it."""
+    """RolloutToken describes an agent key without its secret."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -461,7 +459,7 @@ class RolloutToken(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     token_id: _builtins.str
-    """Names it; is no credential."""
+    """The key's id; it is no credential."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_interception_pb2.TokenScope.ValueType]:
         """Never empty."""
@@ -474,7 +472,7 @@ class RolloutToken(_message.Message):
 
     @_builtins.property
     def revoke_time(self) -> _timestamp_pb2.Timestamp:
-        """From then on it is void, by RevokeTokens or because it was replaced; unset = it was not revoked."""
+        """When it becomes void, by RevokeTokens or by a replacement. Unset = it was not revoked."""
 
     def __init__(
         self,
@@ -495,7 +493,7 @@ Global___RolloutToken: _TypeAlias = RolloutToken  # noqa: Y015
 
 @_typing.final
 class CallTotals(_message.Message):
-    """Counts over a rollout's calls."""
+    """CallTotals counts a rollout's calls."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -512,6 +510,7 @@ class CallTotals(_message.Message):
     REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     LAST_UNANSWERED_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     open: _builtins.int
     delivered: _builtins.int
@@ -521,16 +520,22 @@ class CallTotals(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     last_failure_reason: _builtins.str
-    """Of the call that FAILED last: its stable reason, for example CONTEXT_EXCEEDED, and whether asking again may help."""
+    """The last call that FAILED: its stable reason, for example CONTEXT_EXCEEDED, and whether a retry may help."""
     last_failure_retriable: _builtins.bool
     request_bytes: _builtins.int
     """Bytes of the request bodies."""
     refused: _builtins.int
-    """Requests that were refused because a budget was used up; they are no calls."""
+    """Requests refused because a budget was used up. They are not calls."""
     last_unanswered: _builtins.bool
-    """Of the calls that were not cancelled, the one that ended last got no answer, for a reason that may pass: an agent that ended after
-    it gave up, whatever its exit code says.
+    """Whether the latest ended call (cancelled ones aside) failed for a transient reason. An agent that ended after it gave
+    up, whatever its exit code.
     """
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallFailures]:
+        """Reasons of the calls that FAILED, most frequent first. At most 32 entries; the rest is counted in one entry without a
+        reason.
+        """
+
     def __init__(
         self,
         *,
@@ -547,14 +552,45 @@ class CallTotals(_message.Message):
         request_bytes: _builtins.int = ...,
         refused: _builtins.int = ...,
         last_unanswered: _builtins.bool = ...,
+        failures: _abc.Iterable[Global___CallFailures] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CallTotals: _TypeAlias = CallTotals  # noqa: Y015
+
+@_typing.final
+class CallFailures(_message.Message):
+    """CallFailures counts a rollout's calls that FAILED for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    RETRIABLE_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Stable, for example UPSTREAM_REFUSED. Empty = several."""
+    calls: _builtins.int
+    """At least 1."""
+    retriable: _builtins.bool
+    """Whether a retry may help. A reason can appear twice: an upstream can refuse a request for good, or for now."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        retriable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallFailures: _TypeAlias = CallFailures  # noqa: Y015
 
 @_typing.final
 class CloseRolloutRequest(_message.Message):
@@ -566,7 +602,7 @@ class CloseRolloutRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     reason: _builtins.str
-    """Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED; told to those who hold its calls."""
+    """Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED. Sent to the holders of its calls."""
     def __init__(
         self,
         *,
@@ -657,7 +693,7 @@ class IssueTokenRequest(_message.Message):
     def terms(self) -> _interception_pb2.TokenTerms: ...
     @_builtins.property
     def retire_others_after(self) -> _duration_pb2.Duration:
-        """All others of the rollout are void this long after; 0 s = at once. Unset = they stay."""
+        """Delay after which all other keys of the rollout are void; 0 s = at once. Unset = they stay valid."""
 
     def __init__(
         self,
@@ -716,7 +752,7 @@ class RevokeTokensRequest(_message.Message):
 
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """Until when they are still good; unset = not at all."""
+        """How long they stay valid. Unset = void at once."""
 
     def __init__(
         self,
@@ -742,7 +778,7 @@ class RevokeTokensResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutToken]:
-        """All tokens of the rollout."""
+        """All agent keys of the rollout."""
 
     def __init__(
         self,
@@ -896,9 +932,10 @@ class GetCaptureRequest(_message.Message):
     after_index: _builtins.int
     """Only calls with a greater index, and no samples."""
     after_tool_call_index: _builtins.int
-    """Only host tool calls with a greater index: they are counted apart from calls. Unset = all of them, but none where after_index is set.
-    To be told of each call and each host tool call until it has ended, give for either kind the greatest index up to which all that
-    were told have ended (-1 = from the first on); what is told again replaces what was told of it before.
+    """Only host tool calls with a greater index; they are counted apart from calls. Unset = all of them, or none if
+    after_index is set.
+    To follow each call and host tool call until it has ended, set each position to the greatest index up to which all that
+    were received have ended (-1 = from the first). A repeated one replaces the one received before.
     """
     def __init__(
         self,
@@ -932,7 +969,7 @@ class GetCaptureResponse(_message.Message):
     TRAJECTORY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory:
-        """A fragment; all of them merged are the trajectory."""
+        """A fragment. All of them merged are the trajectory."""
 
     def __init__(
         self,
@@ -978,9 +1015,9 @@ class WatchCallsRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     ENDED_ONLY_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
-    """Events after this one; unset = from now on."""
+    """Events after this one. Unset = from now on."""
     ended_only: _builtins.bool
-    """Of calls, only changes into a terminal state: one event a call."""
+    """Only changes of calls into a terminal state: one event per call."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Watched rollouts; empty = all."""
@@ -1013,7 +1050,7 @@ class WatchCallsResponse(_message.Message):
 
     @_typing.final
     class WatchStarted(_message.Message):
-        """The stream is established."""
+        """WatchStarted states that the stream is established."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1032,7 +1069,7 @@ class WatchCallsResponse(_message.Message):
 
     @_typing.final
     class CallChanged(_message.Message):
-        """A call was opened or changed state."""
+        """CallChanged states that a call was opened or changed state."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1057,7 +1094,7 @@ class WatchCallsResponse(_message.Message):
 
     @_typing.final
     class RolloutClosed(_message.Message):
-        """A rollout was closed."""
+        """RolloutClosed states that a rollout was closed."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1082,7 +1119,7 @@ class WatchCallsResponse(_message.Message):
 
     @_typing.final
     class WatchHeartbeat(_message.Message):
-        """Nothing happened."""
+        """WatchHeartbeat states that the stream is alive."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1109,7 +1146,7 @@ class WatchCallsResponse(_message.Message):
     def closed(self) -> Global___WatchCallsResponse.RolloutClosed: ...
     @_builtins.property
     def heartbeat(self) -> Global___WatchCallsResponse.WatchHeartbeat:
-        """Every 10 s of silence."""
+        """After every 10 s of silence."""
 
     def __init__(
         self,
@@ -1172,20 +1209,20 @@ class WatchGateResponse(_message.Message):
     queued_calls: _builtins.int
     """Calls that wait for a trainer."""
     paused_calls: _builtins.int
-    """Of those, the ones that a pause holds back."""
+    """The queued calls that a pause holds."""
     leased_calls: _builtins.int
-    """Calls that trainers have."""
+    """Calls leased to trainers."""
     dispatched_calls: _builtins.int
-    """Calls that the rollouts' model sources answer."""
+    """Calls dispatched to the rollouts' model sources."""
     session_count: _builtins.int
-    """All of them."""
+    """Count of all sessions."""
     @_builtins.property
     def oldest_wait(self) -> _duration_pb2.Duration:
-        """How long the oldest queued call has waited; unset = none waits."""
+        """How long the oldest queued call has waited. Unset = none waits."""
 
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateSession]:
-        """Those that hold or await most first, at most 256."""
+        """Sessions with the most held and waiting calls first, at most 256."""
 
     def __init__(
         self,
@@ -1209,7 +1246,7 @@ Global___WatchGateResponse: _TypeAlias = WatchGateResponse  # noqa: Y015
 
 @_typing.final
 class GateSession(_message.Message):
-    """A trainer's session, as those may see it who do not have it."""
+    """GateSession describes a trainer's session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1226,26 +1263,26 @@ class GateSession(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """As it said in Hello."""
+    """As in Hello."""
     run_id: _builtins.str
-    """What it asked for: a run, a group; empty = calls of any."""
+    """The session's selector: a run, a group. Empty = any."""
     group_id: _builtins.str
     rollouts: _builtins.int
-    """Open rollouts whose calls it may get."""
+    """Open rollouts whose calls it may receive."""
     credit_calls: _builtins.int
     """As granted."""
     credit_bytes: _builtins.int
     held_calls: _builtins.int
-    """Calls that it has and has not answered."""
+    """Calls that it holds unanswered."""
     held_bytes: _builtins.int
     queued_calls: _builtins.int
-    """Calls that wait for it, or for others with the same selector."""
+    """Calls that wait for it, or for other sessions with the same selector."""
     lost: _builtins.bool
-    """Its stream broke, and it may be resumed."""
+    """Its stream broke; it may be resumed."""
     paused: _builtins.bool
-    """It holds the calls of its selector back."""
+    """It pauses the calls of its selector."""
     policy_version: _builtins.int
-    """The newest that was announced for its selector."""
+    """The newest version announced for its selector."""
     def __init__(
         self,
         *,

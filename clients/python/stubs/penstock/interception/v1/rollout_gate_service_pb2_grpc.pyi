@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutGateServiceStub:
-    """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
+    """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_typing.overload
@@ -38,119 +38,135 @@ class RolloutGateServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutGateServiceAsyncStub: ...
     CheckSource: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CheckSourceRequest, _rollout_gate_service_pb2.CheckSourceResponse]
-    """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
-    order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+    """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
+    refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+    check.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
     UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
     TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
     """
     OpenRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]
-    """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
+    """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
     is down is an error here and not in an agent's log (R27).
 
-    Idempotent by request_id; the token is the same in a repeated answer.
-    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
-    field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
+    Idempotent by request_id: a repeat returns the same token.
+    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
+    (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+    final: the run's).
     """
     CloseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]
-    """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
-    capture stays until DeleteRollout or the operator's retention. Idempotent.
+    """CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
+    its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     DeleteRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.DeleteRolloutRequest, _rollout_gate_service_pb2.DeleteRolloutResponse]
-    """Removes a rollout and its capture; closes it first when it is open. Idempotent."""
+    """DeleteRollout deletes a rollout and its capture, and closes it first if it is open. Idempotent."""
     IssueToken: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.IssueTokenRequest, _rollout_gate_service_pb2.IssueTokenResponse]
-    """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
-    or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+    """IssueToken makes another agent key for an open rollout, with narrower scopes or because a key may have leaked. It is
+    added to the existing keys, or replaces them (retire_others_after). Idempotent by request_id: a repeat returns the same
+    token and retires no key again.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
-    RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+    RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 agent keys in its life).
     """
     RevokeTokens: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.RevokeTokensRequest, _rollout_gate_service_pb2.RevokeTokensResponse]
-    """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
-    dies at the earliest time that it was ever told.
+    """RevokeTokens makes agent keys of a rollout void. The rollout stays open and may get others, and admitted calls go on.
+    Idempotent: of several expiry times of a key, the earliest counts.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.GetRolloutRequest, _rollout_gate_service_pb2.GetRolloutResponse]
-    """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
+    """GetRollout returns a rollout.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]
-    """Lists rollouts at the gate, newest first."""
+    """ListRollouts lists rollouts at the gate, newest first."""
     GetCapture: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.GetCaptureRequest, _rollout_gate_service_pb2.GetCaptureResponse]
-    """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
-    with after_index and after_tool_call_index, as GetCaptureRequest says.
+    """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+    To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     WatchCalls: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchCallsRequest, _rollout_gate_service_pb2.WatchCallsResponse]
-    """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
-    closed.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
+    """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
+    single watched rollout is closed.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
+    events).
     """
     WatchGate: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchGateRequest, _rollout_gate_service_pb2.WatchGateResponse]
-    """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless."""
+    """WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
+    the trainers' sessions.
+    """
 
 @_typing.type_check_only
 class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
-    """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
+    """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CheckSource: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CheckSourceRequest, _rollout_gate_service_pb2.CheckSourceResponse]  # type: ignore[assignment]
-    """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
-    order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+    """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
+    refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+    check.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
     UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
     TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
     """
     OpenRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]  # type: ignore[assignment]
-    """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
+    """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
     is down is an error here and not in an agent's log (R27).
 
-    Idempotent by request_id; the token is the same in a repeated answer.
-    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
-    field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
+    Idempotent by request_id: a repeat returns the same token.
+    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
+    (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+    final: the run's).
     """
     CloseRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]  # type: ignore[assignment]
-    """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
-    capture stays until DeleteRollout or the operator's retention. Idempotent.
+    """CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
+    its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     DeleteRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.DeleteRolloutRequest, _rollout_gate_service_pb2.DeleteRolloutResponse]  # type: ignore[assignment]
-    """Removes a rollout and its capture; closes it first when it is open. Idempotent."""
+    """DeleteRollout deletes a rollout and its capture, and closes it first if it is open. Idempotent."""
     IssueToken: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.IssueTokenRequest, _rollout_gate_service_pb2.IssueTokenResponse]  # type: ignore[assignment]
-    """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
-    or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+    """IssueToken makes another agent key for an open rollout, with narrower scopes or because a key may have leaked. It is
+    added to the existing keys, or replaces them (retire_others_after). Idempotent by request_id: a repeat returns the same
+    token and retires no key again.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
-    RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+    RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 agent keys in its life).
     """
     RevokeTokens: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.RevokeTokensRequest, _rollout_gate_service_pb2.RevokeTokensResponse]  # type: ignore[assignment]
-    """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
-    dies at the earliest time that it was ever told.
+    """RevokeTokens makes agent keys of a rollout void. The rollout stays open and may get others, and admitted calls go on.
+    Idempotent: of several expiry times of a key, the earliest counts.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.GetRolloutRequest, _rollout_gate_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
+    """GetRollout returns a rollout.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """Lists rollouts at the gate, newest first."""
+    """ListRollouts lists rollouts at the gate, newest first."""
     GetCapture: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.GetCaptureRequest, _rollout_gate_service_pb2.GetCaptureResponse]  # type: ignore[assignment]
-    """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
-    with after_index and after_tool_call_index, as GetCaptureRequest says.
+    """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+    To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     WatchCalls: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchCallsRequest, _rollout_gate_service_pb2.WatchCallsResponse]  # type: ignore[assignment]
-    """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
-    closed.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
+    """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
+    single watched rollout is closed.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
+    events).
     """
     WatchGate: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchGateRequest, _rollout_gate_service_pb2.WatchGateResponse]  # type: ignore[assignment]
-    """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless."""
+    """WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
+    the trainers' sessions.
+    """
 
 class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
+    """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_abc_1.abstractmethod
@@ -159,8 +175,9 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.CheckSourceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.CheckSourceResponse, _abc.Awaitable[_rollout_gate_service_pb2.CheckSourceResponse]]:
-        """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
-        order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+        """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
+        refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+        check.
         Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
         UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
         TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
@@ -172,12 +189,13 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.OpenRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.OpenRolloutResponse, _abc.Awaitable[_rollout_gate_service_pb2.OpenRolloutResponse]]:
-        """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
+        """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
         is down is an error here and not in an agent's log (R27).
 
-        Idempotent by request_id; the token is the same in a repeated answer.
-        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
-        field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
+        Idempotent by request_id: a repeat returns the same token.
+        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
+        (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+        final: the run's).
         """
 
     @_abc_1.abstractmethod
@@ -186,8 +204,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.CloseRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.CloseRolloutResponse, _abc.Awaitable[_rollout_gate_service_pb2.CloseRolloutResponse]]:
-        """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
-        capture stays until DeleteRollout or the operator's retention. Idempotent.
+        """CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
+        its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -197,7 +215,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.DeleteRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.DeleteRolloutResponse, _abc.Awaitable[_rollout_gate_service_pb2.DeleteRolloutResponse]]:
-        """Removes a rollout and its capture; closes it first when it is open. Idempotent."""
+        """DeleteRollout deletes a rollout and its capture, and closes it first if it is open. Idempotent."""
 
     @_abc_1.abstractmethod
     def IssueToken(
@@ -205,10 +223,11 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.IssueTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.IssueTokenResponse, _abc.Awaitable[_rollout_gate_service_pb2.IssueTokenResponse]]:
-        """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
-        or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+        """IssueToken makes another agent key for an open rollout, with narrower scopes or because a key may have leaked. It is
+        added to the existing keys, or replaces them (retire_others_after). Idempotent by request_id: a repeat returns the same
+        token and retires no key again.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
-        RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+        RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 agent keys in its life).
         """
 
     @_abc_1.abstractmethod
@@ -217,8 +236,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.RevokeTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.RevokeTokensResponse, _abc.Awaitable[_rollout_gate_service_pb2.RevokeTokensResponse]]:
-        """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
-        dies at the earliest time that it was ever told.
+        """RevokeTokens makes agent keys of a rollout void. The rollout stays open and may get others, and admitted calls go on.
+        Idempotent: of several expiry times of a key, the earliest counts.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
         """
 
@@ -228,7 +247,9 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.GetRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.GetRolloutResponse, _abc.Awaitable[_rollout_gate_service_pb2.GetRolloutResponse]]:
-        """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
+        """GetRollout returns a rollout.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def ListRollouts(
@@ -236,7 +257,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_gate_service_pb2.ListRolloutsResponse]]:
-        """Lists rollouts at the gate, newest first."""
+        """ListRollouts lists rollouts at the gate, newest first."""
 
     @_abc_1.abstractmethod
     def GetCapture(
@@ -244,8 +265,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.GetCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.GetCaptureResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.GetCaptureResponse]]:
-        """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
-        with after_index and after_tool_call_index, as GetCaptureRequest says.
+        """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+        To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -255,9 +276,10 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.WatchCallsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.WatchCallsResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.WatchCallsResponse]]:
-        """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
-        closed.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
+        """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
+        single watched rollout is closed.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
+        events).
         """
 
     @_abc_1.abstractmethod
@@ -266,6 +288,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.WatchGateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.WatchGateResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.WatchGateResponse]]:
-        """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless."""
+        """WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
+        the trainers' sessions.
+        """
 
 def add_RolloutGateServiceServicer_to_server(servicer: RolloutGateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

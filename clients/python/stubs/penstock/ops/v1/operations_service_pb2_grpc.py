@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class OperationsServiceStub(object):
-    """Served by each of the four services beside its own.
+    """OperationsService is served by each of the four services.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
     """
 
     def __init__(self, channel):
@@ -46,15 +46,15 @@ class OperationsServiceStub(object):
 
 
 class OperationsServiceServicer(object):
-    """Served by each of the four services beside its own.
+    """OperationsService is served by each of the four services.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
     """
 
     def GetStatus(self, request, context):
-        """How the service and its process fare now, and what it takes for trouble. Changes nothing. It holds no secret, no prompt and
-        nothing that an agent wrote; the ids in it are those of rollouts, sessions and sandboxes.
+        """GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
+        has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
         Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -78,10 +78,10 @@ def add_OperationsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperationsService(object):
-    """Served by each of the four services beside its own.
+    """OperationsService is served by each of the four services.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
     """
 
     @staticmethod

@@ -33,7 +33,7 @@ class _FileKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FileKind.Val
     FILE_KIND_OTHER: _FileKind.ValueType  # 4
 
 class FileKind(_FileKind, metaclass=_FileKindEnumTypeWrapper):
-    """What a path names."""
+    """FileKind is the kind of file that a path names."""
 
 FILE_KIND_UNSPECIFIED: FileKind.ValueType  # 0
 FILE_KIND_FILE: FileKind.ValueType  # 1
@@ -44,7 +44,7 @@ Global___FileKind: _TypeAlias = FileKind  # noqa: Y015
 
 @_typing.final
 class FileInfo(_message.Message):
-    """Metadata of a file."""
+    """FileInfo is the metadata of a file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -96,11 +96,13 @@ class ReadFileRequest(_message.Message):
     sandbox_id: _builtins.str
     path: _builtins.str
     offset: _builtins.int
-    """First byte wanted."""
+    """Offset of the first byte to read."""
     length: _builtins.int
-    """Most bytes wanted; unset = to the end."""
+    """The most bytes to read. Unset = to the end."""
     follow_symlink: _builtins.bool
-    """Whether a symbolic link as the last component is followed (inside the sandbox). Unset = false: refused (NOT_A_FILE)."""
+    """Whether a symbolic link as the last component is followed (inside the sandbox). Unset = false: it is refused
+    (NOT_A_FILE).
+    """
     def __init__(
         self,
         *,
@@ -270,7 +272,9 @@ class ReadTreeRequest(_message.Message):
     sandbox_id: _builtins.str
     path: _builtins.str
     max_bytes: _builtins.int
-    """Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) files of more bytes than this, holes included; unset = 1 GiB. Not negative."""
+    """The most bytes of files, holes included; more are refused (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Unset = 1 GiB. Not
+    negative.
+    """
     def __init__(
         self,
         *,
@@ -335,9 +339,9 @@ class WriteTreeRequest(_message.Message):
         path: _builtins.str
         """Created when absent."""
         layer: _builtins.bool
-        """The tar is a layer that is put over what is there, whatever somebody left in its way: a member replaces what stands in
-        its place or in that of its directories (a link, a file, a directory with all that is in it), directories of the
-        sandbox's user that may not be entered are opened, and a member `.wh.NAME`, as in layers of OCI images, removes NAME.
+        """The tar is a layer over the existing files. A member replaces whatever is in its place or in place of its directories
+        (a link, a file, a directory with its content). Directories of the sandbox's user that cannot be entered are made
+        accessible. A member `.wh.NAME` removes NAME, as in layers of OCI images.
         """
         def __init__(
             self,
@@ -481,7 +485,7 @@ class ListRequest(_message.Message):
     sandbox_id: _builtins.str
     path: _builtins.str
     page_size: _builtins.int
-    """As in SandboxService.ListSandboxes."""
+    """See SandboxService.ListSandboxes."""
     page_token: _builtins.str
     def __init__(
         self,

@@ -26,13 +26,13 @@ if _version_not_supported:
 
 
 class FileServiceStub(object):
-    """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
-    everything is done with that user's rights.
+    """FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+    the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+    have the rights of the sandbox's user, who owns what is written.
 
-    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
-    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
-    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+    Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+    Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
     (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
@@ -88,13 +88,13 @@ class FileServiceStub(object):
 
 
 class FileServiceServicer(object):
-    """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
-    everything is done with that user's rights.
+    """FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+    the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+    have the rights of the sandbox's user, who owns what is written.
 
-    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
-    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
-    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+    Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+    Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
     (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
@@ -102,15 +102,15 @@ class FileServiceServicer(object):
     """
 
     def ReadFile(self, request, context):
-        """Streams a file, or a range of it.
+        """ReadFile streams a file, or a range of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteFile(self, request_iterator, context):
-        """Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-        created. A stream that ends without `end` writes nothing.
+        """WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+        are created. A stream that ends without `end` writes nothing.
         Errors: DATA_LOSS (DIGEST_MISMATCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -118,8 +118,9 @@ class FileServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadTree(self, request, context):
-        """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+        """ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+        opened.
+        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
         entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -127,9 +128,9 @@ class FileServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WriteTree(self, request_iterator, context):
-        """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-        negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-        TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+        """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+        files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+        KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
         Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -137,15 +138,15 @@ class FileServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """One file's metadata, symbolic links not followed.
+        """Stat returns one file's metadata. It does not follow symbolic links.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-        gone; a page may be shorter than asked for.
+        """List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+        since. A page may be shorter than page_size.
         Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -153,14 +154,14 @@ class FileServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MakeDirectory(self, request, context):
-        """Creates a directory and its parents. One that exists is a success.
+        """MakeDirectory creates a directory and its parents. An existing one is a success.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Remove(self, request, context):
-        """Removes a file, a link or (recursive) a directory. What does not exist is a success.
+        """Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
         Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -219,13 +220,13 @@ def add_FileServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FileService(object):
-    """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
-    everything is done with that user's rights.
+    """FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+    the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+    have the rights of the sandbox's user, who owns what is written.
 
-    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
-    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
-    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+    Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+    Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
     (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED

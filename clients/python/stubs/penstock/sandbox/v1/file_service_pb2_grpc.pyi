@@ -27,13 +27,13 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class FileServiceStub:
-    """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
-    everything is done with that user's rights.
+    """FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+    the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+    have the rights of the sandbox's user, who owns what is written.
 
-    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
-    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
-    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+    Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+    Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
     (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
@@ -45,46 +45,47 @@ class FileServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FileServiceAsyncStub: ...
     ReadFile: _grpc.UnaryStreamMultiCallable[_file_service_pb2.ReadFileRequest, _file_service_pb2.ReadFileResponse]
-    """Streams a file, or a range of it."""
+    """ReadFile streams a file, or a range of it."""
     WriteFile: _grpc.StreamUnaryMultiCallable[_file_service_pb2.WriteFileRequest, _file_service_pb2.WriteFileResponse]
-    """Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-    created. A stream that ends without `end` writes nothing.
+    """WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+    are created. A stream that ends without `end` writes nothing.
     Errors: DATA_LOSS (DIGEST_MISMATCH).
     """
     ReadTree: _grpc.UnaryStreamMultiCallable[_file_service_pb2.ReadTreeRequest, _file_service_pb2.ReadTreeResponse]
-    """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+    """ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+    opened.
+    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
     entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
     """
     WriteTree: _grpc.StreamUnaryMultiCallable[_file_service_pb2.WriteTreeRequest, _file_service_pb2.WriteTreeResponse]
-    """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-    negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-    TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+    """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+    files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+    KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
     Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
     """
     Stat: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.StatRequest, _file_service_pb2.StatResponse]
-    """One file's metadata, symbolic links not followed."""
+    """Stat returns one file's metadata. It does not follow symbolic links."""
     List: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.ListRequest, _file_service_pb2.ListResponse]
-    """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-    gone; a page may be shorter than asked for.
+    """List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+    since. A page may be shorter than page_size.
     Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
     """
     MakeDirectory: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.MakeDirectoryRequest, _file_service_pb2.MakeDirectoryResponse]
-    """Creates a directory and its parents. One that exists is a success."""
+    """MakeDirectory creates a directory and its parents. An existing one is a success."""
     Remove: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.RemoveRequest, _file_service_pb2.RemoveResponse]
-    """Removes a file, a link or (recursive) a directory. What does not exist is a success.
+    """Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
     Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
     """
 
 @_typing.type_check_only
 class FileServiceAsyncStub(FileServiceStub):
-    """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
-    everything is done with that user's rights.
+    """FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+    the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+    have the rights of the sandbox's user, who owns what is written.
 
-    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
-    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
-    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+    Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+    Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
     (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
@@ -93,45 +94,46 @@ class FileServiceAsyncStub(FileServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReadFile: _aio.UnaryStreamMultiCallable[_file_service_pb2.ReadFileRequest, _file_service_pb2.ReadFileResponse]  # type: ignore[assignment]
-    """Streams a file, or a range of it."""
+    """ReadFile streams a file, or a range of it."""
     WriteFile: _aio.StreamUnaryMultiCallable[_file_service_pb2.WriteFileRequest, _file_service_pb2.WriteFileResponse]  # type: ignore[assignment]
-    """Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-    created. A stream that ends without `end` writes nothing.
+    """WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+    are created. A stream that ends without `end` writes nothing.
     Errors: DATA_LOSS (DIGEST_MISMATCH).
     """
     ReadTree: _aio.UnaryStreamMultiCallable[_file_service_pb2.ReadTreeRequest, _file_service_pb2.ReadTreeResponse]  # type: ignore[assignment]
-    """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+    """ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+    opened.
+    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
     entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
     """
     WriteTree: _aio.StreamUnaryMultiCallable[_file_service_pb2.WriteTreeRequest, _file_service_pb2.WriteTreeResponse]  # type: ignore[assignment]
-    """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-    negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-    TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+    """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+    files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+    KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
     Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
     """
     Stat: _aio.UnaryUnaryMultiCallable[_file_service_pb2.StatRequest, _file_service_pb2.StatResponse]  # type: ignore[assignment]
-    """One file's metadata, symbolic links not followed."""
+    """Stat returns one file's metadata. It does not follow symbolic links."""
     List: _aio.UnaryUnaryMultiCallable[_file_service_pb2.ListRequest, _file_service_pb2.ListResponse]  # type: ignore[assignment]
-    """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-    gone; a page may be shorter than asked for.
+    """List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+    since. A page may be shorter than page_size.
     Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
     """
     MakeDirectory: _aio.UnaryUnaryMultiCallable[_file_service_pb2.MakeDirectoryRequest, _file_service_pb2.MakeDirectoryResponse]  # type: ignore[assignment]
-    """Creates a directory and its parents. One that exists is a success."""
+    """MakeDirectory creates a directory and its parents. An existing one is a success."""
     Remove: _aio.UnaryUnaryMultiCallable[_file_service_pb2.RemoveRequest, _file_service_pb2.RemoveResponse]  # type: ignore[assignment]
-    """Removes a file, a link or (recursive) a directory. What does not exist is a success.
+    """Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
     Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
     """
 
 class FileServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
-    everything is done with that user's rights.
+    """FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+    the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+    have the rights of the sandbox's user, who owns what is written.
 
-    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
-    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
-    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+    Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+    Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
     (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
@@ -144,7 +146,7 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.ReadFileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_file_service_pb2.ReadFileResponse], _abc.AsyncIterator[_file_service_pb2.ReadFileResponse]]:
-        """Streams a file, or a range of it."""
+        """ReadFile streams a file, or a range of it."""
 
     @_abc_1.abstractmethod
     def WriteFile(
@@ -152,8 +154,8 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_file_service_pb2.WriteFileRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.WriteFileResponse, _abc.Awaitable[_file_service_pb2.WriteFileResponse]]:
-        """Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-        created. A stream that ends without `end` writes nothing.
+        """WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+        are created. A stream that ends without `end` writes nothing.
         Errors: DATA_LOSS (DIGEST_MISMATCH).
         """
 
@@ -163,8 +165,9 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.ReadTreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_file_service_pb2.ReadTreeResponse], _abc.AsyncIterator[_file_service_pb2.ReadTreeResponse]]:
-        """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+        """ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+        opened.
+        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
         entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
         """
 
@@ -174,9 +177,9 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_file_service_pb2.WriteTreeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.WriteTreeResponse, _abc.Awaitable[_file_service_pb2.WriteTreeResponse]]:
-        """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-        negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-        TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+        """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+        files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+        KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
         Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
         """
 
@@ -186,7 +189,7 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.StatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.StatResponse, _abc.Awaitable[_file_service_pb2.StatResponse]]:
-        """One file's metadata, symbolic links not followed."""
+        """Stat returns one file's metadata. It does not follow symbolic links."""
 
     @_abc_1.abstractmethod
     def List(
@@ -194,8 +197,8 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.ListResponse, _abc.Awaitable[_file_service_pb2.ListResponse]]:
-        """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-        gone; a page may be shorter than asked for.
+        """List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+        since. A page may be shorter than page_size.
         Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
         """
 
@@ -205,7 +208,7 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.MakeDirectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.MakeDirectoryResponse, _abc.Awaitable[_file_service_pb2.MakeDirectoryResponse]]:
-        """Creates a directory and its parents. One that exists is a success."""
+        """MakeDirectory creates a directory and its parents. An existing one is a success."""
 
     @_abc_1.abstractmethod
     def Remove(
@@ -213,7 +216,7 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.RemoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.RemoveResponse, _abc.Awaitable[_file_service_pb2.RemoveResponse]]:
-        """Removes a file, a link or (recursive) a directory. What does not exist is a success.
+        """Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
         Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
         """
 

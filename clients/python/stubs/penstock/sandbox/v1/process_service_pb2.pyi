@@ -29,36 +29,36 @@ class _ExitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExitReason
     DESCRIPTOR: _descriptor.EnumDescriptor
     EXIT_REASON_UNSPECIFIED: _ExitReason.ValueType  # 0
     EXIT_REASON_EXITED: _ExitReason.ValueType  # 1
-    """By itself, with a code."""
+    """It exited with a code."""
     EXIT_REASON_SIGNALED: _ExitReason.ValueType  # 2
-    """By a signal that it sent itself or got from inside the sandbox or through SignalProcess."""
+    """By its own signal, one from inside the sandbox, or SignalProcess."""
     EXIT_REASON_TIMED_OUT: _ExitReason.ValueType  # 3
     EXIT_REASON_KILLED: _ExitReason.ValueType  # 4
-    """Through KillProcess, or because its sandbox was deleted."""
+    """By KillProcess, or by the deletion of its sandbox."""
     EXIT_REASON_OOM: _ExitReason.ValueType  # 5
-    """By the kernel, for memory."""
+    """The kernel killed it for memory."""
     EXIT_REASON_SANDBOX_LOST: _ExitReason.ValueType  # 6
-    """The sandbox is gone and nobody saw how the process ended."""
+    """The sandbox was lost, and the process's end is unknown."""
     EXIT_REASON_START_FAILED: _ExitReason.ValueType  # 7
-    """It never ran; `message` says why."""
+    """It never ran; `message` states why."""
 
 class ExitReason(_ExitReason, metaclass=_ExitReasonEnumTypeWrapper):
-    """How a process ended."""
+    """ExitReason is how a process ended."""
 
 EXIT_REASON_UNSPECIFIED: ExitReason.ValueType  # 0
 EXIT_REASON_EXITED: ExitReason.ValueType  # 1
-"""By itself, with a code."""
+"""It exited with a code."""
 EXIT_REASON_SIGNALED: ExitReason.ValueType  # 2
-"""By a signal that it sent itself or got from inside the sandbox or through SignalProcess."""
+"""By its own signal, one from inside the sandbox, or SignalProcess."""
 EXIT_REASON_TIMED_OUT: ExitReason.ValueType  # 3
 EXIT_REASON_KILLED: ExitReason.ValueType  # 4
-"""Through KillProcess, or because its sandbox was deleted."""
+"""By KillProcess, or by the deletion of its sandbox."""
 EXIT_REASON_OOM: ExitReason.ValueType  # 5
-"""By the kernel, for memory."""
+"""The kernel killed it for memory."""
 EXIT_REASON_SANDBOX_LOST: ExitReason.ValueType  # 6
-"""The sandbox is gone and nobody saw how the process ended."""
+"""The sandbox was lost, and the process's end is unknown."""
 EXIT_REASON_START_FAILED: ExitReason.ValueType  # 7
-"""It never ran; `message` says why."""
+"""It never ran; `message` states why."""
 Global___ExitReason: _TypeAlias = ExitReason  # noqa: Y015
 
 class _OutputStream:
@@ -72,7 +72,7 @@ class _OutputStreamEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OutputSt
     OUTPUT_STREAM_STDERR: _OutputStream.ValueType  # 2
 
 class OutputStream(_OutputStream, metaclass=_OutputStreamEnumTypeWrapper):
-    """Which output."""
+    """OutputStream is one of a process's outputs."""
 
 OUTPUT_STREAM_UNSPECIFIED: OutputStream.ValueType  # 0
 OUTPUT_STREAM_STDOUT: OutputStream.ValueType  # 1
@@ -81,7 +81,7 @@ Global___OutputStream: _TypeAlias = OutputStream  # noqa: Y015
 
 @_typing.final
 class Command(_message.Message):
-    """What to run: an argument vector, or a text for the sandbox's shell where a shell is really wanted."""
+    """Command is what to run: an argument vector, or a text for the sandbox's shell where one is needed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -133,24 +133,24 @@ class Command(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     shell: _builtins.str
-    """Run as /bin/sh -c TEXT (or bash where the base has it), the text as one argument."""
+    """Run as /bin/sh -c TEXT (or bash if the base has it), the text as one argument."""
     cwd: _builtins.str
-    """Absolute, or relative to the sandbox's working directory; empty = the working directory."""
+    """Absolute, or relative to the sandbox's working directory. Empty = the working directory."""
     user: _builtins.str
-    """The account that executes; empty = the sandbox's. Another one needs the backend's capability `root`."""
+    """The account that runs the command. Empty = the sandbox's. Another one needs the backend's capability `root`."""
     @_builtins.property
     def argv(self) -> Global___Argv: ...
     @_builtins.property
     def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """On top of the sandbox's."""
+        """Added to the sandbox's environment."""
 
     @_builtins.property
     def secret_env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The same, for values that must appear in no log and no listing. In the process's environment, never in an argv."""
+        """The same, for secrets: they appear in no log and no listing, and in the process's environment only, never in an argv."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Unset = none. At its end: SIGTERM to the group, 2 s, then everything is killed; the exit reason is TIMED_OUT."""
+        """Unset = none. At its end the group gets SIGTERM, and everything is killed 2 s later. The exit reason is TIMED_OUT."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Argv(_message.Message):
     ARGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def args(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The program (looked up in PATH unless it holds a slash) and its arguments. Not empty."""
+        """The program (looked up in PATH unless it contains a slash) and its arguments. Not empty."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ Global___Argv: _TypeAlias = Argv  # noqa: Y015
 
 @_typing.final
 class PtySize(_message.Message):
-    """Dimensions of a terminal, in characters."""
+    """PtySize is the size of a terminal, in characters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -223,7 +223,7 @@ Global___PtySize: _TypeAlias = PtySize  # noqa: Y015
 
 @_typing.final
 class Exit(_message.Message):
-    """The end of a process."""
+    """Exit is the end of a process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -248,17 +248,17 @@ class Exit(_message.Message):
     """POSIX number."""
     message: _builtins.str
     max_rss_bytes: _builtins.int
-    """Peak resident memory of the largest process, where known."""
+    """Peak resident memory of the largest process, if known."""
     stdout_truncated: _builtins.bool
-    """Output beyond output_limit_bytes was discarded."""
+    """Whether output beyond output_limit_bytes was discarded."""
     stderr_truncated: _builtins.bool
     pipes_open: _builtins.bool
-    """The process ended but others still hold its output open; what they wrote after 2 s is not included."""
+    """The process ended but other processes keep its output open. What they wrote after 2 s is not included."""
     stdout_bytes: _builtins.int
-    """Bytes written by the process in all, kept or not."""
+    """All bytes that the process wrote, kept or not."""
     stderr_bytes: _builtins.int
     ended_inside: _builtins.bool
-    """With SANDBOX_LOST: the sandbox was ended from within, by what ran in it. False where that is not known."""
+    """With SANDBOX_LOST: a program in the sandbox ended it. False = unknown."""
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -300,7 +300,7 @@ Global___Exit: _TypeAlias = Exit  # noqa: Y015
 
 @_typing.final
 class Process(_message.Message):
-    """A process in a sandbox."""
+    """Process is a process in a sandbox."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -314,11 +314,11 @@ class Process(_message.Message):
     process_id: _builtins.str
     pty: _builtins.bool
     stdin_offset: _builtins.int
-    """Bytes of standard input that were accepted: where a broken WriteStdin resumes."""
+    """Accepted bytes of standard input, from which a broken WriteStdin resumes."""
     stdin_closed: _builtins.bool
     @_builtins.property
     def command(self) -> Global___Command:
-        """Without values of secret_env."""
+        """Without the values of secret_env."""
 
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
@@ -364,18 +364,18 @@ class StartProcessRequest(_message.Message):
     process_id: _builtins.str
     """Client-chosen identifier, unique in the sandbox."""
     stdin: _builtins.bool
-    """Whether WriteStdin will be used; otherwise standard input is empty."""
+    """Whether WriteStdin will be used. If not, standard input is empty."""
     output_limit_bytes: _builtins.int
-    """Bytes kept per stream; what comes after is counted and discarded. Unset = 64 MiB."""
+    """Bytes kept of each stream. Later ones are counted and discarded. Unset = 64 MiB."""
     output_tail_bytes: _builtins.int
-    """Of what comes after output_limit_bytes, the last so many bytes are kept as well; they are sent when the process has ended.
-    Unset = 0; at most 10 MiB.
+    """How many last bytes beyond output_limit_bytes are kept as well; they are sent when the process has ended. Unset = 0; at
+    most 10 MiB.
     """
     @_builtins.property
     def command(self) -> Global___Command: ...
     @_builtins.property
     def pty(self) -> Global___PtySize:
-        """With it, output is one stream (STDOUT) and stdin is the terminal."""
+        """If set, output is one stream (STDOUT) and stdin is the terminal."""
 
     def __init__(
         self,
@@ -442,7 +442,7 @@ class WatchProcessRequest(_message.Message):
     sandbox_id: _builtins.str
     process_id: _builtins.str
     stdout_offset: _builtins.int
-    """Offsets of the first byte wanted of each stream, from 0."""
+    """Offset of the first byte to send of each stream, from 0."""
     stderr_offset: _builtins.int
     def __init__(
         self,
@@ -468,7 +468,7 @@ class WatchProcessResponse(_message.Message):
 
     @_typing.final
     class Chunk(_message.Message):
-        """Output."""
+        """Chunk is a piece of output."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,7 +477,7 @@ class WatchProcessResponse(_message.Message):
         DATA_FIELD_NUMBER: _builtins.int
         stream: Global___OutputStream.ValueType
         offset: _builtins.int
-        """Of the first byte."""
+        """Offset of the first byte."""
         data: _builtins.bytes
         """At most 256 KiB."""
         def __init__(
@@ -495,7 +495,7 @@ class WatchProcessResponse(_message.Message):
 
     @_typing.final
     class Gap(_message.Message):
-        """Output that was discarded: bytes [start, end)."""
+        """Gap is discarded output: bytes [start, end)."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -520,7 +520,7 @@ class WatchProcessResponse(_message.Message):
 
     @_typing.final
     class Heartbeat(_message.Message):
-        """Nothing happened; the process lives."""
+        """Heartbeat states that the process is alive."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -548,7 +548,7 @@ class WatchProcessResponse(_message.Message):
     def gap(self) -> Global___WatchProcessResponse.Gap: ...
     @_builtins.property
     def heartbeat(self) -> Global___WatchProcessResponse.Heartbeat:
-        """Every 10 s of silence."""
+        """After every 10 s of silence."""
 
     @_builtins.property
     def exit(self) -> Global___Exit:
@@ -607,7 +607,7 @@ class WriteStdinRequest(_message.Message):
 
     @_typing.final
     class StdinEnd(_message.Message):
-        """Closes standard input."""
+        """StdinEnd closes standard input."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -654,7 +654,7 @@ class WriteStdinResponse(_message.Message):
 
     OFFSET_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Bytes written to the process's input in all: where to resume."""
+    """All bytes written to the process's input, from which to resume."""
     def __init__(
         self,
         *,
@@ -725,7 +725,7 @@ class KillProcessRequest(_message.Message):
     sandbox_id: _builtins.str
     process_id: _builtins.str
     everything: _builtins.bool
-    """Every other process in the sandbox is killed as well, whoever started it, so that nothing runs when the call answers."""
+    """Also kill every other process in the sandbox, so that none runs when the RPC returns."""
     def __init__(
         self,
         *,
@@ -865,7 +865,7 @@ class ListProcessesRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     page_size: _builtins.int
-    """As in SandboxService.ListSandboxes."""
+    """See SandboxService.ListSandboxes."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -940,7 +940,7 @@ class WaitProcessResponse(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def process(self) -> Global___Process:
-        """Its `exit` is unset when the deadline came first."""
+        """Its `exit` is unset if the deadline came first."""
 
     def __init__(
         self,
@@ -968,13 +968,13 @@ class RunRequest(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     stdin: _builtins.bytes
-    """Given to the process's standard input, which is then closed."""
+    """Written to the process's standard input, which is then closed."""
     output_limit_bytes: _builtins.int
-    """Bytes of each stream in the answer: the first half and the last half of the limit when there is more. Unset = 1 MiB;
-    at most 10 MiB.
+    """The most bytes of each stream in the answer. Of longer output, it has the first half and the last half of the limit.
+    Unset = 1 MiB; at most 10 MiB.
     """
     process_id: _builtins.str
-    """Makes the call idempotent, as in StartProcess; empty = assigned."""
+    """Makes the call idempotent, like StartProcess. Empty = the service assigns one."""
     @_builtins.property
     def command(self) -> Global___Command: ...
     def __init__(
@@ -1020,7 +1020,7 @@ Global___RunResponse: _TypeAlias = RunResponse  # noqa: Y015
 
 @_typing.final
 class RunResult(_message.Message):
-    """The outcome of a small command."""
+    """RunResult is the outcome of a small command."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ProcessServiceStub(object):
-    """Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+    """ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+    nor a byte of output.
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
     (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the
@@ -92,7 +93,8 @@ class ProcessServiceStub(object):
 
 
 class ProcessServiceServicer(object):
-    """Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+    """ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+    nor a byte of output.
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
     (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the
@@ -100,8 +102,8 @@ class ProcessServiceServicer(object):
     """
 
     def StartProcess(self, request, context):
-        """Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-        process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+        """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+        process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -109,16 +111,17 @@ class ProcessServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchProcess(self, request, context):
-        """Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-        any number of times, also after the exit.
+        """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+        called any number of times, after the exit too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteStdin(self, request_iterator, context):
-        """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-        stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+        """WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+        broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+        over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
         Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -126,52 +129,53 @@ class ProcessServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SignalProcess(self, request, context):
-        """Sends a signal to the process's group. A process that has ended is a success.
+        """SignalProcess sends a signal to the process's group. A process that has ended is a success.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KillProcess(self, request, context):
-        """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-        exit reason is KILLED. Idempotent.
-        Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+        """KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+        reason is KILLED. Idempotent.
+        Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResizePty(self, request, context):
-        """Errors: FAILED_PRECONDITION (NOT_A_PTY).
+        """ResizePty sets the size of a process's terminal.
+        Errors: FAILED_PRECONDITION (NOT_A_PTY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetProcess(self, request, context):
-        """One process by its id.
+        """GetProcess returns a process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListProcesses(self, request, context):
-        """The sandbox's processes, newest first.
+        """ListProcesses lists the sandbox's processes, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitProcess(self, request, context):
-        """Answers when the process has ended, or at 80 % of the call's deadline with the process still running.
+        """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request, context):
-        """Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-        TIMED_OUT and the output so far. Cancelling the call kills the command.
+        """Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+        output so far. Cancelling the RPC kills the command.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,7 +243,8 @@ def add_ProcessServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ProcessService(object):
-    """Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+    """ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+    nor a byte of output.
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
     (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the

@@ -27,7 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ProcessServiceStub:
-    """Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+    """ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+    nor a byte of output.
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
     (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the
@@ -39,42 +40,46 @@ class ProcessServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ProcessServiceAsyncStub: ...
     StartProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.StartProcessRequest, _process_service_pb2.StartProcessResponse]
-    """Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-    process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+    """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+    process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
     """
     WatchProcess: _grpc.UnaryStreamMultiCallable[_process_service_pb2.WatchProcessRequest, _process_service_pb2.WatchProcessResponse]
-    """Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-    any number of times, also after the exit.
+    """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+    called any number of times, after the exit too.
     """
     WriteStdin: _grpc.StreamUnaryMultiCallable[_process_service_pb2.WriteStdinRequest, _process_service_pb2.WriteStdinResponse]
-    """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-    stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+    """WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+    broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+    over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
     Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
     """
     SignalProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.SignalProcessRequest, _process_service_pb2.SignalProcessResponse]
-    """Sends a signal to the process's group. A process that has ended is a success."""
+    """SignalProcess sends a signal to the process's group. A process that has ended is a success."""
     KillProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.KillProcessRequest, _process_service_pb2.KillProcessResponse]
-    """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-    exit reason is KILLED. Idempotent.
-    Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+    """KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+    reason is KILLED. Idempotent.
+    Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
     """
     ResizePty: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.ResizePtyRequest, _process_service_pb2.ResizePtyResponse]
-    """Errors: FAILED_PRECONDITION (NOT_A_PTY)."""
+    """ResizePty sets the size of a process's terminal.
+    Errors: FAILED_PRECONDITION (NOT_A_PTY).
+    """
     GetProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.GetProcessRequest, _process_service_pb2.GetProcessResponse]
-    """One process by its id."""
+    """GetProcess returns a process."""
     ListProcesses: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.ListProcessesRequest, _process_service_pb2.ListProcessesResponse]
-    """The sandbox's processes, newest first."""
+    """ListProcesses lists the sandbox's processes, newest first."""
     WaitProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.WaitProcessRequest, _process_service_pb2.WaitProcessResponse]
-    """Answers when the process has ended, or at 80 % of the call's deadline with the process still running."""
+    """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running."""
     Run: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.RunRequest, _process_service_pb2.RunResponse]
-    """Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-    TIMED_OUT and the output so far. Cancelling the call kills the command.
+    """Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+    output so far. Cancelling the RPC kills the command.
     """
 
 @_typing.type_check_only
 class ProcessServiceAsyncStub(ProcessServiceStub):
-    """Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+    """ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+    nor a byte of output.
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
     (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the
@@ -83,41 +88,45 @@ class ProcessServiceAsyncStub(ProcessServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.StartProcessRequest, _process_service_pb2.StartProcessResponse]  # type: ignore[assignment]
-    """Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-    process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+    """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+    process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
     """
     WatchProcess: _aio.UnaryStreamMultiCallable[_process_service_pb2.WatchProcessRequest, _process_service_pb2.WatchProcessResponse]  # type: ignore[assignment]
-    """Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-    any number of times, also after the exit.
+    """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+    called any number of times, after the exit too.
     """
     WriteStdin: _aio.StreamUnaryMultiCallable[_process_service_pb2.WriteStdinRequest, _process_service_pb2.WriteStdinResponse]  # type: ignore[assignment]
-    """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-    stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+    """WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+    broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+    over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
     Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
     """
     SignalProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.SignalProcessRequest, _process_service_pb2.SignalProcessResponse]  # type: ignore[assignment]
-    """Sends a signal to the process's group. A process that has ended is a success."""
+    """SignalProcess sends a signal to the process's group. A process that has ended is a success."""
     KillProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.KillProcessRequest, _process_service_pb2.KillProcessResponse]  # type: ignore[assignment]
-    """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-    exit reason is KILLED. Idempotent.
-    Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+    """KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+    reason is KILLED. Idempotent.
+    Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
     """
     ResizePty: _aio.UnaryUnaryMultiCallable[_process_service_pb2.ResizePtyRequest, _process_service_pb2.ResizePtyResponse]  # type: ignore[assignment]
-    """Errors: FAILED_PRECONDITION (NOT_A_PTY)."""
+    """ResizePty sets the size of a process's terminal.
+    Errors: FAILED_PRECONDITION (NOT_A_PTY).
+    """
     GetProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.GetProcessRequest, _process_service_pb2.GetProcessResponse]  # type: ignore[assignment]
-    """One process by its id."""
+    """GetProcess returns a process."""
     ListProcesses: _aio.UnaryUnaryMultiCallable[_process_service_pb2.ListProcessesRequest, _process_service_pb2.ListProcessesResponse]  # type: ignore[assignment]
-    """The sandbox's processes, newest first."""
+    """ListProcesses lists the sandbox's processes, newest first."""
     WaitProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.WaitProcessRequest, _process_service_pb2.WaitProcessResponse]  # type: ignore[assignment]
-    """Answers when the process has ended, or at 80 % of the call's deadline with the process still running."""
+    """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running."""
     Run: _aio.UnaryUnaryMultiCallable[_process_service_pb2.RunRequest, _process_service_pb2.RunResponse]  # type: ignore[assignment]
-    """Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-    TIMED_OUT and the output so far. Cancelling the call kills the command.
+    """Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+    output so far. Cancelling the RPC kills the command.
     """
 
 class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+    """ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+    nor a byte of output.
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
     (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the
@@ -130,8 +139,8 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.StartProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.StartProcessResponse, _abc.Awaitable[_process_service_pb2.StartProcessResponse]]:
-        """Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-        process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+        """StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+        process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
         """
 
@@ -141,8 +150,8 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.WatchProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_process_service_pb2.WatchProcessResponse], _abc.AsyncIterator[_process_service_pb2.WatchProcessResponse]]:
-        """Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-        any number of times, also after the exit.
+        """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+        called any number of times, after the exit too.
         """
 
     @_abc_1.abstractmethod
@@ -151,8 +160,9 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_process_service_pb2.WriteStdinRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.WriteStdinResponse, _abc.Awaitable[_process_service_pb2.WriteStdinResponse]]:
-        """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-        stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+        """WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+        broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+        over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
         Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
         """
 
@@ -162,7 +172,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.SignalProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.SignalProcessResponse, _abc.Awaitable[_process_service_pb2.SignalProcessResponse]]:
-        """Sends a signal to the process's group. A process that has ended is a success."""
+        """SignalProcess sends a signal to the process's group. A process that has ended is a success."""
 
     @_abc_1.abstractmethod
     def KillProcess(
@@ -170,9 +180,9 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.KillProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.KillProcessResponse, _abc.Awaitable[_process_service_pb2.KillProcessResponse]]:
-        """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-        exit reason is KILLED. Idempotent.
-        Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+        """KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+        reason is KILLED. Idempotent.
+        Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
         """
 
     @_abc_1.abstractmethod
@@ -181,7 +191,9 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.ResizePtyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.ResizePtyResponse, _abc.Awaitable[_process_service_pb2.ResizePtyResponse]]:
-        """Errors: FAILED_PRECONDITION (NOT_A_PTY)."""
+        """ResizePty sets the size of a process's terminal.
+        Errors: FAILED_PRECONDITION (NOT_A_PTY).
+        """
 
     @_abc_1.abstractmethod
     def GetProcess(
@@ -189,7 +201,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.GetProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.GetProcessResponse, _abc.Awaitable[_process_service_pb2.GetProcessResponse]]:
-        """One process by its id."""
+        """GetProcess returns a process."""
 
     @_abc_1.abstractmethod
     def ListProcesses(
@@ -197,7 +209,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.ListProcessesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.ListProcessesResponse, _abc.Awaitable[_process_service_pb2.ListProcessesResponse]]:
-        """The sandbox's processes, newest first."""
+        """ListProcesses lists the sandbox's processes, newest first."""
 
     @_abc_1.abstractmethod
     def WaitProcess(
@@ -205,7 +217,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.WaitProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.WaitProcessResponse, _abc.Awaitable[_process_service_pb2.WaitProcessResponse]]:
-        """Answers when the process has ended, or at 80 % of the call's deadline with the process still running."""
+        """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running."""
 
     @_abc_1.abstractmethod
     def Run(
@@ -213,8 +225,8 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.RunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.RunResponse, _abc.Awaitable[_process_service_pb2.RunResponse]]:
-        """Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-        TIMED_OUT and the output so far. Cancelling the call kills the command.
+        """Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+        output so far. Cancelling the RPC kills the command.
         """
 
 def add_ProcessServiceServicer_to_server(servicer: ProcessServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -60,7 +60,7 @@ class CreateSandboxResponse(_message.Message):
     def sandbox(self) -> _sandbox_pb2.Sandbox: ...
     @_builtins.property
     def data_plane(self) -> _sandbox_pb2.DataPlane:
-        """Unset = the address that answered. A repeated call gets a fresh token."""
+        """Unset = the address that answered. A repeated call returns a fresh token."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class ListSandboxesRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """0 = 100; more than 1000 is taken as 1000; negative is refused."""
+    """0 = 100; above 1000 = 1000; negative is refused."""
     page_token: _builtins.str
     """Opaque; from the previous answer."""
     @_builtins.property
@@ -481,7 +481,7 @@ Global___ListBackendsResponse: _TypeAlias = ListBackendsResponse  # noqa: Y015
 
 @_typing.final
 class SeedFile(_message.Message):
-    """A file to put in place before setup."""
+    """SeedFile is a file to write before setup."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -512,7 +512,7 @@ Global___SeedFile: _TypeAlias = SeedFile  # noqa: Y015
 
 @_typing.final
 class SnapshotSpec(_message.Message):
-    """What a snapshot is made of; two specs of equal content share one snapshot."""
+    """SnapshotSpec is what a snapshot is made from. Specs with equal content share one snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -521,13 +521,13 @@ class SnapshotSpec(_message.Message):
     SETUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sandbox(self) -> _sandbox_pb2.SandboxSpec:
-        """Labels and lease of it are ignored."""
+        """Its labels and lease are ignored."""
 
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeedFile]: ...
     @_builtins.property
     def setup(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
-        """Run in order after the files; the first that fails fails the snapshot."""
+        """Run in order after the files. If one fails, the snapshot fails."""
 
     def __init__(
         self,
@@ -546,7 +546,7 @@ Global___SnapshotSpec: _TypeAlias = SnapshotSpec  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """A sealed, immutable state of a sandbox's files."""
+    """Snapshot is a sealed, immutable state of a sandbox's files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -558,11 +558,11 @@ class Snapshot(_message.Message):
     FORK_KIND_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     key: _builtins.str
-    """A digest of the SnapshotSpec's content. Opaque: computed by the service only, compared and passed back by clients."""
+    """Digest of the SnapshotSpec's content. Opaque: computed by the service, compared and passed back by clients."""
     backend: _builtins.str
     size_bytes: _builtins.int
     fork_kind: _sandbox_pb2.ForkKind.ValueType
-    """How sandboxes made from it relate to it."""
+    """How sandboxes made from it are copied."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -613,7 +613,7 @@ class PrepareSnapshotResponse(_message.Message):
 
     @_typing.final
     class CommandStarted(_message.Message):
-        """A setup command began."""
+        """CommandStarted states that a setup command began."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -632,7 +632,7 @@ class PrepareSnapshotResponse(_message.Message):
 
     @_typing.final
     class CommandFinished(_message.Message):
-        """A setup command ended."""
+        """CommandFinished states that a setup command ended."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -658,7 +658,7 @@ class PrepareSnapshotResponse(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def command_started(self) -> Global___PrepareSnapshotResponse.CommandStarted:
-        """The command that now runs."""
+        """The command that runs now."""
 
     @_builtins.property
     def command_finished(self) -> Global___PrepareSnapshotResponse.CommandFinished: ...
@@ -735,7 +735,7 @@ class ListSnapshotsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """As in ListSandboxes."""
+    """See ListSandboxes."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -832,8 +832,8 @@ class ForkSandboxesRequest(_message.Message):
     """1 to 256."""
     @_builtins.property
     def spec(self) -> _sandbox_pb2.SandboxSpec:
-        """Lease, labels, network and extra env of the children; backend, base and resources come from the source and MUST be
-        unset here. The base of a live sandbox's child is the copy, which is no snapshot that could be asked for.
+        """Lease, labels, network and extra env of the children. Backend, base and resources come from the source and MUST be
+        unset here. The base of a live sandbox's child is the copy, which has no snapshot id.
         """
 
     def __init__(
@@ -863,7 +863,7 @@ class ForkSandboxesResponse(_message.Message):
 
     @_typing.final
     class ForkFailure(_message.Message):
-        """Why one child could not be made."""
+        """ForkFailure is why one child could not be made."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -899,7 +899,7 @@ class ForkSandboxesResponse(_message.Message):
     def failure(self) -> Global___ForkSandboxesResponse.ForkFailure: ...
     @_builtins.property
     def data_plane(self) -> _sandbox_pb2.DataPlane:
-        """With a sandbox only; as in CreateSandboxResponse."""
+        """With a sandbox only. See CreateSandboxResponse."""
 
     def __init__(
         self,
@@ -1072,14 +1072,14 @@ class WatchSandboxesRequest(_message.Message):
     INTERVAL_FIELD_NUMBER: _builtins.int
     MOST_FIELD_NUMBER: _builtins.int
     most: _builtins.int
-    """Most that are told, newest first: 1 to 1000; unset = 200."""
+    """The most sandboxes in a message, newest first: 1 to 1000; unset = 200."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only sandboxes with all of these."""
 
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
-        """1 s to 1 min; unset = 2 s. Measuring adds to it, 15 s at most: what has told nothing by then has no figures."""
+        """1 s to 1 min; unset = 2 s. Measuring adds at most 15 s; a sandbox that has not answered by then has no figures."""
 
     def __init__(
         self,
@@ -1106,7 +1106,9 @@ class WatchSandboxesResponse(_message.Message):
 
     @_typing.final
     class Usage(_message.Message):
-        """A sandbox with what it uses; without figures while it is not READY or its backend cannot tell."""
+        """Usage is a sandbox and what it uses. It has no figures while the sandbox is not READY or its backend cannot measure
+        them.
+        """
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1133,7 +1135,7 @@ class WatchSandboxesResponse(_message.Message):
     SANDBOXES_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """All that match."""
+    """Count of all that match."""
     @_builtins.property
     def sandboxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchSandboxesResponse.Usage]: ...
     def __init__(
@@ -1173,7 +1175,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """See GetStats. Unset = the backend cannot tell."""
+    """See GetStats. An unset field = the backend cannot measure it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1187,7 +1189,7 @@ class GetStatsResponse(_message.Message):
     memory_peak_bytes: _builtins.int
     pids: _builtins.int
     disk_bytes: _builtins.int
-    """As Resources counts them, but without what lies in the snapshot below."""
+    """Counted as in Resources, without the files of the snapshot below."""
     inodes: _builtins.int
     @_builtins.property
     def cpu_time(self) -> _duration_pb2.Duration: ...
@@ -1239,12 +1241,12 @@ class DiffSandboxRequest(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     max_bytes: _builtins.int
-    """Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) a tar of more bytes than this, and so a file that is larger before any of it
-    is read, holes included; unset = 1 GiB. Not negative.
+    """The most bytes in the tar; a larger one is refused (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). A file that would exceed it,
+    holes included, is refused before it is read. Unset = 1 GiB. Not negative.
     """
     @_builtins.property
     def below(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only what is at or below these absolute paths. Empty = everything."""
+        """Only files at or below these absolute paths. Empty = all files."""
 
     def __init__(
         self,
@@ -1271,7 +1273,7 @@ class DiffSandboxResponse(_message.Message):
 
     @_typing.final
     class DiffEnd(_message.Message):
-        """The end of the tar stream."""
+        """DiffEnd ends the tar stream."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -1280,7 +1282,7 @@ class DiffSandboxResponse(_message.Message):
         sha256: _builtins.bytes
         @_builtins.property
         def deleted_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-            """Absolute paths that the base has and the sandbox has not."""
+            """Absolute paths that the base has and the sandbox lacks."""
 
         def __init__(
             self,

@@ -27,12 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SandboxServiceStub:
-    """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
+    """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
-    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
-    (SANDBOX_PAUSED), in all services of this package.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
+    KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
 
     @_typing.overload
@@ -40,219 +40,237 @@ class SandboxServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SandboxServiceAsyncStub: ...
     CreateSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateSandboxRequest, _sandbox_service_pb2.CreateSandboxResponse]
-    """Creates a sandbox and answers when it is READY.
+    """CreateSandbox creates a sandbox and returns once it is READY.
 
-    Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
-    among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+    If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
+    `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+    between owners.
 
-    Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
-    ALREADY_EXISTS (REQUEST_ID_REUSED).
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-    BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
-    no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
-    left behind by any of them, nor by a cancelled call.
+    Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
+    with ALREADY_EXISTS (REQUEST_ID_REUSED).
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
+    UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+    (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
+    (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
     """
     GetSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSandboxRequest, _sandbox_service_pb2.GetSandboxResponse]
-    """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
+    """GetSandbox returns a sandbox.
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """
     GetDataPlane: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetDataPlaneRequest, _sandbox_service_pb2.GetDataPlaneResponse]
-    """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+    """GetDataPlane returns where a sandbox's processes and files are served, with a fresh token. Refused to observers.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     ListSandboxes: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSandboxesRequest, _sandbox_service_pb2.ListSandboxesResponse]
-    """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left."""
+    """ListSandboxes lists sandboxes that are not DELETED, newest first. A sandbox is listed until its deletion is complete."""
     WatchSandbox: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]
-    """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
+    """WatchSandbox streams a sandbox's states: the present one at once, then each change. The stream ends after a terminal
+    state.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     WatchSandboxes: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxesRequest, _sandbox_service_pb2.WatchSandboxesResponse]
-    """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+    """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
     Errors: INVALID_ARGUMENT (INVALID_REQUEST).
     """
     DeleteSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]
-    """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
-    DELETED is a success.
-    Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
-    this call is repeated, until nothing of the sandbox is left).
+    """DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
+    is unknown or DELETED is a success.
+    Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: the backend has failed so far; the service retries until the
+    sandbox is removed, whether or not this call is repeated).
     """
     DeleteSandboxes: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxesRequest, _sandbox_service_pb2.DeleteSandboxesResponse]
-    """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
-    Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+    """DeleteSandboxes deletes every sandbox with all of the given labels, like DeleteSandbox. At least one label is required.
+    Errors: UNAVAILABLE (DELETE_PENDING) if that holds for one of them; the others are deleted.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]
-    """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
-    that is sooner; the answer says which end was granted.
+    """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
+    READY) if that is sooner. It returns the end that was granted.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
     """
     ListBackends: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]
-    """What this service's backends can do on this machine."""
+    """ListBackends lists this service's backends and their capabilities on this machine."""
     PrepareSnapshot: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.PrepareSnapshotRequest, _sandbox_service_pb2.PrepareSnapshotResponse]
-    """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-    it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
-    operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-    the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
-    and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
+    """PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
+    later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
+    are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
+    those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
+    killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
     """
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]
-    """Errors: NOT_FOUND (SNAPSHOT_UNKNOWN)."""
+    """GetSnapshot returns a snapshot.
+    Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
+    """
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSnapshotsRequest, _sandbox_service_pb2.ListSnapshotsResponse]
-    """Lists snapshots, newest first."""
+    """ListSnapshots lists snapshots, newest first."""
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSnapshotRequest, _sandbox_service_pb2.DeleteSnapshotResponse]
-    """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+    """DeleteSnapshot deletes a snapshot. Sandboxes made from it live on, and its files are removed with the last of them.
+    Idempotent.
     Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
     """
     ForkSandboxes: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.ForkSandboxesRequest, _sandbox_service_pb2.ForkSandboxesResponse]
-    """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
-    failure is its own. Idempotent by request_id.
+    """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
+    completion. If a child fails, the others are unaffected. Idempotent by request_id.
 
-    A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
-    (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+    A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
+    nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
+    only.
     Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
     SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
     """
     SetNetworkPolicy: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]
-    """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
+    """SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
     Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
     """
     PauseSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]
-    """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
-    timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
-    that moment.
+    """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
+    and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
+    sandbox, which runs for that moment.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
-    UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
+    UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
     """
     ResumeSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ResumeSandboxRequest, _sandbox_service_pb2.ResumeSandboxResponse]
-    """Thaws a PAUSED sandbox. A READY one is a success.
+    """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatsRequest, _sandbox_service_pb2.GetStatsResponse]
-    """What a sandbox uses now and used at most.
+    """GetStats returns a sandbox's present and peak usage.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     DiffSandbox: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.DiffSandboxRequest, _sandbox_service_pb2.DiffSandboxResponse]
-    """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-    in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-    (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
+    """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
+    whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
+    work ends if the caller cancels.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+    NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
+    INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
     """
 
 @_typing.type_check_only
 class SandboxServiceAsyncStub(SandboxServiceStub):
-    """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
+    """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
-    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
-    (SANDBOX_PAUSED), in all services of this package.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
+    KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateSandboxRequest, _sandbox_service_pb2.CreateSandboxResponse]  # type: ignore[assignment]
-    """Creates a sandbox and answers when it is READY.
+    """CreateSandbox creates a sandbox and returns once it is READY.
 
-    Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
-    among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+    If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
+    `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+    between owners.
 
-    Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
-    ALREADY_EXISTS (REQUEST_ID_REUSED).
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-    BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
-    no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
-    left behind by any of them, nor by a cancelled call.
+    Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
+    with ALREADY_EXISTS (REQUEST_ID_REUSED).
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
+    UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+    (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
+    (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
     """
     GetSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSandboxRequest, _sandbox_service_pb2.GetSandboxResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
+    """GetSandbox returns a sandbox.
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """
     GetDataPlane: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetDataPlaneRequest, _sandbox_service_pb2.GetDataPlaneResponse]  # type: ignore[assignment]
-    """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+    """GetDataPlane returns where a sandbox's processes and files are served, with a fresh token. Refused to observers.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     ListSandboxes: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSandboxesRequest, _sandbox_service_pb2.ListSandboxesResponse]  # type: ignore[assignment]
-    """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left."""
+    """ListSandboxes lists sandboxes that are not DELETED, newest first. A sandbox is listed until its deletion is complete."""
     WatchSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]  # type: ignore[assignment]
-    """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
+    """WatchSandbox streams a sandbox's states: the present one at once, then each change. The stream ends after a terminal
+    state.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     WatchSandboxes: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxesRequest, _sandbox_service_pb2.WatchSandboxesResponse]  # type: ignore[assignment]
-    """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+    """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
     Errors: INVALID_ARGUMENT (INVALID_REQUEST).
     """
     DeleteSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]  # type: ignore[assignment]
-    """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
-    DELETED is a success.
-    Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
-    this call is repeated, until nothing of the sandbox is left).
+    """DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
+    is unknown or DELETED is a success.
+    Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: the backend has failed so far; the service retries until the
+    sandbox is removed, whether or not this call is repeated).
     """
     DeleteSandboxes: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxesRequest, _sandbox_service_pb2.DeleteSandboxesResponse]  # type: ignore[assignment]
-    """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
-    Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+    """DeleteSandboxes deletes every sandbox with all of the given labels, like DeleteSandbox. At least one label is required.
+    Errors: UNAVAILABLE (DELETE_PENDING) if that holds for one of them; the others are deleted.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
-    that is sooner; the answer says which end was granted.
+    """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
+    READY) if that is sooner. It returns the end that was granted.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
     """
     ListBackends: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]  # type: ignore[assignment]
-    """What this service's backends can do on this machine."""
+    """ListBackends lists this service's backends and their capabilities on this machine."""
     PrepareSnapshot: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.PrepareSnapshotRequest, _sandbox_service_pb2.PrepareSnapshotResponse]  # type: ignore[assignment]
-    """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-    it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
-    operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-    the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
-    and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
+    """PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
+    later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
+    are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
+    those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
+    killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
     """
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]  # type: ignore[assignment]
-    """Errors: NOT_FOUND (SNAPSHOT_UNKNOWN)."""
+    """GetSnapshot returns a snapshot.
+    Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
+    """
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSnapshotsRequest, _sandbox_service_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
-    """Lists snapshots, newest first."""
+    """ListSnapshots lists snapshots, newest first."""
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSnapshotRequest, _sandbox_service_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
-    """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+    """DeleteSnapshot deletes a snapshot. Sandboxes made from it live on, and its files are removed with the last of them.
+    Idempotent.
     Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
     """
     ForkSandboxes: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.ForkSandboxesRequest, _sandbox_service_pb2.ForkSandboxesResponse]  # type: ignore[assignment]
-    """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
-    failure is its own. Idempotent by request_id.
+    """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
+    completion. If a child fails, the others are unaffected. Idempotent by request_id.
 
-    A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
-    (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+    A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
+    nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
+    only.
     Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
     SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
     """
     SetNetworkPolicy: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]  # type: ignore[assignment]
-    """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
+    """SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
     Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
     """
     PauseSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]  # type: ignore[assignment]
-    """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
-    timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
-    that moment.
+    """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
+    and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
+    sandbox, which runs for that moment.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
-    UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
+    UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
     """
     ResumeSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ResumeSandboxRequest, _sandbox_service_pb2.ResumeSandboxResponse]  # type: ignore[assignment]
-    """Thaws a PAUSED sandbox. A READY one is a success.
+    """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatsRequest, _sandbox_service_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """What a sandbox uses now and used at most.
+    """GetStats returns a sandbox's present and peak usage.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     DiffSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.DiffSandboxRequest, _sandbox_service_pb2.DiffSandboxResponse]  # type: ignore[assignment]
-    """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-    in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-    (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
+    """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
+    whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
+    work ends if the caller cancels.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+    NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
+    INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
     """
 
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
+    """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
-    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
-    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
-    (SANDBOX_PAUSED), in all services of this package.
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
+    KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
 
     @_abc_1.abstractmethod
@@ -261,17 +279,18 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.CreateSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.CreateSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.CreateSandboxResponse]]:
-        """Creates a sandbox and answers when it is READY.
+        """CreateSandbox creates a sandbox and returns once it is READY.
 
-        Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
-        among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+        If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
+        `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+        between owners.
 
-        Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
-        ALREADY_EXISTS (REQUEST_ID_REUSED).
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-        BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
-        no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
-        left behind by any of them, nor by a cancelled call.
+        Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
+        with ALREADY_EXISTS (REQUEST_ID_REUSED).
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
+        UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+        (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
+        (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
         """
 
     @_abc_1.abstractmethod
@@ -280,7 +299,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.GetSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.GetSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.GetSandboxResponse]]:
-        """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
+        """GetSandbox returns a sandbox.
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def GetDataPlane(
@@ -288,7 +309,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.GetDataPlaneRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.GetDataPlaneResponse, _abc.Awaitable[_sandbox_service_pb2.GetDataPlaneResponse]]:
-        """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+        """GetDataPlane returns where a sandbox's processes and files are served, with a fresh token. Refused to observers.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN).
         """
 
@@ -298,7 +319,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ListSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ListSandboxesResponse, _abc.Awaitable[_sandbox_service_pb2.ListSandboxesResponse]]:
-        """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left."""
+        """ListSandboxes lists sandboxes that are not DELETED, newest first. A sandbox is listed until its deletion is complete."""
 
     @_abc_1.abstractmethod
     def WatchSandbox(
@@ -306,7 +327,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.WatchSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.WatchSandboxResponse], _abc.AsyncIterator[_sandbox_service_pb2.WatchSandboxResponse]]:
-        """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
+        """WatchSandbox streams a sandbox's states: the present one at once, then each change. The stream ends after a terminal
+        state.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN).
         """
 
@@ -316,7 +338,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.WatchSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.WatchSandboxesResponse], _abc.AsyncIterator[_sandbox_service_pb2.WatchSandboxesResponse]]:
-        """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+        """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
         Errors: INVALID_ARGUMENT (INVALID_REQUEST).
         """
 
@@ -326,10 +348,10 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DeleteSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.DeleteSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.DeleteSandboxResponse]]:
-        """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
-        DELETED is a success.
-        Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
-        this call is repeated, until nothing of the sandbox is left).
+        """DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
+        is unknown or DELETED is a success.
+        Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: the backend has failed so far; the service retries until the
+        sandbox is removed, whether or not this call is repeated).
         """
 
     @_abc_1.abstractmethod
@@ -338,8 +360,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DeleteSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.DeleteSandboxesResponse, _abc.Awaitable[_sandbox_service_pb2.DeleteSandboxesResponse]]:
-        """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
-        Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+        """DeleteSandboxes deletes every sandbox with all of the given labels, like DeleteSandbox. At least one label is required.
+        Errors: UNAVAILABLE (DELETE_PENDING) if that holds for one of them; the others are deleted.
         """
 
     @_abc_1.abstractmethod
@@ -348,8 +370,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.RenewLeaseResponse, _abc.Awaitable[_sandbox_service_pb2.RenewLeaseResponse]]:
-        """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
-        that is sooner; the answer says which end was granted.
+        """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
+        READY) if that is sooner. It returns the end that was granted.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
         """
 
@@ -359,7 +381,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ListBackendsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ListBackendsResponse, _abc.Awaitable[_sandbox_service_pb2.ListBackendsResponse]]:
-        """What this service's backends can do on this machine."""
+        """ListBackends lists this service's backends and their capabilities on this machine."""
 
     @_abc_1.abstractmethod
     def PrepareSnapshot(
@@ -367,11 +389,11 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.PrepareSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.PrepareSnapshotResponse], _abc.AsyncIterator[_sandbox_service_pb2.PrepareSnapshotResponse]]:
-        """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-        it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
-        operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-        the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
-        and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
+        """PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
+        later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
+        are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
+        those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
+        killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
         """
 
@@ -381,7 +403,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.GetSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.GetSnapshotResponse, _abc.Awaitable[_sandbox_service_pb2.GetSnapshotResponse]]:
-        """Errors: NOT_FOUND (SNAPSHOT_UNKNOWN)."""
+        """GetSnapshot returns a snapshot.
+        Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def ListSnapshots(
@@ -389,7 +413,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ListSnapshotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ListSnapshotsResponse, _abc.Awaitable[_sandbox_service_pb2.ListSnapshotsResponse]]:
-        """Lists snapshots, newest first."""
+        """ListSnapshots lists snapshots, newest first."""
 
     @_abc_1.abstractmethod
     def DeleteSnapshot(
@@ -397,7 +421,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DeleteSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.DeleteSnapshotResponse, _abc.Awaitable[_sandbox_service_pb2.DeleteSnapshotResponse]]:
-        """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+        """DeleteSnapshot deletes a snapshot. Sandboxes made from it live on, and its files are removed with the last of them.
+        Idempotent.
         Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
         """
 
@@ -407,11 +432,12 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ForkSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.ForkSandboxesResponse], _abc.AsyncIterator[_sandbox_service_pb2.ForkSandboxesResponse]]:
-        """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
-        failure is its own. Idempotent by request_id.
+        """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
+        completion. If a child fails, the others are unaffected. Idempotent by request_id.
 
-        A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
-        (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+        A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
+        nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
+        only.
         Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
         SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
         """
@@ -422,7 +448,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.SetNetworkPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.SetNetworkPolicyResponse, _abc.Awaitable[_sandbox_service_pb2.SetNetworkPolicyResponse]]:
-        """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
+        """SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
         Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
         """
 
@@ -432,11 +458,11 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.PauseSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.PauseSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.PauseSandboxResponse]]:
-        """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
-        timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
-        that moment.
+        """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
+        and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
+        sandbox, which runs for that moment.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
-        UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
+        UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
         """
 
     @_abc_1.abstractmethod
@@ -445,7 +471,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ResumeSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ResumeSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.ResumeSandboxResponse]]:
-        """Thaws a PAUSED sandbox. A READY one is a success.
+        """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
         """
 
@@ -455,7 +481,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.GetStatsResponse, _abc.Awaitable[_sandbox_service_pb2.GetStatsResponse]]:
-        """What a sandbox uses now and used at most.
+        """GetStats returns a sandbox's present and peak usage.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN).
         """
 
@@ -465,11 +491,12 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DiffSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.DiffSandboxResponse], _abc.AsyncIterator[_sandbox_service_pb2.DiffSandboxResponse]]:
-        """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-        in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-        (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-        (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
+        """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
+        whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
+        work ends if the caller cancels.
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+        NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
+        INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
         """
 
 def add_SandboxServiceServicer_to_server(servicer: SandboxServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -31,7 +31,7 @@ class _RuntimeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RuntimeKi
     RUNTIME_KIND_NODE: _RuntimeKind.ValueType  # 2
 
 class RuntimeKind(_RuntimeKind, metaclass=_RuntimeKindEnumTypeWrapper):
-    """A language runtime that programs of a toolbox need."""
+    """RuntimeKind is a language runtime that programs of a toolbox need."""
 
 RUNTIME_KIND_UNSPECIFIED: RuntimeKind.ValueType  # 0
 RUNTIME_KIND_PYTHON: RuntimeKind.ValueType  # 1
@@ -40,7 +40,7 @@ Global___RuntimeKind: _TypeAlias = RuntimeKind  # noqa: Y015
 
 @_typing.final
 class Runtime(_message.Message):
-    """A runtime and its least version."""
+    """Runtime is a language runtime and its lowest version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -49,9 +49,9 @@ class Runtime(_message.Message):
     BELOW_VERSION_FIELD_NUMBER: _builtins.int
     kind: Global___RuntimeKind.ValueType
     min_version: _builtins.str
-    """For example "20.0"; empty = any."""
+    """For example "20.0". Empty = any."""
     below_version: _builtins.str
-    """The first version that is too new, for example "3.13"; empty = none is."""
+    """The first version that is too new, for example "3.13". Empty = none."""
     def __init__(
         self,
         *,
@@ -69,7 +69,7 @@ Global___Runtime: _TypeAlias = Runtime  # noqa: Y015
 
 @_typing.final
 class ToolboxFile(_message.Message):
-    """A file of a toolbox."""
+    """ToolboxFile is a file of a toolbox."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -100,7 +100,7 @@ Global___ToolboxFile: _TypeAlias = ToolboxFile  # noqa: Y015
 
 @_typing.final
 class ToolboxSpec(_message.Message):
-    """What a toolbox holds; its id is a digest of its content and of the platform, opaque to clients."""
+    """ToolboxSpec is the content of a toolbox. The id is a digest of the content and the platform, opaque to clients."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -111,25 +111,26 @@ class ToolboxSpec(_message.Message):
     PATH_DIRECTORIES_FIELD_NUMBER: _builtins.int
     PYTHON_PACKAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Where it is mounted: /opt/penstock/toolboxes/NAME, with its bin directories first in PATH."""
+    """Names the mount path /opt/penstock/toolboxes/NAME. Its bin directories come first in PATH."""
     @_builtins.property
     def runtimes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Runtime]: ...
     @_builtins.property
     def npm_packages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Exact, as NAME@VERSION. Installed without running their install scripts."""
+        """Exact versions, as NAME@VERSION. Installed without running their install scripts."""
 
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolboxFile]: ...
     @_builtins.property
     def path_directories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Directories for PATH, relative to the toolbox, before "bin" and "node_modules/.bin", which are always there."""
+        """Directories for PATH, relative to the toolbox. "bin" and "node_modules/.bin" always follow them."""
 
     @_builtins.property
     def python_packages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Python packages, all of them and each as NAME==VERSION --hash=sha256:HEX [--hash=...]: what is not named is not installed, no
-        matter what depends on it, and only wheels are, so that no package's code runs while it is. `runtimes` names PYTHON too. They
-        are under python/ in the toolbox, their programs in python/bin, which is not in PATH unless `path_directories` has it, beside
-        python/bin/python, an interpreter that finds them: what else the sandbox runs with Python does not.
+        """Python packages, each as NAME==VERSION --hash=sha256:HEX [--hash=...]. List all of them: dependencies that are not
+        listed are not installed. Only wheels are installed, so no package's code runs during installation. `runtimes` must
+        name PYTHON too. The packages are under python/ in the toolbox, their programs in python/bin, which is in PATH only if
+        `path_directories` has it. python/bin/python is an interpreter that finds them; other Python programs of the sandbox do
+        not.
         """
 
     def __init__(
@@ -152,7 +153,7 @@ Global___ToolboxSpec: _TypeAlias = ToolboxSpec  # noqa: Y015
 
 @_typing.final
 class Toolbox(_message.Message):
-    """An installed toolbox."""
+    """Toolbox is an installed toolbox."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -164,7 +165,7 @@ class Toolbox(_message.Message):
     toolbox_id: _builtins.str
     name: _builtins.str
     mount_path: _builtins.str
-    """Where sandboxes see it."""
+    """Its path in sandboxes."""
     size_bytes: _builtins.int
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
@@ -220,7 +221,7 @@ class PrepareToolboxResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     TOOLBOX_FIELD_NUMBER: _builtins.int
     progress: _builtins.str
-    """A line for a person who waits."""
+    """A progress line for people."""
     @_builtins.property
     def toolbox(self) -> Global___Toolbox:
         """Always the last."""
@@ -250,7 +251,7 @@ class ListToolboxesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """As in SandboxService.ListSandboxes."""
+    """See SandboxService.ListSandboxes."""
     page_token: _builtins.str
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ToolboxServiceStub(object):
-    """Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
-    sandbox with no network needs no installation.
+    """ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+    any number of sandboxes. A sandbox without network needs no installation.
 
     Errors common to all RPCs: those of SandboxService.
     """
@@ -56,32 +56,33 @@ class ToolboxServiceStub(object):
 
 
 class ToolboxServiceServicer(object):
-    """Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
-    sandbox with no network needs no installation.
+    """ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+    any number of sandboxes. A sandbox without network needs no installation.
 
     Errors common to all RPCs: those of SandboxService.
     """
 
     def PrepareToolbox(self, request, context):
-        """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-        progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+        """PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+        installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+        Transient failures are retried.
         Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-        registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-        metadata's `permanent` is "true" where no retry helps).
+        registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+        lines, and the metadata's `permanent` is "true" if no retry helps).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListToolboxes(self, request, context):
-        """Installed toolboxes, newest first.
+        """ListToolboxes lists installed toolboxes, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteToolbox(self, request, context):
-        """Removes an installed toolbox. Idempotent.
+        """DeleteToolbox deletes an installed toolbox. Idempotent.
         Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -115,8 +116,8 @@ def add_ToolboxServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ToolboxService(object):
-    """Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
-    sandbox with no network needs no installation.
+    """ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+    any number of sandboxes. A sandbox without network needs no installation.
 
     Errors common to all RPCs: those of SandboxService.
     """

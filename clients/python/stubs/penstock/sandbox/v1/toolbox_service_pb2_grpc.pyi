@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ToolboxServiceStub:
-    """Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
-    sandbox with no network needs no installation.
+    """ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+    any number of sandboxes. A sandbox without network needs no installation.
 
     Errors common to all RPCs: those of SandboxService.
     """
@@ -38,45 +38,47 @@ class ToolboxServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ToolboxServiceAsyncStub: ...
     PrepareToolbox: _grpc.UnaryStreamMultiCallable[_toolbox_service_pb2.PrepareToolboxRequest, _toolbox_service_pb2.PrepareToolboxResponse]
-    """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-    progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+    """PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+    installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+    Transient failures are retried.
     Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-    registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-    metadata's `permanent` is "true" where no retry helps).
+    registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+    lines, and the metadata's `permanent` is "true" if no retry helps).
     """
     ListToolboxes: _grpc.UnaryUnaryMultiCallable[_toolbox_service_pb2.ListToolboxesRequest, _toolbox_service_pb2.ListToolboxesResponse]
-    """Installed toolboxes, newest first."""
+    """ListToolboxes lists installed toolboxes, newest first."""
     DeleteToolbox: _grpc.UnaryUnaryMultiCallable[_toolbox_service_pb2.DeleteToolboxRequest, _toolbox_service_pb2.DeleteToolboxResponse]
-    """Removes an installed toolbox. Idempotent.
+    """DeleteToolbox deletes an installed toolbox. Idempotent.
     Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
     """
 
 @_typing.type_check_only
 class ToolboxServiceAsyncStub(ToolboxServiceStub):
-    """Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
-    sandbox with no network needs no installation.
+    """ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+    any number of sandboxes. A sandbox without network needs no installation.
 
     Errors common to all RPCs: those of SandboxService.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PrepareToolbox: _aio.UnaryStreamMultiCallable[_toolbox_service_pb2.PrepareToolboxRequest, _toolbox_service_pb2.PrepareToolboxResponse]  # type: ignore[assignment]
-    """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-    progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+    """PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+    installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+    Transient failures are retried.
     Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-    registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-    metadata's `permanent` is "true" where no retry helps).
+    registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+    lines, and the metadata's `permanent` is "true" if no retry helps).
     """
     ListToolboxes: _aio.UnaryUnaryMultiCallable[_toolbox_service_pb2.ListToolboxesRequest, _toolbox_service_pb2.ListToolboxesResponse]  # type: ignore[assignment]
-    """Installed toolboxes, newest first."""
+    """ListToolboxes lists installed toolboxes, newest first."""
     DeleteToolbox: _aio.UnaryUnaryMultiCallable[_toolbox_service_pb2.DeleteToolboxRequest, _toolbox_service_pb2.DeleteToolboxResponse]  # type: ignore[assignment]
-    """Removes an installed toolbox. Idempotent.
+    """DeleteToolbox deletes an installed toolbox. Idempotent.
     Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
     """
 
 class ToolboxServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
-    sandbox with no network needs no installation.
+    """ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+    any number of sandboxes. A sandbox without network needs no installation.
 
     Errors common to all RPCs: those of SandboxService.
     """
@@ -87,11 +89,12 @@ class ToolboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _toolbox_service_pb2.PrepareToolboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_toolbox_service_pb2.PrepareToolboxResponse], _abc.AsyncIterator[_toolbox_service_pb2.PrepareToolboxResponse]]:
-        """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-        progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+        """PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+        installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+        Transient failures are retried.
         Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-        registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-        metadata's `permanent` is "true" where no retry helps).
+        registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+        lines, and the metadata's `permanent` is "true" if no retry helps).
         """
 
     @_abc_1.abstractmethod
@@ -100,7 +103,7 @@ class ToolboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _toolbox_service_pb2.ListToolboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_toolbox_service_pb2.ListToolboxesResponse, _abc.Awaitable[_toolbox_service_pb2.ListToolboxesResponse]]:
-        """Installed toolboxes, newest first."""
+        """ListToolboxes lists installed toolboxes, newest first."""
 
     @_abc_1.abstractmethod
     def DeleteToolbox(
@@ -108,7 +111,7 @@ class ToolboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _toolbox_service_pb2.DeleteToolboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_toolbox_service_pb2.DeleteToolboxResponse, _abc.Awaitable[_toolbox_service_pb2.DeleteToolboxResponse]]:
-        """Removes an installed toolbox. Idempotent.
+        """DeleteToolbox deletes an installed toolbox. Idempotent.
         Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
         """
 

@@ -2,11 +2,11 @@
 // @generated from file penstock/chat/v1/chat.proto (package penstock.chat.v1, syntax proto3)
 /* eslint-disable */
 
-// The vocabulary of a conversation, the same whatever dialect an agent speaks.
+// The vocabulary of a conversation, the same for every dialect.
 //
-// Conventions of every penstock package: durations and times are google.protobuf types; a field is `optional` wherever
-// "unset" differs from its zero; enums are closed and their zero is UNSPECIFIED, which a server refuses unless a comment
-// says otherwise; identifiers are lower-case hexadecimal strings of 128 random bits or client-chosen strings that match
+// Conventions of every penstock package: Durations and times are google.protobuf types. A field is `optional` wherever
+// "unset" differs from its zero. Enums are closed and their zero is UNSPECIFIED, which a server refuses unless a comment
+// allows it. Identifiers are lower-case hexadecimal strings of 128 random bits, or client-chosen strings that match
 // [a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}.
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
@@ -20,7 +20,7 @@ export const file_penstock_chat_v1_chat: GenFile = /*@__PURE__*/
   fileDesc("ChtwZW5zdG9jay9jaGF0L3YxL2NoYXQucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiZAoHTWVzc2FnZRIkCgRyb2xlGAEgASgOMhYucGVuc3RvY2suY2hhdC52MS5Sb2xlEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EgwKBG5hbWUYAyABKAki+AEKBFBhcnQSJgoEdGV4dBgBIAEoCzIWLnBlbnN0b2NrLmNoYXQudjEuVGV4dEgAEjAKCXJlYXNvbmluZxgCIAEoCzIbLnBlbnN0b2NrLmNoYXQudjEuUmVhc29uaW5nSAASKAoFaW1hZ2UYAyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLkltYWdlSAASLwoJdG9vbF9jYWxsGAQgASgLMhoucGVuc3RvY2suY2hhdC52MS5Ub29sQ2FsbEgAEjMKC3Rvb2xfcmVzdWx0GAUgASgLMhwucGVuc3RvY2suY2hhdC52MS5Ub29sUmVzdWx0SABCBgoEcGFydCIUCgRUZXh0EgwKBHRleHQYASABKAkiLAoJUmVhc29uaW5nEgwKBHRleHQYASABKAkSEQoJc2lnbmF0dXJlGAIgASgMIkQKBUltYWdlEhIKCm1lZGlhX3R5cGUYASABKAkSDgoEZGF0YRgCIAEoDEgAEg0KA3VybBgDIAEoCUgAQggKBnNvdXJjZSI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIlsKClRvb2xSZXN1bHQSFAoMdG9vbF9jYWxsX2lkGAEgASgJEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EhAKCGlzX2Vycm9yGAMgASgIImkKBFRvb2wSDAoEbmFtZRgBIAEoCRITCgtkZXNjcmlwdGlvbhgCIAEoCRIeChZwYXJhbWV0ZXJzX2pzb25fc2NoZW1hGAMgASgJEhMKBnN0cmljdBgEIAEoCEgAiAEBQgkKB19zdHJpY3Qi5AEKClRvb2xDaG9pY2USLwoEbW9kZRgBIAEoDjIhLnBlbnN0b2NrLmNoYXQudjEuVG9vbENob2ljZS5Nb2RlEgwKBG5hbWUYAiABKAkSIAoTcGFyYWxsZWxfdG9vbF9jYWxscxgDIAEoCEgAiAEBIl0KBE1vZGUSFAoQTU9ERV9VTlNQRUNJRklFRBAAEg0KCU1PREVfQVVUTxABEg0KCU1PREVfTk9ORRACEhEKDU1PREVfUkVRVUlSRUQQAxIOCgpNT0RFX05BTUVEEARCFgoUX3BhcmFsbGVsX3Rvb2xfY2FsbHMipAUKCFNhbXBsaW5nEhgKC3RlbXBlcmF0dXJlGAEgASgBSACIAQESEgoFdG9wX3AYAiABKAFIAYgBARISCgV0b3BfaxgDIAEoBUgCiAEBEhIKBW1pbl9wGAQgASgBSAOIAQESFwoKbWF4X3Rva2VucxgFIAEoBUgEiAEBEhcKCm1pbl90b2tlbnMYBiABKAVIBYgBARIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygFEhEKBHNlZWQYCSABKANIBogBARIdChBwcmVzZW5jZV9wZW5hbHR5GAogASgBSAeIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCyABKAFICIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAFICYgBARIOCgFuGA0gASgFSAqIAQESGQoMdG9wX2xvZ3Byb2JzGA4gASgFSAuIAQESFQoIdGhpbmtpbmcYDyABKAhIDIgBARIjChZ0aGlua2luZ19idWRnZXRfdG9rZW5zGBAgASgFSA2IAQESIQoUcmVzcG9uc2VfZm9ybWF0X2pzb24YESABKAlIDogBAUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCDQoLX21heF90b2tlbnNCDQoLX21pbl90b2tlbnNCBwoFX3NlZWRCEwoRX3ByZXNlbmNlX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5QhUKE19yZXBldGl0aW9uX3BlbmFsdHlCBAoCX25CDwoNX3RvcF9sb2dwcm9ic0ILCglfdGhpbmtpbmdCGQoXX3RoaW5raW5nX2J1ZGdldF90b2tlbnNCFwoVX3Jlc3BvbnNlX2Zvcm1hdF9qc29uIpsBCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgDEhoKDWNhY2hlZF90b2tlbnMYAyABKANIAIgBARIdChByZWFzb25pbmdfdG9rZW5zGAQgASgDSAGIAQFCEAoOX2NhY2hlZF90b2tlbnNCEwoRX3JlYXNvbmluZ190b2tlbnMqcwoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASDwoLUk9MRV9TWVNURU0QARISCg5ST0xFX0RFVkVMT1BFUhACEg0KCVJPTEVfVVNFUhADEhIKDlJPTEVfQVNTSVNUQU5UEAQSDQoJUk9MRV9UT09MEAUquAEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQAxIXChNGSU5JU0hfUkVBU09OX0FCT1JUEAQSIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhAFYgZwcm90bzM");
 
 /**
- * One message of a conversation: a role and its parts in the order in which the agent or the model wrote them.
+ * Message is one message of a conversation: a role and its parts, in the order in which the agent or the model wrote them.
  *
  * @generated from message penstock.chat.v1.Message
  */
@@ -36,7 +36,7 @@ export type Message = Message$1<"penstock.chat.v1.Message"> & {
   parts: Part[];
 
   /**
-   * The speaker's name where the dialect has one; empty otherwise.
+   * The author's name, if the dialect has one; empty otherwise.
    *
    * @generated from field: string name = 3;
    */
@@ -51,7 +51,7 @@ export const MessageSchema: GenMessage<Message> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 0);
 
 /**
- * One part of a message.
+ * Part is one part of a message.
  *
  * @generated from message penstock.chat.v1.Part
  */
@@ -100,7 +100,7 @@ export const PartSchema: GenMessage<Part> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 1);
 
 /**
- * Plain text.
+ * Text is plain text.
  *
  * @generated from message penstock.chat.v1.Text
  */
@@ -119,7 +119,7 @@ export const TextSchema: GenMessage<Text> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 2);
 
 /**
- * What a model thought before it answered, where the dialect or the template keeps it apart.
+ * Reasoning is what a model thought before it answered, if the dialect or the template keeps it apart.
  *
  * @generated from message penstock.chat.v1.Reasoning
  */
@@ -130,7 +130,7 @@ export type Reasoning = Message$1<"penstock.chat.v1.Reasoning"> & {
   text: string;
 
   /**
-   * A provider's opaque signature over the reasoning, to be echoed verbatim; empty when there is none.
+   * A provider's opaque signature over the reasoning, to be sent back verbatim. Empty = none.
    *
    * @generated from field: bytes signature = 2;
    */
@@ -145,7 +145,7 @@ export const ReasoningSchema: GenMessage<Reasoning> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 3);
 
 /**
- * An image, inline or by reference.
+ * Image is an image, inline or by reference.
  *
  * @generated from message penstock.chat.v1.Image
  */
@@ -183,13 +183,13 @@ export const ImageSchema: GenMessage<Image> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 4);
 
 /**
- * A model's request to run a tool.
+ * ToolCall is a model's request to run a tool.
  *
  * @generated from message penstock.chat.v1.ToolCall
  */
 export type ToolCall = Message$1<"penstock.chat.v1.ToolCall"> & {
   /**
-   * The id by which the result answers this call, unique in its conversation.
+   * The id that the result refers to, unique in its conversation.
    *
    * @generated from field: string id = 1;
    */
@@ -201,7 +201,7 @@ export type ToolCall = Message$1<"penstock.chat.v1.ToolCall"> & {
   name: string;
 
   /**
-   * The arguments exactly as the model wrote them: normally a JSON object, but whatever was sampled.
+   * The arguments exactly as the model wrote them: usually a JSON object, but any sampled text is possible.
    *
    * @generated from field: string arguments_json = 3;
    */
@@ -216,7 +216,7 @@ export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 5);
 
 /**
- * What a tool gave back.
+ * ToolResult is the result of a tool.
  *
  * @generated from message penstock.chat.v1.ToolResult
  */
@@ -249,7 +249,7 @@ export const ToolResultSchema: GenMessage<ToolResult> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 6);
 
 /**
- * A tool that the model may call.
+ * Tool is a tool that the model may call.
  *
  * @generated from message penstock.chat.v1.Tool
  */
@@ -265,14 +265,14 @@ export type Tool = Message$1<"penstock.chat.v1.Tool"> & {
   description: string;
 
   /**
-   * JSON schema of the arguments, as JSON text, byte for byte as the agent sent it: it is rendered into the prompt.
+   * JSON schema of the arguments, as JSON text, byte for byte as the agent sent it, because it is rendered into the prompt.
    *
    * @generated from field: string parameters_json_schema = 3;
    */
   parametersJsonSchema: string;
 
   /**
-   * Whether the provider was asked to enforce the schema while sampling.
+   * Whether the provider shall enforce the schema while sampling.
    *
    * @generated from field: optional bool strict = 4;
    */
@@ -287,7 +287,7 @@ export const ToolSchema: GenMessage<Tool> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 7);
 
 /**
- * Which tools the model must or may use.
+ * ToolChoice is which tools the model must or may use.
  *
  * @generated from message penstock.chat.v1.ToolChoice
  */
@@ -318,7 +318,7 @@ export const ToolChoiceSchema: GenMessage<ToolChoice> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 8);
 
 /**
- * How free the model is.
+ * Mode is how free the model's choice is.
  *
  * @generated from enum penstock.chat.v1.ToolChoice.Mode
  */
@@ -339,7 +339,7 @@ export enum ToolChoice_Mode {
   NONE = 2,
 
   /**
-   * Any tool, but one at least.
+   * Any tool, but at least one.
    *
    * @generated from enum value: MODE_REQUIRED = 3;
    */
@@ -360,7 +360,8 @@ export const ToolChoice_ModeSchema: GenEnum<ToolChoice_Mode> = /*@__PURE__*/
   enumDesc(file_penstock_chat_v1_chat, 8, 0);
 
 /**
- * How to sample. Every field has presence: unset means "the engine's default", which Completion.sampling_used reports.
+ * Sampling is how to sample. Every field has presence: unset means "the engine's default", which Completion.sampling_used
+ * reports.
  *
  * @generated from message penstock.chat.v1.Sampling
  */
@@ -394,14 +395,14 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
   minP?: number | undefined;
 
   /**
-   * Most tokens to sample, at least 1.
+   * The most tokens to sample, at least 1.
    *
    * @generated from field: optional int32 max_tokens = 5;
    */
   maxTokens?: number | undefined;
 
   /**
-   * Fewest tokens to sample before a stop counts.
+   * The fewest tokens to sample before a stop counts.
    *
    * @generated from field: optional int32 min_tokens = 6;
    */
@@ -415,14 +416,14 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
   stop: string[];
 
   /**
-   * Token ids that end the completion, beside the model's own.
+   * Token ids that end the completion, besides the model's own.
    *
    * @generated from field: repeated int32 stop_token_ids = 8;
    */
   stopTokenIds: number[];
 
   /**
-   * The same seed, prompt, weights and sampling give the same tokens on engines that declare it.
+   * On engines that declare `seed`, the same seed, prompt, weights and sampling give the same tokens.
    *
    * @generated from field: optional int64 seed = 9;
    */
@@ -451,30 +452,30 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
   n?: number | undefined;
 
   /**
-   * How many alternatives' logprobs to report beside the sampled token's, 0 to 20.
+   * How many alternatives' logprobs to report besides the sampled token's, 0 to 20.
    *
    * @generated from field: optional int32 top_logprobs = 14;
    */
   topLogprobs?: number | undefined;
 
   /**
-   * Whether the template's thinking mode is asked for.
+   * Whether to use the template's thinking mode.
    *
    * @generated from field: optional bool thinking = 15;
    */
   thinking?: boolean | undefined;
 
   /**
-   * Most tokens of reasoning, where the engine can bound them.
+   * The most tokens of reasoning, if the engine can limit them.
    *
    * @generated from field: optional int32 thinking_budget_tokens = 16;
    */
   thinkingBudgetTokens?: number | undefined;
 
   /**
-   * A response format as the OpenAI API writes it ({"type": "json_schema", ...}), JSON text, byte for byte as it was asked
-   * for; unset = free text. Engines with structured output also take {"type": "regex", "regex": "..."}, {"type": "choice",
-   * "choice": ["...", ...]} and {"type": "grammar", "grammar": "..."}.
+   * A response format of the OpenAI API ({"type": "json_schema", ...}), as JSON text, byte for byte as requested. Unset =
+   * free text. Engines with structured output also accept {"type": "regex", "regex": "..."}, {"type": "choice", "choice":
+   * ["...", ...]} and {"type": "grammar", "grammar": "..."}.
    *
    * @generated from field: optional string response_format_json = 17;
    */
@@ -489,7 +490,7 @@ export const SamplingSchema: GenMessage<Sampling> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 9);
 
 /**
- * What a completion cost, in tokens.
+ * Usage is what a completion cost, in tokens.
  *
  * @generated from message penstock.chat.v1.Usage
  */
@@ -525,7 +526,7 @@ export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 10);
 
 /**
- * Who speaks.
+ * Role is the role of a message's author.
  *
  * @generated from enum penstock.chat.v1.Role
  */
@@ -541,7 +542,7 @@ export enum Role {
   SYSTEM = 1,
 
   /**
-   * OpenAI's newer name for instructions above the user's. Kept apart so that a body can be written back as it came.
+   * OpenAI's newer name for instructions above the user's, kept apart so that a body can be written back unchanged.
    *
    * @generated from enum value: ROLE_DEVELOPER = 2;
    */
@@ -570,7 +571,7 @@ export const RoleSchema: GenEnum<Role> = /*@__PURE__*/
   enumDesc(file_penstock_chat_v1_chat, 0);
 
 /**
- * Why a completion ended.
+ * FinishReason is why a completion ended.
  *
  * @generated from enum penstock.chat.v1.FinishReason
  */
@@ -602,7 +603,7 @@ export enum FinishReason {
   TOOL_CALLS = 3,
 
   /**
-   * Aborted by whoever asked for it; the tokens so far are exact but the turn is not complete. Never an answer to an agent.
+   * Aborted by the requester. The tokens so far are exact but the turn is incomplete. Never an answer to an agent.
    *
    * @generated from enum value: FINISH_REASON_ABORT = 4;
    */

@@ -17,13 +17,13 @@ export const file_penstock_chat_v1_completion: GenFile = /*@__PURE__*/
   fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIu0BCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNIosBCgdUaW1pbmdzEikKBnF1ZXVlZBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIqCgdwcmVmaWxsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEikKBmRlY29kZRgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiLMAwoKQ29tcGxldGlvbhIuCgRzcGFuGAEgASgLMhsucGVuc3RvY2suY2hhdC52MS5Ub2tlblNwYW5IAYgBARIvCgdtZXNzYWdlGAIgASgLMhkucGVuc3RvY2suY2hhdC52MS5NZXNzYWdlSAKIAQESNQoNZmluaXNoX3JlYXNvbhgDIAEoDjIeLnBlbnN0b2NrLmNoYXQudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYBCABKAVIABITCglzdG9wX3RleHQYBSABKAlIABI2Cg1zYW1wbGluZ191c2VkGAYgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZ0gDiAEBEg4KBmVuZ2luZRgHIAEoCRIWCg5lbmdpbmVfdmVyc2lvbhgIIAEoCRINCgVtb2RlbBgJIAEoCRIqCgd0aW1pbmdzGAogASgLMhkucGVuc3RvY2suY2hhdC52MS5UaW1pbmdzEiYKBXVzYWdlGAsgASgLMhcucGVuc3RvY2suY2hhdC52MS5Vc2FnZUIOCgxtYXRjaGVkX3N0b3BCBwoFX3NwYW5CCgoIX21lc3NhZ2VCEAoOX3NhbXBsaW5nX3VzZWQqfQoMTG9ncHJvYnNNb2RlEh0KGUxPR1BST0JTX01PREVfVU5TUEVDSUZJRUQQABIVChFMT0dQUk9CU19NT0RFX1JBVxABEhsKF0xPR1BST0JTX01PREVfUFJPQ0VTU0VEEAISGgoWTE9HUFJPQlNfTU9ERV9TQ1JJUFRFRBADYgZwcm90bzM", [file_google_protobuf_duration, file_penstock_chat_v1_chat]);
 
 /**
- * Which weights sampled a run of tokens: [start, end) within the span that carries it.
+ * PolicyVersionSpan is the weights that sampled a run of tokens: [start, end) within its span.
  *
  * @generated from message penstock.chat.v1.PolicyVersionSpan
  */
 export type PolicyVersionSpan = Message<"penstock.chat.v1.PolicyVersionSpan"> & {
   /**
-   * The trainer's version of the weights; it only grows.
+   * The trainer's version of the weights. It only grows.
    *
    * @generated from field: int64 policy_version = 1;
    */
@@ -48,11 +48,11 @@ export const PolicyVersionSpanSchema: GenMessage<PolicyVersionSpan> = /*@__PURE_
   messageDesc(file_penstock_chat_v1_completion, 0);
 
 /**
- * Sampled tokens, exactly as the engine sampled them: every one, the stop token included if it was sampled, and those of a
- * matched stop text up to the one that completed it. (The text that an agent is shown ends before the stop.)
+ * TokenSpan is sampled tokens, exactly as the engine sampled them. It has every one, the stop token included if it was
+ * sampled, and those of a matched stop text up to the one that completed it. (The text for the agent ends before the stop.)
  *
  * Encoding: `token_ids` is `count` little-endian int32, 4 bytes each; `logprobs` is `count` little-endian float32, or empty
- * where the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
+ * if the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
  *
  * @generated from message penstock.chat.v1.TokenSpan
  */
@@ -80,14 +80,14 @@ export type TokenSpan = Message<"penstock.chat.v1.TokenSpan"> & {
   logprobsMode: LogprobsMode;
 
   /**
-   * Ascending, without gaps, covering [0, count). Empty = unknown, which is refused where a rollout bounds its policy version.
+   * Ascending, without gaps, covering [0, count). Empty = unknown, which is refused if a rollout bounds its policy version.
    *
    * @generated from field: repeated penstock.chat.v1.PolicyVersionSpan versions = 5;
    */
   versions: PolicyVersionSpan[];
 
   /**
-   * Alternatives, when Sampling.top_logprobs asked for them: count * top_count entries, a row per token.
+   * Alternatives, if Sampling.top_logprobs asked for them: count * top_count entries, one row per token.
    *
    * @generated from field: bytes top_token_ids = 6;
    */
@@ -112,7 +112,7 @@ export const TokenSpanSchema: GenMessage<TokenSpan> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_completion, 1);
 
 /**
- * Where the time of a completion went. Unset = not measured.
+ * Timings are the durations of a completion's parts. Unset = not measured.
  *
  * @generated from message penstock.chat.v1.Timings
  */
@@ -141,10 +141,10 @@ export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_completion, 2);
 
 /**
- * One completion: what an engine or a trainer answers a call with.
+ * Completion is an engine's or a trainer's answer to a call.
  *
- * It holds tokens (`span`), from which the text, reasoning and tool calls are parsed by the service; or, from a source that
- * has no tokens, a `message`. With both, the span is what is trained on and the message what the agent is shown.
+ * It has tokens (`span`), from which the service parses text, reasoning and tool calls, or, from a source without tokens, a
+ * `message`. With both, the span is trained on and the agent gets the message.
  *
  * @generated from message penstock.chat.v1.Completion
  */
@@ -165,7 +165,7 @@ export type Completion = Message<"penstock.chat.v1.Completion"> & {
   finishReason: FinishReason;
 
   /**
-   * The stop that ended it; unset when none did.
+   * The stop that ended it. Unset = none.
    *
    * @generated from oneof penstock.chat.v1.Completion.matched_stop
    */
@@ -184,7 +184,7 @@ export type Completion = Message<"penstock.chat.v1.Completion"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * The sampling as it was used, defaults filled in; unset when the answerer does not say.
+   * The sampling that was used, with defaults filled in. Unset = unknown.
    *
    * @generated from field: optional penstock.chat.v1.Sampling sampling_used = 6;
    */
@@ -228,7 +228,7 @@ export const CompletionSchema: GenMessage<Completion> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_completion, 3);
 
 /**
- * What a logprob is the logarithm of.
+ * LogprobsMode is the distribution that logprobs refer to.
  *
  * @generated from enum penstock.chat.v1.LogprobsMode
  */
@@ -253,7 +253,7 @@ export enum LogprobsMode {
   PROCESSED = 2,
 
   /**
-   * Written by a test script. Never trained on: a trajectory that holds them is graded unusable.
+   * Written by a test script. Never trained on: a trajectory with them is graded unusable.
    *
    * @generated from enum value: LOGPROBS_MODE_SCRIPTED = 3;
    */

@@ -2,7 +2,7 @@
 // @generated from file penstock/driver/v1/agent.proto (package penstock.driver.v1, syntax proto3)
 /* eslint-disable */
 
-// Agents as data: all that the driver needs to know to run one.
+// Agents are data: an AgentSpec holds all that the driver needs to run one.
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
@@ -21,13 +21,13 @@ export const file_penstock_driver_v1_agent: GenFile = /*@__PURE__*/
   fileDesc("Ch5wZW5zdG9jay9kcml2ZXIvdjEvYWdlbnQucHJvdG8SEnBlbnN0b2NrLmRyaXZlci52MSL1BwoJQWdlbnRTcGVjEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIxCgd0b29sYm94GAQgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94U3BlYxISCgpuZWVkc19yb290GAUgASgIEgwKBGFyZ3YYBiADKAkSPAoLaW5zdHJ1Y3Rpb24YByABKAsyJy5wZW5zdG9jay5kcml2ZXIudjEuSW5zdHJ1Y3Rpb25EZWxpdmVyeRItCgVmaWxlcxgIIAMoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5Db25maWdGaWxlEjMKA2VudhgJIAMoCzImLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWMuRW52RW50cnkSMQoIZGlhbGVjdHMYCiADKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSLwoDbWNwGAsgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLk1jcENvbmZpZ0gAiAEBEjAKB29wdGlvbnMYDCADKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRPcHRpb24SMAoGZXZlbnRzGA0gASgLMiAucGVuc3RvY2suZHJpdmVyLnYxLkV2ZW50TWFwcGluZxIzCglhcnRpZmFjdHMYDiADKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuQXJ0aWZhY3RTcGVjEh0KFXNraXBfcGVybWlzc2lvbnNfYXJndhgPIAMoCRJTChRza2lwX3Blcm1pc3Npb25zX2VudhgQIAMoCzI1LnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWMuU2tpcFBlcm1pc3Npb25zRW52RW50cnkSOwoPYXV4aWxpYXJ5X2NhbGxzGBEgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLkF1eGlsaWFyeUNhbGxzEhIKCmNoZWNrX2FyZ3YYEiADKAkSGgoSc3VjY2Vzc19leGl0X2NvZGVzGBMgAygFEjIKD2RlZmF1bHRfdGltZW91dBgUIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIyCgV0cmlhbBgVIAEoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFRyaWFsSAGIAQEaKgoIRW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ARo5ChdTa2lwUGVybWlzc2lvbnNFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgYKBF9tY3BCCAoGX3RyaWFsIjwKCkFnZW50VHJpYWwSDAoEd29yaxgBIAEoCRILCgNlbmQYAiABKAkSEwoLZW5kX2NvbW1hbmQYAyABKAkizAEKE0luc3RydWN0aW9uRGVsaXZlcnkSPgoGbWV0aG9kGAEgASgOMi4ucGVuc3RvY2suZHJpdmVyLnYxLkluc3RydWN0aW9uRGVsaXZlcnkuTWV0aG9kEgwKBHBhdGgYAiABKAkiZwoGTWV0aG9kEhYKEk1FVEhPRF9VTlNQRUNJRklFRBAAEg8KC01FVEhPRF9GSUxFEAESEAoMTUVUSE9EX1NURElOEAISDwoLTUVUSE9EX0FSR1YQAxIRCg1NRVRIT0RfQ09ORklHEAQi1AEKCkNvbmZpZ0ZpbGUSDAoEcGF0aBgBIAEoCRInCgRqc29uGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdEgAEicKBHRvbWwYAyABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0SAASDgoEdGV4dBgEIAEoCUgAEi8KCWpzb25fbGlzdBgGIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5MaXN0VmFsdWVIABIRCgRtb2RlGAUgASgNSAGIAQFCCQoHY29udGVudEIHCgVfbW9kZSI1CglNY3BDb25maWcSDAoEcGF0aBgBIAEoCRILCgNrZXkYAiABKAkSDQoFZW50cnkYAyABKAki+wIKC0FnZW50T3B0aW9uEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSMgoEdHlwZRgDIAEoDjIkLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudE9wdGlvbi5UeXBlEicKB2Nob2ljZXMYBCADKAsyFi5nb29nbGUucHJvdG9idWYuVmFsdWUSMgoNZGVmYXVsdF92YWx1ZRgFIAEoCzIWLmdvb2dsZS5wcm90b2J1Zi5WYWx1ZUgAiAEBEhQKB21pbmltdW0YBiABKAFIAYgBARIUCgdtYXhpbXVtGAcgASgBSAKIAQEiYgoEVHlwZRIUChBUWVBFX1VOU1BFQ0lGSUVEEAASDwoLVFlQRV9TVFJJTkcQARIQCgxUWVBFX0lOVEVHRVIQAhIPCgtUWVBFX05VTUJFUhADEhAKDFRZUEVfQk9PTEVBThAEQhAKDl9kZWZhdWx0X3ZhbHVlQgoKCF9taW5pbXVtQgoKCF9tYXhpbXVtIt8BCgxFdmVudE1hcHBpbmcSNwoGc291cmNlGAEgASgOMicucGVuc3RvY2suZHJpdmVyLnYxLkV2ZW50TWFwcGluZy5Tb3VyY2USLAoFcnVsZXMYAiADKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuRXZlbnRSdWxlImgKBlNvdXJjZRIWChJTT1VSQ0VfVU5TUEVDSUZJRUQQABIPCgtTT1VSQ0VfTk9ORRABEhwKGFNPVVJDRV9TVERPVVRfSlNPTl9MSU5FUxACEhcKE1NPVVJDRV9TVERPVVRfTElORVMQAyK1AQoJRXZlbnRSdWxlEgwKBHdoZW4YASABKAkSMAoEa2luZBgCIAEoDjIiLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV2ZW50S2luZBI5CgZmaWVsZHMYAyADKAsyKS5wZW5zdG9jay5kcml2ZXIudjEuRXZlbnRSdWxlLkZpZWxkc0VudHJ5Gi0KC0ZpZWxkc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiYgoMQXJ0aWZhY3RTcGVjEgwKBG5hbWUYASABKAkSDAoEcGF0aBgCIAEoCRIQCghyZXF1aXJlZBgDIAEoCBIWCgltYXhfYnl0ZXMYBCABKANIAIgBAUIMCgpfbWF4X2J5dGVzIooBCg5BdXhpbGlhcnlDYWxscxIcChR0aXRsZV9zeXN0ZW1fcHJvbXB0cxgBIAMoCRIhChljb21wYWN0aW9uX3N5c3RlbV9wcm9tcHRzGAIgAygJEhcKD3Nlc3Npb25faGVhZGVycxgDIAMoCRIeChZ2b2xhdGlsZV9saW5lX3BhdHRlcm5zGAQgAygJKocCCg5BZ2VudEV2ZW50S2luZBIgChxBR0VOVF9FVkVOVF9LSU5EX1VOU1BFQ0lGSUVEEAASHgoaQUdFTlRfRVZFTlRfS0lORF9BU1NJU1RBTlQQARIeChpBR0VOVF9FVkVOVF9LSU5EX1JFQVNPTklORxACEh4KGkFHRU5UX0VWRU5UX0tJTkRfVE9PTF9DQUxMEAMSIAocQUdFTlRfRVZFTlRfS0lORF9UT09MX1JFU1VMVBAEEhoKFkFHRU5UX0VWRU5UX0tJTkRfRVJST1IQBRIZChVBR0VOVF9FVkVOVF9LSU5EX0RPTkUQBhIaChZBR0VOVF9FVkVOVF9LSU5EX09USEVSEAdiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_penstock_sandbox_v1_toolbox_service, file_penstock_trajectory_v1_trajectory]);
 
 /**
- * The description of an agent. Pure data: registering one changes no code, and the driver knows no agent by name.
+ * AgentSpec describes an agent. It is pure data: registering one changes no code, and the driver knows no agent by name.
  *
- * Templates: in `argv`, `env`, `text` and the strings of `json` and `toml`, `{{name}}` is replaced by a value: base_url, api_key,
- * model, home, workdir, instruction_path, instruction, toolbox, rollout_id, wall_time_seconds, and option.NAME for each
- * option. A value that is a whole `{{name}}` keeps its type in JSON and TOML files; inserted values are data and are never
- * read again as templates, shell or syntax. api_key may not stand in argv. An element of argv, an environment variable, an object
- * member or a text file that uses an option that was not given is left out.
+ * Templates: in `argv`, `env`, `text` and the strings of `json` and `toml`, `{{name}}` is replaced by a value: base_url,
+ * api_key, model, home, workdir, instruction_path, instruction, toolbox, rollout_id, wall_time_seconds, and option.NAME for
+ * each option. A value that is a whole `{{name}}` keeps its type in JSON and TOML files. Inserted values are data and are
+ * never parsed as templates, shell or syntax. api_key must not appear in argv. An element of argv, an environment variable,
+ * an object member or a text file is left out if it uses an option without a value.
  *
  * @generated from message penstock.driver.v1.AgentSpec
  */
@@ -54,14 +54,14 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
   version: string;
 
   /**
-   * What must be installed. Its name is set by the driver.
+   * What must be installed. The driver sets its name.
    *
    * @generated from field: penstock.sandbox.v1.ToolboxSpec toolbox = 4;
    */
   toolbox?: ToolboxSpec | undefined;
 
   /**
-   * Whether the agent or its installation needs root inside; refused on a backend that has none (R46).
+   * Whether the agent or its installation needs root in the sandbox. Refused on a backend without root (R46).
    *
    * @generated from field: bool needs_root = 5;
    */
@@ -90,14 +90,14 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
   env: { [key: string]: string };
 
   /**
-   * In order of preference; the first that the gate speaks is used.
+   * In order of preference. The first that the gate supports is used.
    *
    * @generated from field: repeated penstock.trajectory.v1.Dialect dialects = 10;
    */
   dialects: Dialect[];
 
   /**
-   * Set when the agent can use MCP servers.
+   * Set if the agent can use MCP servers.
    *
    * @generated from field: optional penstock.driver.v1.McpConfig mcp = 11;
    */
@@ -119,7 +119,7 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
   artifacts: ArtifactSpec[];
 
   /**
-   * Arguments appended when the rollout opts in to skipping the agent's permission prompts (R68).
+   * Arguments appended if the rollout chooses to skip the agent's permission prompts (R68).
    *
    * @generated from field: repeated string skip_permissions_argv = 15;
    */
@@ -136,29 +136,29 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
   auxiliaryCalls?: AuxiliaryCalls | undefined;
 
   /**
-   * A command that shows that the installation works, for example ["opencode", "--version"].
+   * A command that proves the installation works, for example ["opencode", "--version"].
    *
    * @generated from field: repeated string check_argv = 18;
    */
   checkArgv: string[];
 
   /**
-   * Exit codes that mean that the agent finished its work; empty = 0 only.
+   * Exit codes with which the agent finished its work. Empty = 0 only.
    *
    * @generated from field: repeated int32 success_exit_codes = 19;
    */
   successExitCodes: number[];
 
   /**
-   * How long the agent may run when the rollout does not say.
+   * The agent's time limit if the rollout sets none.
    *
    * @generated from field: google.protobuf.Duration default_timeout = 20;
    */
   defaultTimeout?: Duration | undefined;
 
   /**
-   * What a scripted model says to it where the agent is certified; unset = it is offered a tool that runs commands, and an answer
-   * without a tool call ends its work.
+   * How a scripted model certifies the agent. Unset = the model calls a tool that runs commands, and an answer without a
+   * tool call ends the agent's work.
    *
    * @generated from field: optional penstock.driver.v1.AgentTrial trial = 21;
    */
@@ -173,28 +173,28 @@ export const AgentSpecSchema: GenMessage<AgentSpec> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 0);
 
 /**
- * How a model of few words gets an agent to run `{{command}}`, a line for a shell that needs no quoting anywhere, or to write the
- * text `{{word}}` into the file out.txt of its working directory, and then to end.
+ * AgentTrial makes an agent run `{{command}}`, a shell line that needs no quoting, or write the text `{{word}}` to the file
+ * out.txt of its working directory, and then end.
  *
  * @generated from message penstock.driver.v1.AgentTrial
  */
 export type AgentTrial = Message<"penstock.driver.v1.AgentTrial"> & {
   /**
-   * The text of an answer that does it; empty = a call of the tool that takes a command.
+   * The text of an answer that makes it do the work. Empty = a call of the tool that takes a command.
    *
    * @generated from field: string work = 1;
    */
   work: string;
 
   /**
-   * The text of an answer that ends the agent's work; empty = any.
+   * The text of an answer that ends the agent's work. Empty = any text.
    *
    * @generated from field: string end = 2;
    */
   end: string;
 
   /**
-   * Instead of `end`: a command that ends it, run as the work is.
+   * Instead of `end`: a command that ends it, run like the work.
    *
    * @generated from field: string end_command = 3;
    */
@@ -209,7 +209,7 @@ export const AgentTrialSchema: GenMessage<AgentTrial> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 1);
 
 /**
- * How the instruction reaches the agent.
+ * InstructionDelivery is how the instruction reaches the agent.
  *
  * @generated from message penstock.driver.v1.InstructionDelivery
  */
@@ -235,7 +235,7 @@ export const InstructionDeliverySchema: GenMessage<InstructionDelivery> = /*@__P
   messageDesc(file_penstock_driver_v1_agent, 2);
 
 /**
- * The ways.
+ * Method is the way of delivery.
  *
  * @generated from enum penstock.driver.v1.InstructionDelivery.Method
  */
@@ -260,14 +260,14 @@ export enum InstructionDelivery_Method {
   STDIN = 2,
 
   /**
-   * One argument, {{instruction}}. Only for agents that offer nothing else; at most 100 KiB.
+   * As one argument, {{instruction}}, for agents without another way. At most 100 KiB.
    *
    * @generated from enum value: METHOD_ARGV = 3;
    */
   ARGV = 3,
 
   /**
-   * A member {{instruction}} of a config file in JSON or TOML.
+   * As a member {{instruction}} of a config file in JSON or TOML.
    *
    * @generated from enum value: METHOD_CONFIG = 4;
    */
@@ -281,7 +281,7 @@ export const InstructionDelivery_MethodSchema: GenEnum<InstructionDelivery_Metho
   enumDesc(file_penstock_driver_v1_agent, 2, 0);
 
 /**
- * A file written before the agent starts.
+ * ConfigFile is a file written before the agent starts.
  *
  * @generated from message penstock.driver.v1.ConfigFile
  */
@@ -310,8 +310,8 @@ export type ConfigFile = Message<"penstock.driver.v1.ConfigFile"> & {
     case: "toml";
   } | {
     /**
-     * Templates insert text as it is: what can hold anything (api_key, instruction, a string option without choices) may only be
-     * the end of the text.
+     * Templates insert text unquoted. Values that may contain anything (api_key, instruction, a string option without
+     * choices) may only be at the end of the text.
      *
      * @generated from field: string text = 4;
      */
@@ -319,7 +319,7 @@ export type ConfigFile = Message<"penstock.driver.v1.ConfigFile"> & {
     case: "text";
   } | {
     /**
-     * JSON whose top level is a list. What is JSON can be read as YAML too.
+     * JSON whose top level is a list. JSON can be read as YAML too.
      *
      * @generated from field: google.protobuf.ListValue json_list = 6;
      */
@@ -343,29 +343,29 @@ export const ConfigFileSchema: GenMessage<ConfigFile> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 3);
 
 /**
- * How MCP servers are told to the agent.
+ * McpConfig is how the agent's configuration lists MCP servers.
  *
  * @generated from message penstock.driver.v1.McpConfig
  */
 export type McpConfig = Message<"penstock.driver.v1.McpConfig"> & {
   /**
-   * Relative to the home directory. The driver merges into the ConfigFile of the same path, if there is one.
+   * Relative to the home directory. The driver merges the servers into the ConfigFile of the same path, if there is one.
    *
    * @generated from field: string path = 1;
    */
   path: string;
 
   /**
-   * Where in the file the servers go, for example "mcp" or "mcpServers": a path of object keys separated by dots.
+   * Where in the file the servers are listed, for example "mcp" or "mcpServers": object keys separated by dots.
    *
    * @generated from field: string key = 2;
    */
   key: string;
 
   /**
-   * A JMESPath expression from {name, command, args, env, url, headers} to the agent's own entry for one server. headers, an
-   * object, holds the credential of the gate's own server, which offers host tools, and is null for others; an entry that leaves
-   * it out makes rollouts that are offered host tools refused for this agent (AGENT_WITHOUT_MCP).
+   * A JMESPath expression from {name, command, args, env, url, headers} to the agent's own entry for one server. headers is
+   * an object with the credential of the gate's own server, which offers host tools; for other servers it is null. With an
+   * entry that leaves headers out, rollouts that are offered host tools are refused for this agent (AGENT_WITHOUT_MCP).
    *
    * @generated from field: string entry = 3;
    */
@@ -380,7 +380,7 @@ export const McpConfigSchema: GenMessage<McpConfig> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 4);
 
 /**
- * An option that a rollout may set. Every one takes effect through a template; one that is not listed is refused (R63).
+ * AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused (R63).
  *
  * @generated from message penstock.driver.v1.AgentOption
  */
@@ -401,14 +401,14 @@ export type AgentOption = Message<"penstock.driver.v1.AgentOption"> & {
   type: AgentOption_Type;
 
   /**
-   * Allowed values; empty = any of the type.
+   * Allowed values. Empty = any value of the type.
    *
    * @generated from field: repeated google.protobuf.Value choices = 4;
    */
   choices: Value[];
 
   /**
-   * Unset = the option has no value unless given.
+   * Unset = no value unless the rollout sets one.
    *
    * @generated from field: optional google.protobuf.Value default_value = 5;
    */
@@ -433,7 +433,7 @@ export const AgentOptionSchema: GenMessage<AgentOption> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 5);
 
 /**
- * The kinds of value.
+ * Type is the type of an option's values.
  *
  * @generated from enum penstock.driver.v1.AgentOption.Type
  */
@@ -471,7 +471,7 @@ export const AgentOption_TypeSchema: GenEnum<AgentOption_Type> = /*@__PURE__*/
   enumDesc(file_penstock_driver_v1_agent, 5, 0);
 
 /**
- * How the agent's output becomes events.
+ * EventMapping parses the agent's output into events.
  *
  * @generated from message penstock.driver.v1.EventMapping
  */
@@ -482,7 +482,7 @@ export type EventMapping = Message<"penstock.driver.v1.EventMapping"> & {
   source: EventMapping_Source;
 
   /**
-   * Tried in order; the first whose `when` holds makes the event.
+   * Tried in order. The first whose `when` is true makes the event.
    *
    * @generated from field: repeated penstock.driver.v1.EventRule rules = 2;
    */
@@ -497,7 +497,7 @@ export const EventMappingSchema: GenMessage<EventMapping> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 6);
 
 /**
- * Which output holds them.
+ * Source is the output that has the events.
  *
  * @generated from enum penstock.driver.v1.EventMapping.Source
  */
@@ -508,22 +508,22 @@ export enum EventMapping_Source {
   UNSPECIFIED = 0,
 
   /**
-   * The agent reports nothing that can be read.
+   * The agent reports nothing that can be parsed.
    *
    * @generated from enum value: SOURCE_NONE = 1;
    */
   NONE = 1,
 
   /**
-   * A JSON object a line on standard output; a line that is none is the object {line} to the rules, as below.
+   * One JSON object per line on standard output. Rules see any other line as the object {line}, as below.
    *
    * @generated from enum value: SOURCE_STDOUT_JSON_LINES = 2;
    */
   STDOUT_JSON_LINES = 2,
 
   /**
-   * Lines of text on standard output: the rules see each as the object {line}, without its end and without the sequences by which
-   * terminals are told colours.
+   * Lines of text on standard output. Rules see each as the object {line}, without its end and without terminal colour
+   * sequences.
    *
    * @generated from enum value: SOURCE_STDOUT_LINES = 3;
    */
@@ -537,13 +537,13 @@ export const EventMapping_SourceSchema: GenEnum<EventMapping_Source> = /*@__PURE
   enumDesc(file_penstock_driver_v1_agent, 6, 0);
 
 /**
- * One rule of an EventMapping.
+ * EventRule is one rule of an EventMapping.
  *
  * @generated from message penstock.driver.v1.EventRule
  */
 export type EventRule = Message<"penstock.driver.v1.EventRule"> & {
   /**
-   * A JMESPath expression on the line's object that is true for lines of this kind.
+   * A JMESPath expression on the line's object, true for lines of this kind.
    *
    * @generated from field: string when = 1;
    */
@@ -555,9 +555,9 @@ export type EventRule = Message<"penstock.driver.v1.EventRule"> & {
   kind: AgentEventKind;
 
   /**
-   * JMESPath expressions on the object, by field of the event's data; one that gives null is left out. By convention: text;
-   * id, name, arguments; output, exit_code, is_error; message; reason, and in the last DONE event failed = true where the agent
-   * says that it failed, which is then a failure of the agent whatever its exit code.
+   * JMESPath expressions on the object, by field of the event's data. A field whose expression gives null is left out. By
+   * convention: text; id, name, arguments; output, exit_code, is_error; message; reason. failed = true in the last DONE
+   * event means that the agent reported a failure: a failure of the agent, whatever its exit code.
    *
    * @generated from field: map<string, string> fields = 3;
    */
@@ -572,7 +572,7 @@ export const EventRuleSchema: GenMessage<EventRule> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 7);
 
 /**
- * A file to fetch after the run.
+ * ArtifactSpec is a file to fetch after the run.
  *
  * @generated from message penstock.driver.v1.ArtifactSpec
  */
@@ -590,14 +590,14 @@ export type ArtifactSpec = Message<"penstock.driver.v1.ArtifactSpec"> & {
   path: string;
 
   /**
-   * Whether its absence is a failure of the rollout.
+   * Whether a missing file fails the rollout.
    *
    * @generated from field: bool required = 3;
    */
   required: boolean;
 
   /**
-   * More is cut; unset = 1 MiB, which is the most.
+   * The rest is cut off. Unset = 1 MiB, the maximum.
    *
    * @generated from field: optional int64 max_bytes = 4;
    */
@@ -612,7 +612,7 @@ export const ArtifactSpecSchema: GenMessage<ArtifactSpec> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 8);
 
 /**
- * How to recognise what is not the agent's main conversation.
+ * AuxiliaryCalls recognise calls outside the agent's main conversation. See CallHints.
  *
  * @generated from message penstock.driver.v1.AuxiliaryCalls
  */
@@ -648,13 +648,13 @@ export const AuxiliaryCallsSchema: GenMessage<AuxiliaryCalls> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 9);
 
 /**
- * Kinds of agent events.
+ * AgentEventKind is the kind of an agent event.
  *
  * @generated from enum penstock.driver.v1.AgentEventKind
  */
 export enum AgentEventKind {
   /**
-   * In a rule: such a line makes no event. For lines that repeat what others say.
+   * In a rule: such a line makes no event. For lines that repeat the content of others.
    *
    * @generated from enum value: AGENT_EVENT_KIND_UNSPECIFIED = 0;
    */
@@ -691,7 +691,7 @@ export enum AgentEventKind {
   DONE = 6,
 
   /**
-   * A line that no rule matched, or no JSON.
+   * A line that is not JSON or that no rule matched.
    *
    * @generated from enum value: AGENT_EVENT_KIND_OTHER = 7;
    */

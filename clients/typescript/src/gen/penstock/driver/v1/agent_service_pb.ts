@@ -17,7 +17,7 @@ export const file_penstock_driver_v1_agent_service: GenFile = /*@__PURE__*/
   fileDesc("CiZwZW5zdG9jay9kcml2ZXIvdjEvYWdlbnRfc2VydmljZS5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIo4BCgVBZ2VudBIrCgRzcGVjGAEgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50U3BlYxITCgtzcGVjX3NoYTI1NhgCIAEoCRIQCghidWlsdF9pbhgDIAEoCBIxCg1yZWdpc3Rlcl90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCI6ChFMaXN0QWdlbnRzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJYChJMaXN0QWdlbnRzUmVzcG9uc2USKQoGYWdlbnRzGAEgAygLMhkucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSI0Cg9HZXRBZ2VudFJlcXVlc3QSDAoEbmFtZRgBIAEoCRITCgtzcGVjX3NoYTI1NhgCIAEoCSI8ChBHZXRBZ2VudFJlc3BvbnNlEigKBWFnZW50GAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50IkMKFFJlZ2lzdGVyQWdlbnRSZXF1ZXN0EisKBHNwZWMYASABKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRTcGVjIkEKFVJlZ2lzdGVyQWdlbnRSZXNwb25zZRIoCgVhZ2VudBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudCIiChJEZWxldGVBZ2VudFJlcXVlc3QSDAoEbmFtZRgBIAEoCSIVChNEZWxldGVBZ2VudFJlc3BvbnNlIoABChFDaGVja0FnZW50UmVxdWVzdBIMCgRuYW1lGAEgASgJEg8KB2JhY2tlbmQYAiABKAkSMAoEc3BlYxgDIAEoCzIdLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWNIAIgBARIRCglzcGVjX29ubHkYBCABKAhCBwoFX3NwZWMi5wEKEkNoZWNrQWdlbnRSZXNwb25zZRIMCgRzdGVwGAEgASgJEj8KB291dGNvbWUYAiABKA4yLi5wZW5zdG9jay5kcml2ZXIudjEuQ2hlY2tBZ2VudFJlc3BvbnNlLk91dGNvbWUSDwoHbWVzc2FnZRgDIAEoCSJxCgdPdXRjb21lEhcKE09VVENPTUVfVU5TUEVDSUZJRUQQABIUChBPVVRDT01FX1BST0dSRVNTEAESDgoKT1VUQ09NRV9PSxACEhIKDk9VVENPTUVfRkFJTEVEEAMSEwoPT1VUQ09NRV9XQVJOSU5HEAQy5wMKDEFnZW50U2VydmljZRJbCgpMaXN0QWdlbnRzEiUucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RBZ2VudHNSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RBZ2VudHNSZXNwb25zZRJVCghHZXRBZ2VudBIjLnBlbnN0b2NrLmRyaXZlci52MS5HZXRBZ2VudFJlcXVlc3QaJC5wZW5zdG9jay5kcml2ZXIudjEuR2V0QWdlbnRSZXNwb25zZRJkCg1SZWdpc3RlckFnZW50EigucGVuc3RvY2suZHJpdmVyLnYxLlJlZ2lzdGVyQWdlbnRSZXF1ZXN0GikucGVuc3RvY2suZHJpdmVyLnYxLlJlZ2lzdGVyQWdlbnRSZXNwb25zZRJeCgtEZWxldGVBZ2VudBImLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVBZ2VudFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlQWdlbnRSZXNwb25zZRJdCgpDaGVja0FnZW50EiUucGVuc3RvY2suZHJpdmVyLnYxLkNoZWNrQWdlbnRSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkNoZWNrQWdlbnRSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_timestamp, file_penstock_driver_v1_agent]);
 
 /**
- * A registered agent.
+ * Agent is a registered agent.
  *
  * @generated from message penstock.driver.v1.Agent
  */
@@ -28,7 +28,7 @@ export type Agent = Message<"penstock.driver.v1.Agent"> & {
   spec?: AgentSpec | undefined;
 
   /**
-   * A digest of the spec's content. Opaque: computed by the service only, compared and passed back by clients.
+   * Digest of the spec's content. Opaque: computed by the service, compared and passed back by clients.
    *
    * @generated from field: string spec_sha256 = 2;
    */
@@ -114,7 +114,7 @@ export type GetAgentRequest = Message<"penstock.driver.v1.GetAgentRequest"> & {
   name: string;
 
   /**
-   * A version that some rollout used; empty = the newest.
+   * A version that some rollout used. Empty = the newest.
    *
    * @generated from field: string spec_sha256 = 2;
    */
@@ -231,21 +231,21 @@ export type CheckAgentRequest = Message<"penstock.driver.v1.CheckAgentRequest"> 
   name: string;
 
   /**
-   * Sandbox backend; empty = the default.
+   * Sandbox backend. Empty = the default.
    *
    * @generated from field: string backend = 2;
    */
   backend: string;
 
   /**
-   * A spec that need not be registered, instead of a name.
+   * A spec to check instead of a name. It need not be registered.
    *
    * @generated from field: optional penstock.driver.v1.AgentSpec spec = 3;
    */
   spec?: AgentSpec | undefined;
 
   /**
-   * Whether only the spec is read, and nothing installed.
+   * Whether only the spec is checked, and nothing installed.
    *
    * @generated from field: bool spec_only = 4;
    */
@@ -278,7 +278,7 @@ export type CheckAgentResponse = Message<"penstock.driver.v1.CheckAgentResponse"
   outcome: CheckAgentResponse_Outcome;
 
   /**
-   * What was found and, when it failed, what to do.
+   * What was found and, if it failed, what to do.
    *
    * @generated from field: string message = 3;
    */
@@ -293,7 +293,7 @@ export const CheckAgentResponseSchema: GenMessage<CheckAgentResponse> = /*@__PUR
   messageDesc(file_penstock_driver_v1_agent_service, 10);
 
 /**
- * What a finding says.
+ * Outcome is the kind of a finding.
  *
  * @generated from enum penstock.driver.v1.CheckAgentResponse.Outcome
  */
@@ -304,7 +304,7 @@ export enum CheckAgentResponse_Outcome {
   UNSPECIFIED = 0,
 
   /**
-   * A line about work that goes on.
+   * A line about work in progress.
    *
    * @generated from enum value: OUTCOME_PROGRESS = 1;
    */
@@ -321,7 +321,7 @@ export enum CheckAgentResponse_Outcome {
   FAILED = 3,
 
   /**
-   * It works, and could be better.
+   * It works, but could be better.
    *
    * @generated from enum value: OUTCOME_WARNING = 4;
    */
@@ -335,16 +335,16 @@ export const CheckAgentResponse_OutcomeSchema: GenEnum<CheckAgentResponse_Outcom
   enumDesc(file_penstock_driver_v1_agent_service, 10, 0);
 
 /**
- * The registry of agents.
+ * AgentService is the registry of agents.
  *
- * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
- * INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+ * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
  *
  * @generated from service penstock.driver.v1.AgentService
  */
 export const AgentService: GenService<{
   /**
-   * All agents by name, built-in ones included: what this lists is what CreateRollout accepts (R66).
+   * ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
    *
    * @generated from rpc penstock.driver.v1.AgentService.ListAgents
    */
@@ -354,6 +354,7 @@ export const AgentService: GenService<{
     output: typeof ListAgentsResponseSchema;
   },
   /**
+   * GetAgent returns an agent.
    * Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
    *
    * @generated from rpc penstock.driver.v1.AgentService.GetAgent
@@ -364,8 +365,8 @@ export const AgentService: GenService<{
     output: typeof GetAgentResponseSchema;
   },
   /**
-   * Adds an agent, or a new version of one that was registered before: the hash of the spec tells versions apart, and rollouts
-   * that run keep theirs. The same spec again is a success. Built-in names cannot be taken.
+   * RegisterAgent adds an agent, or a new version of a registered one. The hash of the spec identifies a version, and
+   * running rollouts keep theirs. Repeating the same spec is a success. Built-in names are refused.
    * Errors: ALREADY_EXISTS (AGENT_BUILT_IN), INVALID_ARGUMENT (the field and the reason).
    *
    * @generated from rpc penstock.driver.v1.AgentService.RegisterAgent
@@ -376,7 +377,7 @@ export const AgentService: GenService<{
     output: typeof RegisterAgentResponseSchema;
   },
   /**
-   * Idempotent.
+   * DeleteAgent removes an agent from the registry. Idempotent.
    * Errors: FAILED_PRECONDITION (AGENT_BUILT_IN).
    *
    * @generated from rpc penstock.driver.v1.AgentService.DeleteAgent
@@ -387,8 +388,8 @@ export const AgentService: GenService<{
     output: typeof DeleteAgentResponseSchema;
   },
   /**
-   * Tries an agent out: reads its spec, installs it, runs its check command in a sandbox, and reports each finding as it is made.
-   * A spec that does not hold is a finding for each mistake. Nothing is registered.
+   * CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
+   * finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
    * Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
    *
    * @generated from rpc penstock.driver.v1.AgentService.CheckAgent

@@ -29,35 +29,36 @@ export const file_penstock_driver_v1_rollout: GenFile = /*@__PURE__*/
   fileDesc("CiBwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dC5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIvcCCgRUYXNrEg8KB3Rhc2tfaWQYASABKAkSEwoLaW5zdHJ1Y3Rpb24YAiABKAkSLAoFZmlsZXMYAyADKAsyHS5wZW5zdG9jay5zYW5kYm94LnYxLlNlZWRGaWxlEisKBXNldHVwGAQgAygLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kEjMKCHZlcmlmaWVyGAUgASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLlZlcmlmaWVySACIAQESLgoDZW52GAYgAygLMiEucGVuc3RvY2suZHJpdmVyLnYxLlRhc2suRW52RW50cnkSKQoIbWV0YWRhdGEYByABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhEKCWtlZXBfZGlmZhgIIAEoCBISCgprZWVwX2ZpbGVzGAkgASgIGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX3ZlcmlmaWVyIt4ECghWZXJpZmllchIsCgVmaWxlcxgBIAMoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU2VlZEZpbGUSLgoIY29tbWFuZHMYAiADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQSNQoLcmV3YXJkX2ZpbGUYAyABKAsyHi5wZW5zdG9jay5kcml2ZXIudjEuUmV3YXJkRmlsZUgAEj0KDHBhc3NlZF9zaGFyZRgEIAEoCzIlLnBlbnN0b2NrLmRyaXZlci52MS5SZXdhcmRQYXNzZWRTaGFyZUgAEhYKCXJhbmdlX21pbhgFIAEoAUgBiAEBEhYKCXJhbmdlX21heBgGIAEoAUgCiAEBEjIKD2NvbW1hbmRfdGltZW91dBgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIXCgpmcmVzaF9mb3JrGAggASgISAOIAQESDwoHcmVzdG9yZRgJIAMoCRIVCg1jaGFuZ2VzX2JlbG93GAogAygJEksKEGNvbXBvbmVudF9yYW5nZXMYCyADKAsyMS5wZW5zdG9jay5kcml2ZXIudjEuVmVyaWZpZXIuQ29tcG9uZW50UmFuZ2VzRW50cnkaVwoUQ29tcG9uZW50UmFuZ2VzRW50cnkSCwoDa2V5GAEgASgJEi4KBXZhbHVlGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJld2FyZFJhbmdlOgI4AUIICgZyZXdhcmRCDAoKX3JhbmdlX21pbkIMCgpfcmFuZ2VfbWF4Qg0KC19mcmVzaF9mb3JrIicKC1Jld2FyZFJhbmdlEgsKA21pbhgBIAEoARILCgNtYXgYAiABKAEiDAoKUmV3YXJkRmlsZSITChFSZXdhcmRQYXNzZWRTaGFyZSKoAQoLQWdlbnRDaG9pY2USDAoEbmFtZRgBIAEoCRITCgtzcGVjX3NoYTI1NhgCIAEoCRIoCgdvcHRpb25zGAMgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIYChBza2lwX3Blcm1pc3Npb25zGAQgASgIEjIKC21jcF9zZXJ2ZXJzGAUgAygLMh0ucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlciLkAgoJTWNwU2VydmVyEgwKBG5hbWUYASABKAkSNAoFc3RkaW8YAiABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuTWNwU2VydmVyLlN0ZGlvSAASDQoDdXJsGAMgASgJSAAa9gEKBVN0ZGlvEgwKBGFyZ3MYASADKAkSOQoDZW52GAIgAygLMiwucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlci5TdGRpby5FbnZFbnRyeRJGCgpzZWNyZXRfZW52GAMgAygLMjIucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlci5TdGRpby5TZWNyZXRFbnZFbnRyeRoqCghFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGjAKDlNlY3JldEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJdHJhbnNwb3J0Ir8BCg1TYW5kYm94Q2hvaWNlEg8KB2JhY2tlbmQYASABKAkSDQoFaW1hZ2UYAiABKAkSMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSOQoNc2V0dXBfbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRIMCgR1c2VyGAUgASgJEhIKCm93bl9rZXJuZWwYBiABKAgiswEKBkxpbWl0cxIqCgdwcmVwYXJlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBXNldHVwGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBWFnZW50GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEikKBnZlcmlmeRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiK9BgoLUm9sbG91dFNwZWMSJgoEdGFzaxgBIAEoCzIYLnBlbnN0b2NrLmRyaXZlci52MS5UYXNrEi4KBWFnZW50GAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50Q2hvaWNlEiwKBG1vZGUYAyABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI1CgZzb3VyY2UYBCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USMgoHc2FuZGJveBgFIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5TYW5kYm94Q2hvaWNlEioKBmxpbWl0cxgGIAEoCzIaLnBlbnN0b2NrLmRyaXZlci52MS5MaW1pdHMSMgoHYnVkZ2V0cxgHIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5CdWRnZXRzEkEKBnBvbGljeRgIIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lWZXJzaW9uQ29uc3RyYWludBITCgZydW5faWQYCSABKAlIAIgBARI7CgZsYWJlbHMYCiADKAsyKy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMuTGFiZWxzRW50cnkSEQoEc2VlZBgLIAEoA0gBiAEBEjoKEXNhbXBsaW5nX292ZXJyaWRlGAwgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZ0gCiAEBEjkKC3J1bl9idWRnZXRzGA0gASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJ1bkJ1ZGdldHMSOQoLdG9rZW5fdGVybXMYDiABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5UZXJtcxIZCgxtYXhfYXR0ZW1wdHMYDyABKAVIA4gBARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgkKB19ydW5faWRCBwoFX3NlZWRCFAoSX3NhbXBsaW5nX292ZXJyaWRlQg8KDV9tYXhfYXR0ZW1wdHMixgEKB0ZhaWx1cmUSLwoFY2F1c2UYASABKA4yIC5wZW5zdG9jay5kcml2ZXIudjEuRmFpbHVyZUNhdXNlEg4KBnJlYXNvbhgCIAEoCRIPCgdtZXNzYWdlGAMgASgJEhEKCXJldHJpYWJsZRgEIAEoCBIoCgVwaGFzZRgFIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRIsCgljYXVzZWRfYnkYBiABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGFydHkiSQoJQWdlbnRFeGl0EicKBGV4aXQYASABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXQSEwoLc3RkZXJyX3RhaWwYAiABKAwijgIKB091dGNvbWUSMQoHZmFpbHVyZRgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5GYWlsdXJlSACIAQESMwoGcmV3YXJkGAIgASgLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmRIAYgBARI2CgphZ2VudF9leGl0GAMgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50RXhpdEgCiAEBEjEKB2dyYWRpbmcYBCABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZ0gDiAEBQgoKCF9mYWlsdXJlQgkKB19yZXdhcmRCDQoLX2FnZW50X2V4aXRCCgoIX2dyYWRpbmcisgMKB0dyYWRpbmcSLwoFcGxhY2UYASABKA4yIC5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZ1BsYWNlEg4KBnBhc3NlZBgCIAEoBRINCgV0b3RhbBgDIAEoBRI1Cghjb21tYW5kcxgEIAMoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5HcmFkaW5nLkNvbW1hbmQSOQoHY2hhbmdlcxgFIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5HcmFkaW5nLkNoYW5nZXNIAIgBARIQCghyZXN0b3JlZBgGIAEoBRpcCgdDb21tYW5kEicKBGV4aXQYASABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXQSEwoLc3Rkb3V0X3RhaWwYAiABKAwSEwoLc3RkZXJyX3RhaWwYAyABKAwaaQoHQ2hhbmdlcxIPCgdlbnRyaWVzGAEgASgFEhIKCnNpemVfYnl0ZXMYAiABKAMSDwoHcmVtb3ZlZBgDIAEoBRIQCghsZWZ0X291dBgEIAEoBRIWCg5sZWZ0X291dF9wYXRocxgFIAMoCUIKCghfY2hhbmdlcyLxAwoHUm9sbG91dBISCgpyb2xsb3V0X2lkGAEgASgJEhUKCGdyb3VwX2lkGAIgASgJSACIAQESDQoFaW5kZXgYAyABKAUSLQoEc3BlYxgEIAEoCzIfLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3BlYxIoCgVwaGFzZRgFIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRIxCgdvdXRjb21lGAYgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLk91dGNvbWVIAYgBARIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjIKC3BoYXNlX3RpbWVzGAkgAygLMh0ucGVuc3RvY2suZHJpdmVyLnYxLlBoYXNlVGltZRIZChFhZ2VudF9zcGVjX3NoYTI1NhgKIAEoCRIwCglmb3JrX2tpbmQYCyABKA4yHS5wZW5zdG9jay5zYW5kYm94LnYxLkZvcmtLaW5kEhUKDWxhc3Rfc2VxdWVuY2UYDCABKAMSEAoIYXR0ZW1wdHMYDSABKAVCCwoJX2dyb3VwX2lkQgoKCF9vdXRjb21lIs0ECg5Sb2xsb3V0U3VtbWFyeRISCgpyb2xsb3V0X2lkGAEgASgJEhUKCGdyb3VwX2lkGAIgASgJSACIAQESDQoFaW5kZXgYAyABKAUSEwoGcnVuX2lkGAQgASgJSAGIAQESDwoHdGFza19pZBgFIAEoCRINCgVhZ2VudBgGIAEoCRI+CgZsYWJlbHMYByADKAsyLi5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFN1bW1hcnkuTGFiZWxzRW50cnkSKAoFcGhhc2UYCCABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2USLwoLY3JlYXRlX3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGAogASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIQCghhdHRlbXB0cxgLIAEoBRIxCgdmYWlsdXJlGAwgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVIAogBARIzCgZyZXdhcmQYDSABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgDiAEBEisKBWNhbGxzGA4gASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLkNhbGxTdW1zGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCgoIX2ZhaWx1cmVCCQoHX3Jld2FyZCLHAQoIQ2FsbFN1bXMSDQoFY2FsbHMYASABKAUSFQoNcHJvbXB0X3Rva2VucxgCIAEoAxIZChFjb21wbGV0aW9uX3Rva2VucxgDIAEoAxIiChVvbGRlc3RfcG9saWN5X3ZlcnNpb24YBCABKANIAIgBARIiChVuZXdlc3RfcG9saWN5X3ZlcnNpb24YBSABKANIAYgBAUIYChZfb2xkZXN0X3BvbGljeV92ZXJzaW9uQhgKFl9uZXdlc3RfcG9saWN5X3ZlcnNpb24iYgoJUGhhc2VUaW1lEigKBXBoYXNlGAEgASgOMhkucGVuc3RvY2suZHJpdmVyLnYxLlBoYXNlEisKCGR1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjsKD1N0cmFnZ2xlclBvbGljeRIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiL1AgoFR3JvdXASEAoIZ3JvdXBfaWQYASABKAkSLQoEc3BlYxgCIAEoCzIfLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3BlYxIMCgRzaXplGAMgASgFEg4KBnNwYXJlcxgEIAEoBRIOCgZxdW9ydW0YBSABKAUSNwoKc3RyYWdnbGVycxgGIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5TdHJhZ2dsZXJQb2xpY3kSEwoLcm9sbG91dF9pZHMYByADKAkSEwoLZW5kZWRfY291bnQYCCABKAUSDQoFZW5kZWQYCSABKAgSLwoLY3JlYXRlX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGNvbXBsZXRlGAsgASgIEhoKEnJlc3VsdF9yb2xsb3V0X2lkcxgMIAMoCRIsCghlbmRfdGltZRgNIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAi5AQKDFJvbGxvdXRFdmVudBIQCghzZXF1ZW5jZRgBIAEoAxISCgpyb2xsb3V0X2lkGAIgASgJEigKBHRpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjkKDXBoYXNlX2NoYW5nZWQYBCABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2VDaGFuZ2VkSAASPwoQY29tbWFuZF9maW5pc2hlZBgFIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5Db21tYW5kRmluaXNoZWRIABI1CgthZ2VudF9ldmVudBgGIAEoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV2ZW50SAASOQoNY2FsbF9maW5pc2hlZBgHIAEoCzIgLnBlbnN0b2NrLmRyaXZlci52MS5DYWxsRmluaXNoZWRIABI5CghhcnRpZmFjdBgIIAEoCzIlLnBlbnN0b2NrLmRyaXZlci52MS5BcnRpZmFjdENvbGxlY3RlZEgAEjAKCHByb2dyZXNzGAkgASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLlByb2dyZXNzSAASLAoFZW5kZWQYCiABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuT3V0Y29tZUgAEjUKDGFnZW50X2V4aXRlZBgLIAEoCzIdLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV4aXRIABI7Cg5hdHRlbXB0X2ZhaWxlZBgMIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5BdHRlbXB0RmFpbGVkSABCBwoFZXZlbnQibgoMUGhhc2VDaGFuZ2VkEigKBXBoYXNlGAEgASgOMhkucGVuc3RvY2suZHJpdmVyLnYxLlBoYXNlEjQKEXByZXZpb3VzX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIk4KDUF0dGVtcHRGYWlsZWQSDwoHYXR0ZW1wdBgBIAEoBRIsCgdmYWlsdXJlGAIgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmUizAEKD0NvbW1hbmRGaW5pc2hlZBIoCgVwaGFzZRgBIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRINCgVpbmRleBgCIAEoBRItCgdjb21tYW5kGAMgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kEicKBGV4aXQYBCABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXQSEwoLc3Rkb3V0X3RhaWwYBSABKAwSEwoLc3RkZXJyX3RhaWwYBiABKAwidwoKQWdlbnRFdmVudBIwCgRraW5kGAEgASgOMiIucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50RXZlbnRLaW5kEiUKBGRhdGEYAiABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhAKCHJhd19saW5lGAMgASgMIjoKDENhbGxGaW5pc2hlZBIqCgRjYWxsGAEgASgLMhwucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsIlkKEUFydGlmYWN0Q29sbGVjdGVkEgwKBG5hbWUYASABKAkSDwoHY29udGVudBgCIAEoDBIRCgl0cnVuY2F0ZWQYAyABKAgSEgoKc2l6ZV9ieXRlcxgEIAEoAyIbCghQcm9ncmVzcxIPCgdtZXNzYWdlGAEgASgJKsEBCgVQaGFzZRIVChFQSEFTRV9VTlNQRUNJRklFRBAAEhAKDFBIQVNFX1FVRVVFRBABEhMKD1BIQVNFX1BSRVBBUklORxACEhUKEVBIQVNFX0NPTkZJR1VSSU5HEAMSFAoQUEhBU0VfU0VUVElOR19VUBAEEhEKDVBIQVNFX1JVTk5JTkcQBRITCg9QSEFTRV9WRVJJRllJTkcQBhIUChBQSEFTRV9DT0xMRUNUSU5HEAcSDwoLUEhBU0VfRU5ERUQQCCqHAgoMRmFpbHVyZUNhdXNlEh0KGUZBSUxVUkVfQ0FVU0VfVU5TUEVDSUZJRUQQABIgChxGQUlMVVJFX0NBVVNFX0lORlJBU1RSVUNUVVJFEAESFgoSRkFJTFVSRV9DQVVTRV9UQVNLEAISFwoTRkFJTFVSRV9DQVVTRV9BR0VOVBADEhkKFUZBSUxVUkVfQ0FVU0VfVElNRU9VVBAEEhgKFEZBSUxVUkVfQ0FVU0VfQlVER0VUEAUSGgoWRkFJTFVSRV9DQVVTRV9WRVJJRklFUhAGEhcKE0ZBSUxVUkVfQ0FVU0VfTU9ERUwQBxIbChdGQUlMVVJFX0NBVVNFX0NBTkNFTExFRBAIKsABCgVQYXJ0eRIVChFQQVJUWV9VTlNQRUNJRklFRBAAEg8KC1BBUlRZX0FHRU5UEAESDgoKUEFSVFlfVEFTSxACEhIKDlBBUlRZX1ZFUklGSUVSEAMSEQoNUEFSVFlfU0FOREJPWBAEEg4KClBBUlRZX0dBVEUQBRIQCgxQQVJUWV9FTkdJTkUQBhISCg5QQVJUWV9PUEVSQVRPUhAHEhAKDFBBUlRZX0JVREdFVBAIEhAKDFBBUlRZX0RSSVZFUhAJKmwKDEdyYWRpbmdQbGFjZRIdChlHUkFESU5HX1BMQUNFX1VOU1BFQ0lGSUVEEAASHwobR1JBRElOR19QTEFDRV9BR0VOVF9TQU5EQk9YEAESHAoYR1JBRElOR19QTEFDRV9GUkVTSF9GT1JLEAJiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_driver_v1_agent, file_penstock_interception_v1_interception, file_penstock_sandbox_v1_process_service, file_penstock_sandbox_v1_sandbox, file_penstock_sandbox_v1_sandbox_service, file_penstock_trajectory_v1_trajectory]);
 
 /**
- * What an agent shall do, and how one sees whether it did.
+ * Task is what an agent shall do, and how the result is graded.
  *
  * @generated from message penstock.driver.v1.Task
  */
 export type Task = Message<"penstock.driver.v1.Task"> & {
   /**
-   * Client-chosen identifier; the same task has the same id in every rollout.
+   * Client-chosen identifier, the same in every rollout of the task.
    *
    * @generated from field: string task_id = 1;
    */
   taskId: string;
 
   /**
-   * Any text of up to 1 MiB; it reaches the agent byte for byte (R67).
+   * Any text of up to 1 MiB. It reaches the agent byte for byte (R67).
    *
    * @generated from field: string instruction = 2;
    */
   instruction: string;
 
   /**
-   * Put into the working directory before setup.
+   * Written to the working directory before setup.
    *
    * @generated from field: repeated penstock.sandbox.v1.SeedFile files = 3;
    */
   files: SeedFile[];
 
   /**
-   * Run once, in order, when the prepared state is made that all rollouts of this content share; it sees neither the gate nor the
-   * agent's configuration. The first that fails ends the rollout (R57, R58). Where a backend cannot share, it is run in each.
+   * Run once, in order, when the prepared state that all rollouts of this content share is made. Setup sees neither the
+   * gate nor the agent's configuration. If a command fails, the rollout ends (R57, R58). On a backend that cannot share,
+   * setup runs in each rollout.
    *
    * @generated from field: repeated penstock.sandbox.v1.Command setup = 4;
    */
@@ -78,25 +79,25 @@ export type Task = Message<"penstock.driver.v1.Task"> & {
   env: { [key: string]: string };
 
   /**
-   * Carried through to the trajectory.
+   * Copied to the trajectory.
    *
    * @generated from field: google.protobuf.Struct metadata = 7;
    */
   metadata?: JsonObject | undefined;
 
   /**
-   * Keep what the agent changed in its working directory, as an artifact `changes.diff`: a unified diff of at most 256 KiB, before
-   * anything is verified. For people, on every backend; nothing is graded by it. A directory of more than 32 MiB or 20,000 entries
-   * is not compared, which a Progress says.
+   * Keep the agent's changes in its working directory as an artifact `changes.diff`: a unified diff of at most 256 KiB,
+   * made before anything is verified. It is for people, on every backend, and no grade depends on it. A directory of more
+   * than 32 MiB or 20,000 entries is not compared; a Progress reports that.
    *
    * @generated from field: bool keep_diff = 8;
    */
   keepDiff: boolean;
 
   /**
-   * Keep the small files that lie in the agent's working directory when it is dead, before anything is verified: those of up to 64 KiB
-   * at most one directory below it, the first 32 by path, 512 KiB together, each as an artifact `files/PATH`. How many more there are is
-   * told in a Progress. Files whose path has a part that begins with a dot are left out, links too.
+   * Keep small files of the agent's working directory, each as an artifact `files/PATH`. They are read after the agent's
+   * death and before anything is verified: files of up to 64 KiB, at most one directory down, the first 32 by path, 512 KiB
+   * together. A Progress reports how many more there are. Links and paths with a part that begins with a dot are left out.
    *
    * @generated from field: bool keep_files = 9;
    */
@@ -111,29 +112,29 @@ export const TaskSchema: GenMessage<Task> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 0);
 
 /**
- * How a reward is made. All of it happens after the agent and everything that it started are dead: after a rollout that completed
- * and after failures of cause TIMEOUT, BUDGET and AGENT, never after others. A verifier command that was killed for memory or
- * time has not passed; one that could not be run, or whose sandbox was lost, is a failure of the infrastructure and no reward.
+ * Verifier makes a reward, after the agent and all its processes are dead. It runs after a completed rollout and after
+ * failures of cause TIMEOUT, BUDGET and AGENT, never after others. A command that was killed for memory or time has not
+ * passed. A command that could not be run, or whose sandbox was lost, is a failure of the infrastructure, without a reward.
  *
  * @generated from message penstock.driver.v1.Verifier
  */
 export type Verifier = Message<"penstock.driver.v1.Verifier"> & {
   /**
-   * Written after the agent's death; what stood in their place, links included, is removed first (R75, R76).
+   * Written after the agent's death. What was at their paths, links included, is removed first (R75, R76).
    *
    * @generated from field: repeated penstock.sandbox.v1.SeedFile files = 1;
    */
   files: SeedFile[];
 
   /**
-   * Run in order, every one, whatever the others gave.
+   * Run in order. All run, whatever the results of the others.
    *
    * @generated from field: repeated penstock.sandbox.v1.Command commands = 2;
    */
   commands: Command[];
 
   /**
-   * Exactly one is set.
+   * Exactly one must be set.
    *
    * @generated from oneof penstock.driver.v1.Verifier.reward
    */
@@ -152,7 +153,7 @@ export type Verifier = Message<"penstock.driver.v1.Verifier"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * Default [0, 1]. A reward outside, or not finite, is a failure of the verifier (R73).
+   * Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier (R73).
    *
    * @generated from field: optional double range_min = 5;
    */
@@ -164,45 +165,46 @@ export type Verifier = Message<"penstock.driver.v1.Verifier"> & {
   rangeMax?: number | undefined;
 
   /**
-   * For each command that does not say. Unset = 2 min.
+   * For each command without a timeout of its own. Unset = 2 min.
    *
    * @generated from field: google.protobuf.Duration command_timeout = 7;
    */
   commandTimeout?: Duration | undefined;
 
   /**
-   * Grade in a fresh fork of the prepared state plus the agent's changes (true), or in the agent's sandbox (false), where
-   * whatever the agent could change there is what grades it. Unset = in a fresh fork where the backend can (capability diff),
-   * else in the agent's sandbox; the rollout's spec and Outcome.grading say which. True where the backend cannot is refused
-   * (CAPABILITY_MISSING) before anything starts. What is taken over are files, directories and links below `changes_below`,
-   * deletions included; links that lead out of them and other kinds of file are left out, which Grading.changes tells. A
-   * terminal episode is graded in its own sandbox: true is refused there.
-   * In the agent's sandbox a rollout whose agent, not being root, changed the system's programs or settings is not graded, where
-   * the backend can tell (GRADING_BLOCKED).
+   * True = grade in a fresh fork of the prepared state plus the agent's changes. False = grade in the agent's sandbox,
+   * where the agent could change whatever grades it. Unset = a fresh fork if the backend can make one (capability diff),
+   * else the agent's sandbox; the rollout's spec and Outcome.grading have the choice. True is refused (CAPABILITY_MISSING)
+   * before anything starts if the backend cannot do it. It is also refused for a terminal episode, which is graded in its
+   * own sandbox.
+   * Changes are files, directories and links below `changes_below`, deletions included. Links that lead out of them and
+   * other kinds of file are left out; Grading.changes counts them.
+   * In the agent's sandbox, a rollout is not graded if its agent, not being root, changed the system's programs or
+   * settings, where the backend can detect that (GRADING_BLOCKED).
    *
    * @generated from field: optional bool fresh_fork = 8;
    */
   freshFork?: boolean | undefined;
 
   /**
-   * What is put back into the prepared state before grading, the agent's additions removed: paths relative to the working
-   * directory, absolute, or beginning with "~/"; `*`, `?` and `[...]` within a name, `**` for any number of directories. A path that
-   * is a directory means all that is in it. In place and with fresh_fork alike (R76).
+   * Paths to restore from the prepared state before grading; the agent's additions there are removed. Paths are relative to
+   * the working directory, absolute, or begin with "~/". `*`, `?` and `[...]` match within a name, `**` any number of
+   * directories. A directory stands for all its content. Both in place and with fresh_fork (R76).
    *
    * @generated from field: repeated string restore = 9;
    */
   restore: string[];
 
   /**
-   * With fresh_fork: the directories whose changes are taken over, absolute or relative to the working directory. Empty = the
-   * working directory. Not empty = a fresh fork, and refused with fresh_fork false.
+   * With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
+   * working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused.
    *
    * @generated from field: repeated string changes_below = 10;
    */
   changesBelow: string[];
 
   /**
-   * With reward_file: the components that it must have, each finite and in its range. Not empty = it may have no others.
+   * With reward_file: the required components, each finite and in its range. Not empty = other components are refused.
    *
    * @generated from field: map<string, penstock.driver.v1.RewardRange> component_ranges = 11;
    */
@@ -217,7 +219,7 @@ export const VerifierSchema: GenMessage<Verifier> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 1);
 
 /**
- * From min to max, both included and finite.
+ * RewardRange is from min to max, both included and finite.
  *
  * @generated from message penstock.driver.v1.RewardRange
  */
@@ -241,10 +243,10 @@ export const RewardRangeSchema: GenMessage<RewardRange> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 2);
 
 /**
- * The commands write the reward to a file that the service creates, empty, where the agent never could: its path is in
- * the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward": NUMBER, "components":
- * {NAME: NUMBER}}. Empty = a failure of the verifier, and so is anything else: other or repeated names, numbers that are not finite
- * or not in their range, more than 64 KiB or 256 components.
+ * RewardFile reads the reward from a file that the commands write. The service creates it, empty, where the agent has no
+ * access; its path is in the environment variable PENSTOCK_REWARD_FILE. Content: one number, or a JSON object {"reward":
+ * NUMBER, "components": {NAME: NUMBER}}. Anything else is a failure of the verifier: an empty file, other or repeated
+ * names, numbers that are not finite or not in their range, more than 64 KiB or 256 components.
  *
  * @generated from message penstock.driver.v1.RewardFile
  */
@@ -259,7 +261,7 @@ export const RewardFileSchema: GenMessage<RewardFile> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 3);
 
 /**
- * The reward is range_min + (range_max - range_min) * passed / total, a command being passed when it exits with 0.
+ * RewardPassedShare computes range_min + (range_max - range_min) * passed / total. A command has passed if it exits with 0.
  *
  * @generated from message penstock.driver.v1.RewardPassedShare
  */
@@ -274,20 +276,20 @@ export const RewardPassedShareSchema: GenMessage<RewardPassedShare> = /*@__PURE_
   messageDesc(file_penstock_driver_v1_rollout, 4);
 
 /**
- * Which agent, and how it is set up.
+ * AgentChoice is which agent runs, and its options.
  *
  * @generated from message penstock.driver.v1.AgentChoice
  */
 export type AgentChoice = Message<"penstock.driver.v1.AgentChoice"> & {
   /**
-   * A name of the registry.
+   * A name in the registry.
    *
    * @generated from field: string name = 1;
    */
   name: string;
 
   /**
-   * The hash of the spec that is meant; empty = the newest.
+   * The hash of the wanted version of the spec. Empty = the newest.
    *
    * @generated from field: string spec_sha256 = 2;
    */
@@ -321,7 +323,7 @@ export const AgentChoiceSchema: GenMessage<AgentChoice> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 5);
 
 /**
- * An MCP server for the agent, started inside the sandbox or reached at a URL that the network policy allows.
+ * McpServer is an MCP server for the agent, started inside the sandbox or reached at a URL that the network policy allows.
  *
  * @generated from message penstock.driver.v1.McpServer
  */
@@ -357,7 +359,7 @@ export const McpServerSchema: GenMessage<McpServer> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 6);
 
 /**
- * A program that speaks MCP on its standard streams.
+ * Stdio is a program that serves MCP on its standard streams.
  *
  * @generated from message penstock.driver.v1.McpServer.Stdio
  */
@@ -373,7 +375,7 @@ export type McpServer_Stdio = Message<"penstock.driver.v1.McpServer.Stdio"> & {
   env: { [key: string]: string };
 
   /**
-   * For values that must appear in no log and no answer.
+   * For secrets, which appear in no log and no answer.
    *
    * @generated from field: map<string, string> secret_env = 3;
    */
@@ -388,8 +390,8 @@ export const McpServer_StdioSchema: GenMessage<McpServer_Stdio> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 6, 0);
 
 /**
- * What the rollout may choose about its sandbox; the operator's policy bounds it (R54). While the agent runs it reaches its model
- * endpoint and nothing else, whatever is chosen.
+ * SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy (R54). Whatever it chooses,
+ * a running agent reaches its model endpoint only.
  *
  * @generated from message penstock.driver.v1.SandboxChoice
  */
@@ -414,23 +416,23 @@ export type SandboxChoice = Message<"penstock.driver.v1.SandboxChoice"> & {
   resources?: Resources | undefined;
 
   /**
-   * What setup may reach; cut before the agent starts. Unset = nothing.
+   * What setup may reach. It is cut before the agent starts. Unset = nothing.
    *
    * @generated from field: penstock.sandbox.v1.NetworkPolicy setup_network = 4;
    */
   setupNetwork?: NetworkPolicy | undefined;
 
   /**
-   * The account that executes the agent, setup and the verifier, as SandboxSpec.user. Empty = the backend's ordinary user. One
-   * that the backend or the image has not fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
+   * The account that runs the agent, setup and the verifier, as in SandboxSpec.user. Empty = the backend's ordinary user.
+   * An account that the backend or the image lacks fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
    *
    * @generated from field: string user = 5;
    */
   user: string;
 
   /**
-   * Only with a kernel of its own, as SandboxSpec.own_kernel: gVisor or a virtual machine. On a backend that has none the rollout
-   * fails with CAPABILITY_MISSING before anything runs.
+   * Require a kernel of the sandbox's own (gVisor or a virtual machine), as in SandboxSpec.own_kernel. On a backend without
+   * one, the rollout fails with CAPABILITY_MISSING before anything runs.
    *
    * @generated from field: bool own_kernel = 6;
    */
@@ -445,7 +447,7 @@ export const SandboxChoiceSchema: GenMessage<SandboxChoice> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 7);
 
 /**
- * How long each part of a rollout may take. Unset = the driver's default, which GetRollout shows.
+ * Limits are time limits of the parts of a rollout. Unset = the driver's default, which GetRollout returns.
  *
  * @generated from message penstock.driver.v1.Limits
  */
@@ -487,7 +489,7 @@ export const LimitsSchema: GenMessage<Limits> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 8);
 
 /**
- * Everything that defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's.
+ * RolloutSpec defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's.
  *
  * @generated from message penstock.driver.v1.RolloutSpec
  */
@@ -547,37 +549,38 @@ export type RolloutSpec = Message<"penstock.driver.v1.RolloutSpec"> & {
   labels: { [key: string]: string };
 
   /**
-   * Given to the agent's option "seed" where its spec has one, refused otherwise (R63); in a group, seed + index.
+   * Value of the agent's option "seed"; refused if its spec has none (R63). In a group, seed + index.
    *
    * @generated from field: optional int64 seed = 11;
    */
   seed?: bigint | undefined;
 
   /**
-   * Replaces, field by field, what the agent asks for.
+   * Replaces fields of the agent's sampling.
    *
    * @generated from field: optional penstock.chat.v1.Sampling sampling_override = 12;
    */
   samplingOverride?: Sampling | undefined;
 
   /**
-   * Of all rollouts of the run; needs run_id. As in OpenRolloutRequest: the first rollout that gives them fixes them.
+   * Budgets of all rollouts of the run; they need run_id. As in OpenRolloutRequest, the first rollout that sets them fixes
+   * them.
    *
    * @generated from field: penstock.interception.v1.RunBudgets run_budgets = 13;
    */
   runBudgets?: RunBudgets | undefined;
 
   /**
-   * Of the token that the agent gets for the gate.
+   * Terms of the agent key.
    *
    * @generated from field: penstock.interception.v1.TokenTerms token_terms = 14;
    */
   tokenTerms?: TokenTerms | undefined;
 
   /**
-   * How often the rollout may be tried in all, 1 to 10; unset = 1. An attempt whose failure is retriable is given up and the rollout
-   * begins anew, in a sandbox of its own and with nothing captured; it keeps its id and its place in the group. What the policy did is
-   * never tried again: only failures of cause INFRASTRUCTURE and MODEL are retriable.
+   * The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
+   * empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
+   * what the policy did is never retried.
    *
    * @generated from field: optional int32 max_attempts = 15;
    */
@@ -592,7 +595,7 @@ export const RolloutSpecSchema: GenMessage<RolloutSpec> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 9);
 
 /**
- * Why a rollout did not complete.
+ * Failure is why a rollout did not complete.
  *
  * @generated from message penstock.driver.v1.Failure
  */
@@ -617,7 +620,7 @@ export type Failure = Message<"penstock.driver.v1.Failure"> & {
   message: string;
 
   /**
-   * Whether the same rollout may well succeed if tried again.
+   * Whether the same rollout may succeed if it is tried again.
    *
    * @generated from field: bool retriable = 4;
    */
@@ -642,7 +645,7 @@ export const FailureSchema: GenMessage<Failure> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 10);
 
 /**
- * The end of an agent's process, as the sandbox saw it (R59).
+ * AgentExit is the end of an agent's process, as observed by the sandbox (R59).
  *
  * @generated from message penstock.driver.v1.AgentExit
  */
@@ -668,13 +671,13 @@ export const AgentExitSchema: GenMessage<AgentExit> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 11);
 
 /**
- * How a rollout ended.
+ * Outcome is how a rollout ended.
  *
  * @generated from message penstock.driver.v1.Outcome
  */
 export type Outcome = Message<"penstock.driver.v1.Outcome"> & {
   /**
-   * Unset = COMPLETED: the agent ended by itself with a success code, and the verifier, if any, gave a reward.
+   * Unset = COMPLETED: the agent ended with a success code, and the verifier, if any, gave a reward.
    *
    * @generated from field: optional penstock.driver.v1.Failure failure = 1;
    */
@@ -693,7 +696,7 @@ export type Outcome = Message<"penstock.driver.v1.Outcome"> & {
   agentExit?: AgentExit | undefined;
 
   /**
-   * Set when a verifier began, whether or not a reward came of it.
+   * Set once a verifier began, with or without a reward.
    *
    * @generated from field: optional penstock.driver.v1.Grading grading = 4;
    */
@@ -708,7 +711,7 @@ export const OutcomeSchema: GenMessage<Outcome> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 12);
 
 /**
- * How a rollout was graded, and what the verifier printed.
+ * Grading is how a rollout was graded, with the verifier's output.
  *
  * @generated from message penstock.driver.v1.Grading
  */
@@ -719,7 +722,7 @@ export type Grading = Message<"penstock.driver.v1.Grading"> & {
   place: GradingPlace;
 
   /**
-   * Commands that ended with exit code 0, of those that the verifier has.
+   * Commands that exited with code 0, and all commands of the verifier.
    *
    * @generated from field: int32 passed = 2;
    */
@@ -731,21 +734,21 @@ export type Grading = Message<"penstock.driver.v1.Grading"> & {
   total: number;
 
   /**
-   * Those that ran, in order, at most the first 64; the events have all of them.
+   * Commands that ran, in order, at most the first 64. The events have all of them.
    *
    * @generated from field: repeated penstock.driver.v1.Grading.Command commands = 4;
    */
   commands: Grading_Command[];
 
   /**
-   * With FRESH_FORK, once they have been taken over.
+   * With FRESH_FORK, once the changes have been copied.
    *
    * @generated from field: optional penstock.driver.v1.Grading.Changes changes = 5;
    */
   changes?: Grading_Changes | undefined;
 
   /**
-   * Paths that Verifier.restore put back or removed.
+   * Paths that Verifier.restore restored or removed.
    *
    * @generated from field: int32 restored = 6;
    */
@@ -760,7 +763,7 @@ export const GradingSchema: GenMessage<Grading> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 13);
 
 /**
- * A verifier command that ran.
+ * Command is a verifier command that ran.
  *
  * @generated from message penstock.driver.v1.Grading.Command
  */
@@ -791,7 +794,7 @@ export const Grading_CommandSchema: GenMessage<Grading_Command> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 13, 0);
 
 /**
- * What was taken over from the agent's sandbox.
+ * Changes are what was copied from the agent's sandbox.
  *
  * @generated from message penstock.driver.v1.Grading.Changes
  */
@@ -809,14 +812,14 @@ export type Grading_Changes = Message<"penstock.driver.v1.Grading.Changes"> & {
   sizeBytes: bigint;
 
   /**
-   * Paths that the agent removed, or put something else in place of.
+   * Paths that the agent removed or replaced.
    *
    * @generated from field: int32 removed = 3;
    */
   removed: number;
 
   /**
-   * Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be carried.
+   * Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be copied.
    *
    * @generated from field: int32 left_out = 4;
    */
@@ -838,7 +841,7 @@ export const Grading_ChangesSchema: GenMessage<Grading_Changes> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 13, 1);
 
 /**
- * A rollout.
+ * Rollout is one run of an agent on a task.
  *
  * @generated from message penstock.driver.v1.Rollout
  */
@@ -861,7 +864,7 @@ export type Rollout = Message<"penstock.driver.v1.Rollout"> & {
   index: number;
 
   /**
-   * As applied, defaults filled in; without upstream keys, values of secret_env and contents of files.
+   * As applied, with defaults filled in; without upstream keys, values of secret_env and contents of files.
    *
    * @generated from field: penstock.driver.v1.RolloutSpec spec = 4;
    */
@@ -897,14 +900,14 @@ export type Rollout = Message<"penstock.driver.v1.Rollout"> & {
   phaseTimes: PhaseTime[];
 
   /**
-   * Hash of the agent spec that is used.
+   * Hash of the agent spec in use.
    *
    * @generated from field: string agent_spec_sha256 = 10;
    */
   agentSpecSha256: string;
 
   /**
-   * How its sandbox relates to the group's others.
+   * How its sandbox was copied from the group's prepared state.
    *
    * @generated from field: penstock.sandbox.v1.ForkKind fork_kind = 11;
    */
@@ -918,7 +921,7 @@ export type Rollout = Message<"penstock.driver.v1.Rollout"> & {
   lastSequence: bigint;
 
   /**
-   * How often it was begun; `outcome` is that of the last attempt, the others are told by AttemptFailed.
+   * Attempts started. `outcome` is the last attempt's; AttemptFailed events report the others.
    *
    * @generated from field: int32 attempts = 13;
    */
@@ -933,7 +936,7 @@ export const RolloutSchema: GenMessage<Rollout> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 14);
 
 /**
- * A rollout in one row: what tables and curves of many rollouts need, without its spec.
+ * RolloutSummary is a rollout in one row, for tables and curves of many rollouts, without its spec.
  *
  * @generated from message penstock.driver.v1.RolloutSummary
  */
@@ -995,21 +998,21 @@ export type RolloutSummary = Message<"penstock.driver.v1.RolloutSummary"> & {
   endTime?: Timestamp | undefined;
 
   /**
-   * As Rollout.attempts.
+   * See Rollout.attempts.
    *
    * @generated from field: int32 attempts = 11;
    */
   attempts: number;
 
   /**
-   * As Outcome.failure; unset = it runs, or completed.
+   * See Outcome.failure. Unset = it runs, or completed.
    *
    * @generated from field: optional penstock.driver.v1.Failure failure = 12;
    */
   failure?: Failure | undefined;
 
   /**
-   * As Outcome.reward.
+   * See Outcome.reward.
    *
    * @generated from field: optional penstock.trajectory.v1.Reward reward = 13;
    */
@@ -1029,8 +1032,8 @@ export const RolloutSummarySchema: GenMessage<RolloutSummary> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 15);
 
 /**
- * Sums over the model calls of a rollout that have ended, of all attempts, as far as the driver has been told of them while the
- * rollout ran: what the agent's last moment brought may be missing. GetTrajectory has all.
+ * CallSums are sums over the ended model calls of a rollout, of all attempts. The driver counts them while the rollout
+ * runs, so calls of the agent's last moment may be missing. GetTrajectory has all.
  *
  * @generated from message penstock.driver.v1.CallSums
  */
@@ -1053,7 +1056,7 @@ export type CallSums = Message<"penstock.driver.v1.CallSums"> & {
   completionTokens: bigint;
 
   /**
-   * The oldest and the newest policy version that answered; unset = none was told.
+   * The oldest and the newest policy version that answered. Unset = unknown.
    *
    * @generated from field: optional int64 oldest_policy_version = 4;
    */
@@ -1097,13 +1100,13 @@ export const PhaseTimeSchema: GenMessage<PhaseTime> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 17);
 
 /**
- * What a group does about rollouts that lag behind.
+ * StragglerPolicy is what a group does with slow rollouts.
  *
  * @generated from message penstock.driver.v1.StragglerPolicy
  */
 export type StragglerPolicy = Message<"penstock.driver.v1.StragglerPolicy"> & {
   /**
-   * From the quorum-th result on the others get this long, then they are cancelled. Unset = they are waited for.
+   * Time that the others have after the quorum-th result, until they are cancelled. Unset = no limit.
    *
    * @generated from field: google.protobuf.Duration grace = 1;
    */
@@ -1118,8 +1121,8 @@ export const StragglerPolicySchema: GenMessage<StragglerPolicy> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 18);
 
 /**
- * A group: rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or, without a verifier,
- * one that completed. With `size` results the rest are cancelled (reason GROUP_COMPLETE).
+ * Group is a set of rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or,
+ * without a verifier, a completed one. Once there are `size` results, the rest are cancelled (reason GROUP_COMPLETE).
  *
  * @generated from message penstock.driver.v1.Group
  */
@@ -1130,7 +1133,7 @@ export type Group = Message<"penstock.driver.v1.Group"> & {
   groupId: string;
 
   /**
-   * As Rollout.spec.
+   * See Rollout.spec.
    *
    * @generated from field: penstock.driver.v1.RolloutSpec spec = 2;
    */
@@ -1144,14 +1147,14 @@ export type Group = Message<"penstock.driver.v1.Group"> & {
   size: number;
 
   /**
-   * Further rollouts started at once, so that `size` results come although some fail.
+   * Extra rollouts started at once, so that failures do not reduce the results below `size`.
    *
    * @generated from field: int32 spares = 4;
    */
   spares: number;
 
   /**
-   * Results with which the group counts as complete; default size.
+   * Results that make the group complete. Default size.
    *
    * @generated from field: int32 quorum = 5;
    */
@@ -1173,7 +1176,7 @@ export type Group = Message<"penstock.driver.v1.Group"> & {
   endedCount: number;
 
   /**
-   * All rollouts have ended.
+   * Whether all rollouts have ended.
    *
    * @generated from field: bool ended = 9;
    */
@@ -1185,7 +1188,7 @@ export type Group = Message<"penstock.driver.v1.Group"> & {
   createTime?: Timestamp | undefined;
 
   /**
-   * It has `quorum` results at least, and all rollouts have ended.
+   * Whether all rollouts have ended with at least `quorum` results.
    *
    * @generated from field: bool complete = 11;
    */
@@ -1212,7 +1215,7 @@ export const GroupSchema: GenMessage<Group> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 19);
 
 /**
- * One thing that happened in a rollout.
+ * RolloutEvent is an event of a rollout.
  *
  * @generated from message penstock.driver.v1.RolloutEvent
  */
@@ -1269,7 +1272,7 @@ export type RolloutEvent = Message<"penstock.driver.v1.RolloutEvent"> & {
     case: "artifact";
   } | {
     /**
-     * A line about work that goes on, for people.
+     * A line about work in progress, for people.
      *
      * @generated from field: penstock.driver.v1.Progress progress = 9;
      */
@@ -1285,7 +1288,7 @@ export type RolloutEvent = Message<"penstock.driver.v1.RolloutEvent"> & {
     case: "ended";
   } | {
     /**
-     * The agent's process has ended, by itself or not, and all that it started is dead.
+     * The agent's process has ended, and all its descendants are dead.
      *
      * @generated from field: penstock.driver.v1.AgentExit agent_exited = 11;
      */
@@ -1308,7 +1311,7 @@ export const RolloutEventSchema: GenMessage<RolloutEvent> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 20);
 
 /**
- * A rollout entered a phase.
+ * PhaseChanged states that a rollout entered a phase.
  *
  * @generated from message penstock.driver.v1.PhaseChanged
  */
@@ -1319,7 +1322,7 @@ export type PhaseChanged = Message<"penstock.driver.v1.PhaseChanged"> & {
   phase: Phase;
 
   /**
-   * How long the phase before it took; unset for the first.
+   * Duration of the previous phase. Unset for the first.
    *
    * @generated from field: google.protobuf.Duration previous_duration = 2;
    */
@@ -1334,7 +1337,8 @@ export const PhaseChangedSchema: GenMessage<PhaseChanged> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 21);
 
 /**
- * An attempt failed in a way that may pass, and the rollout begins anew (RolloutSpec.max_attempts): the next phase is PREPARING.
+ * AttemptFailed states that an attempt failed for a transient reason, and the rollout starts again
+ * (RolloutSpec.max_attempts). The next phase is PREPARING.
  *
  * @generated from message penstock.driver.v1.AttemptFailed
  */
@@ -1360,7 +1364,7 @@ export const AttemptFailedSchema: GenMessage<AttemptFailed> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 22);
 
 /**
- * A setup or verifier command ended.
+ * CommandFinished states that a setup or verifier command ended.
  *
  * @generated from message penstock.driver.v1.CommandFinished
  */
@@ -1408,7 +1412,7 @@ export const CommandFinishedSchema: GenMessage<CommandFinished> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 23);
 
 /**
- * What an agent reported, parsed by its spec while it runs (R71).
+ * AgentEvent is an event that an agent reported, parsed by its spec while it runs (R71).
  *
  * @generated from message penstock.driver.v1.AgentEvent
  */
@@ -1439,7 +1443,7 @@ export const AgentEventSchema: GenMessage<AgentEvent> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 24);
 
 /**
- * A model call ended.
+ * CallFinished states that a model call ended.
  *
  * @generated from message penstock.driver.v1.CallFinished
  */
@@ -1460,7 +1464,7 @@ export const CallFinishedSchema: GenMessage<CallFinished> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 25);
 
 /**
- * A file that was fetched.
+ * ArtifactCollected is a file that was fetched.
  *
  * @generated from message penstock.driver.v1.ArtifactCollected
  */
@@ -1515,7 +1519,7 @@ export const ProgressSchema: GenMessage<Progress> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 27);
 
 /**
- * Where a rollout stands. A phase may be passed over; ENDED is terminal.
+ * Phase is a rollout's stage. Phases may be skipped; ENDED is terminal.
  *
  * @generated from enum penstock.driver.v1.Phase
  */
@@ -1579,7 +1583,8 @@ export const PhaseSchema: GenEnum<Phase> = /*@__PURE__*/
   enumDesc(file_penstock_driver_v1_rollout, 0);
 
 /**
- * Of what kind a failure is: what a trainer does about it. Failure.caused_by says whose doing it was.
+ * FailureCause is the kind of a failure, by which a trainer decides what to do. Failure.caused_by is the component at
+ * fault.
  *
  * @generated from enum penstock.driver.v1.FailureCause
  */
@@ -1590,7 +1595,7 @@ export enum FailureCause {
   UNSPECIFIED = 0,
 
   /**
-   * A service, a sandbox, the network. Says nothing about the policy: keep it out of baselines.
+   * A service, a sandbox, the network. It is no evidence about the policy: keep it out of baselines.
    *
    * @generated from enum value: FAILURE_CAUSE_INFRASTRUCTURE = 1;
    */
@@ -1632,7 +1637,7 @@ export enum FailureCause {
   VERIFIER = 6,
 
   /**
-   * Nobody answered a model call, or the answerer failed.
+   * A model call was not answered, or its answerer failed.
    *
    * @generated from enum value: FAILURE_CAUSE_MODEL = 7;
    */
@@ -1651,7 +1656,7 @@ export const FailureCauseSchema: GenEnum<FailureCause> = /*@__PURE__*/
   enumDesc(file_penstock_driver_v1_rollout, 1);
 
 /**
- * Who made a rollout fail: the one to look at. docs/errors.md has every reason with its party.
+ * Party is the component at fault for a failure. docs/errors.md lists the party of every reason.
  *
  * @generated from enum penstock.driver.v1.Party
  */
@@ -1695,21 +1700,22 @@ export enum Party {
   GATE = 5,
 
   /**
-   * Whoever answers the model calls: an inference service, an upstream, or the trainer.
+   * The answerer of the model calls: an inference service, an upstream, or the trainer.
    *
    * @generated from enum value: PARTY_ENGINE = 6;
    */
   ENGINE = 6,
 
   /**
-   * Somebody who may: who cancelled, stopped a service, killed the agent, set the group's policy, or configured what cannot work.
+   * A person's decision: a cancellation, a stopped service, a killed agent, the group's policy, or a configuration that
+   * cannot work.
    *
    * @generated from enum value: PARTY_OPERATOR = 7;
    */
   OPERATOR = 7,
 
   /**
-   * A limit of model calls that the rollout or its run was given.
+   * A limit on the model calls of the rollout or its run.
    *
    * @generated from enum value: PARTY_BUDGET = 8;
    */
@@ -1730,7 +1736,7 @@ export const PartySchema: GenEnum<Party> = /*@__PURE__*/
   enumDesc(file_penstock_driver_v1_rollout, 2);
 
 /**
- * Where a verifier worked.
+ * GradingPlace is where a verifier ran.
  *
  * @generated from enum penstock.driver.v1.GradingPlace
  */
@@ -1741,7 +1747,7 @@ export enum GradingPlace {
   UNSPECIFIED = 0,
 
   /**
-   * The agent's own sandbox, after its death.
+   * The agent's own sandbox, after the agent's death.
    *
    * @generated from enum value: GRADING_PLACE_AGENT_SANDBOX = 1;
    */

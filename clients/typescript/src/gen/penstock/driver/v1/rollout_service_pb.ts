@@ -35,7 +35,8 @@ export type CreateRolloutRequest = Message<"penstock.driver.v1.CreateRolloutRequ
   spec?: RolloutSpec | undefined;
 
   /**
-   * Client-chosen identifier, never used before; empty = assigned. Chosen, it lets a trainer's session select it beforehand.
+   * Client-chosen identifier, never used before. With one, a trainer's session can select the rollout in advance. Empty =
+   * the service assigns one.
    *
    * @generated from field: string rollout_id = 3;
    */
@@ -107,7 +108,7 @@ export const GetRolloutResponseSchema: GenMessage<GetRolloutResponse> = /*@__PUR
   messageDesc(file_penstock_driver_v1_rollout_service, 3);
 
 /**
- * Which rollouts: those that match every condition that is set.
+ * RolloutFilter selects rollouts. A rollout must match every condition that is set.
  *
  * @generated from message penstock.driver.v1.RolloutFilter
  */
@@ -128,7 +129,7 @@ export type RolloutFilter = Message<"penstock.driver.v1.RolloutFilter"> & {
   labels: { [key: string]: string };
 
   /**
-   * Only ended, or only unended, ones.
+   * True = ended ones only. False = running ones only.
    *
    * @generated from field: optional bool ended = 4;
    */
@@ -219,7 +220,7 @@ export type WatchRolloutRequest = Message<"penstock.driver.v1.WatchRolloutReques
   rolloutId: string;
 
   /**
-   * Events with a greater sequence number; 0 = all.
+   * Events with a greater sequence number. 0 = all.
    *
    * @generated from field: int64 after_sequence = 2;
    */
@@ -250,7 +251,7 @@ export type WatchRolloutResponse = Message<"penstock.driver.v1.WatchRolloutRespo
     case: "event";
   } | {
     /**
-     * Every 10 s of silence.
+     * After every 10 s of silence.
      *
      * @generated from field: penstock.driver.v1.WatchHeartbeat heartbeat = 2;
      */
@@ -267,7 +268,7 @@ export const WatchRolloutResponseSchema: GenMessage<WatchRolloutResponse> = /*@_
   messageDesc(file_penstock_driver_v1_rollout_service, 8);
 
 /**
- * Nothing happened; the watched work goes on.
+ * WatchHeartbeat states that the stream is alive.
  *
  * @generated from message penstock.driver.v1.WatchHeartbeat
  */
@@ -293,7 +294,8 @@ export type WatchRolloutsRequest = Message<"penstock.driver.v1.WatchRolloutsRequ
   filter?: RolloutFilter | undefined;
 
   /**
-   * Of those that have ended before, the newest this many are told: 0 to 10000; unset = 1000. Those that run are told all.
+   * How many of the rollouts that had ended before are sent, newest first: 0 to 10000; unset = 1000. Running ones are all
+   * sent.
    *
    * @generated from field: optional int32 ended_limit = 2;
    */
@@ -315,27 +317,27 @@ export const WatchRolloutsRequestSchema: GenMessage<WatchRolloutsRequest> = /*@_
   messageDesc(file_penstock_driver_v1_rollout_service, 10);
 
 /**
- * See WatchRollouts. One without any row, id and flag comes after every 10 s of silence.
+ * See WatchRollouts. A message without rows, ids and flag is sent after every 10 s of silence.
  *
  * @generated from message penstock.driver.v1.WatchRolloutsResponse
  */
 export type WatchRolloutsResponse = Message<"penstock.driver.v1.WatchRolloutsResponse"> & {
   /**
-   * As they stand; at most 256.
+   * Present states; at most 256.
    *
    * @generated from field: repeated penstock.driver.v1.RolloutSummary rollouts = 1;
    */
   rollouts: RolloutSummary[];
 
   /**
-   * Told before and matching no more, or deleted; of those that were deleted, some that were not told too.
+   * Rollouts that were sent and no longer match, or were deleted. Deleted ones may include some that were never sent.
    *
    * @generated from field: repeated string gone_rollout_ids = 2;
    */
   goneRolloutIds: string[];
 
   /**
-   * All that were there at the beginning have been told, with this message at the latest.
+   * True once all rollouts that existed at the start have been sent, this message included.
    *
    * @generated from field: bool snapshot_complete = 3;
    */
@@ -509,7 +511,8 @@ export type CreateGroupRequest = Message<"penstock.driver.v1.CreateGroupRequest"
   stragglers?: StragglerPolicy | undefined;
 
   /**
-   * Client-chosen identifier of at most 120 characters, never used before; empty = assigned. Its rollouts are GROUP_ID-INDEX.
+   * Client-chosen identifier of at most 120 characters, never used before. Empty = the service assigns one. Its rollouts
+   * are GROUP_ID-INDEX.
    *
    * @generated from field: string group_id = 7;
    */
@@ -587,7 +590,7 @@ export const GetGroupResponseSchema: GenMessage<GetGroupResponse> = /*@__PURE__*
  */
 export type ListGroupsRequest = Message<"penstock.driver.v1.ListGroupsRequest"> & {
   /**
-   * As in ListRollouts.
+   * See ListRollouts.
    *
    * @generated from field: int32 page_size = 1;
    */
@@ -647,7 +650,7 @@ export type WatchGroupRequest = Message<"penstock.driver.v1.WatchGroupRequest"> 
   groupId: string;
 
   /**
-   * By rollout id; one that is absent is streamed from its first event.
+   * By rollout id. A rollout without a position is streamed from its first event.
    *
    * @generated from field: map<string, int64> after_sequences = 2;
    */
@@ -691,7 +694,7 @@ export type WatchGroupResponse = Message<"penstock.driver.v1.WatchGroupResponse"
     case: "heartbeat";
   } | {
     /**
-     * When a rollout has ended; always the last message.
+     * After each end of a rollout; always the last message.
      *
      * @generated from field: penstock.driver.v1.Group group = 3;
      */
@@ -841,7 +844,7 @@ export type GetTrajectoryRequest = Message<"penstock.driver.v1.GetTrajectoryRequ
   includeBodies: boolean;
 
   /**
-   * Samples only: calls and branches are left out. What a trainer in a hurry wants.
+   * Only samples, without calls and branches, for a trainer that needs no more.
    *
    * @generated from field: bool samples_only = 3;
    */
@@ -905,7 +908,7 @@ export const ExportTrajectoriesRequestSchema: GenMessage<ExportTrajectoriesReque
  */
 export type ExportTrajectoriesResponse = Message<"penstock.driver.v1.ExportTrajectoriesResponse"> & {
   /**
-   * A fragment of the trajectory of the rollout that it names; a new rollout_id begins the next one.
+   * A fragment of the trajectory of the rollout that it names. A new rollout_id begins the next trajectory.
    *
    * @generated from field: penstock.trajectory.v1.Trajectory trajectory = 1;
    */
@@ -927,24 +930,24 @@ export const ExportTrajectoriesResponseSchema: GenMessage<ExportTrajectoriesResp
   messageDesc(file_penstock_driver_v1_rollout_service, 35);
 
 /**
- * Rollouts and groups.
+ * RolloutService runs rollouts and groups of them.
  *
- * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
- * INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+ * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
  *
  * @generated from service penstock.driver.v1.RolloutService
  */
 export const RolloutService: GenService<{
   /**
-   * Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-   * the backend, reachability of gate, sandbox service and model source.
+   * CreateRollout starts a rollout and returns at once. It first checks what it can: spec, options, capabilities of the
+   * backend, reachability of gate, sandbox service and model source.
    *
-   * Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
-   * (REQUEST_ID_REUSED).
+   * Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
+   * ALREADY_EXISTS (REQUEST_ID_REUSED).
    * Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-   * BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
-   * cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
-   * RetryInfo); for the model source those of RolloutGateService.CheckSource.
+   * BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
+   * agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+   * with RetryInfo); for the model source those of RolloutGateService.CheckSource.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.CreateRollout
    */
@@ -954,6 +957,7 @@ export const RolloutService: GenService<{
     output: typeof CreateRolloutResponseSchema;
   },
   /**
+   * GetRollout returns a rollout.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.GetRollout
@@ -964,7 +968,7 @@ export const RolloutService: GenService<{
     output: typeof GetRolloutResponseSchema;
   },
   /**
-   * Rollouts, newest first.
+   * ListRollouts lists rollouts, newest first.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.ListRollouts
    */
@@ -974,7 +978,7 @@ export const RolloutService: GenService<{
     output: typeof ListRolloutsResponseSchema;
   },
   /**
-   * Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
+   * WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WatchRollout
@@ -985,9 +989,9 @@ export const RolloutService: GenService<{
     output: typeof WatchRolloutResponseSchema;
   },
   /**
-   * Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
-   * between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
-   * that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+   * WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
+   * end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
+   * rows have all that was missed. For tables of many rollouts; WatchRollout streams one in full.
    * Errors: INVALID_ARGUMENT (FIELD_INVALID).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WatchRollouts
@@ -998,7 +1002,7 @@ export const RolloutService: GenService<{
     output: typeof WatchRolloutsResponseSchema;
   },
   /**
-   * Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
+   * WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WaitRollout
@@ -1009,7 +1013,8 @@ export const RolloutService: GenService<{
     output: typeof WaitRolloutResponseSchema;
   },
   /**
-   * Ends a rollout: agent and sandbox are gone when this answers. Idempotent; one that has ended keeps its outcome.
+   * CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
+   * outcome.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.CancelRollout
@@ -1020,7 +1025,7 @@ export const RolloutService: GenService<{
     output: typeof CancelRolloutResponseSchema;
   },
   /**
-   * Removes an ended rollout with its events and trajectory. Idempotent.
+   * DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
    * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.DeleteRollout
@@ -1031,7 +1036,7 @@ export const RolloutService: GenService<{
     output: typeof DeleteRolloutResponseSchema;
   },
   /**
-   * Starts `size` + `spares` rollouts of one spec, which share one prepared state. As CreateRollout.
+   * CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.CreateGroup
    */
@@ -1041,6 +1046,7 @@ export const RolloutService: GenService<{
     output: typeof CreateGroupResponseSchema;
   },
   /**
+   * GetGroup returns a group.
    * Errors: NOT_FOUND (GROUP_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.GetGroup
@@ -1051,7 +1057,7 @@ export const RolloutService: GenService<{
     output: typeof GetGroupResponseSchema;
   },
   /**
-   * Groups, newest first.
+   * ListGroups lists groups, newest first.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.ListGroups
    */
@@ -1061,8 +1067,8 @@ export const RolloutService: GenService<{
     output: typeof ListGroupsResponseSchema;
   },
   /**
-   * Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
-   * the position of each rollout.
+   * WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
+   * Resumable by the position of each rollout.
    * Errors: NOT_FOUND (GROUP_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WatchGroup
@@ -1073,7 +1079,7 @@ export const RolloutService: GenService<{
     output: typeof WatchGroupResponseSchema;
   },
   /**
-   * As WaitRollout, for the group.
+   * WaitGroup waits for a group. See WaitRollout.
    * Errors: NOT_FOUND (GROUP_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WaitGroup
@@ -1084,7 +1090,7 @@ export const RolloutService: GenService<{
     output: typeof WaitGroupResponseSchema;
   },
   /**
-   * As CancelRollout, for each.
+   * CancelGroup cancels each rollout of a group. See CancelRollout.
    * Errors: NOT_FOUND (GROUP_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.CancelGroup
@@ -1095,7 +1101,7 @@ export const RolloutService: GenService<{
     output: typeof CancelGroupResponseSchema;
   },
   /**
-   * As DeleteRollout, for each.
+   * DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
    * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.DeleteGroup
@@ -1106,7 +1112,7 @@ export const RolloutService: GenService<{
     output: typeof DeleteGroupResponseSchema;
   },
   /**
-   * An ended rollout's trajectory, in fragments that merge.
+   * GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
    * was opened).
    *
@@ -1118,7 +1124,7 @@ export const RolloutService: GenService<{
     output: typeof GetTrajectoryResponseSchema;
   },
   /**
-   * The trajectories of every ended rollout that matches, one after another.
+   * ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.ExportTrajectories
    */

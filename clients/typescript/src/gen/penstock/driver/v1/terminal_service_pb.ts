@@ -21,7 +21,7 @@ export const file_penstock_driver_v1_terminal_service: GenFile = /*@__PURE__*/
   fileDesc("CilwZW5zdG9jay9kcml2ZXIvdjEvdGVybWluYWxfc2VydmljZS5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIvMECghUZXJtaW5hbBITCgt0ZXJtaW5hbF9pZBgBIAEoCRImCgR0YXNrGAIgASgLMhgucGVuc3RvY2suZHJpdmVyLnYxLlRhc2sSEgoKc3RlcF9jb3VudBgDIAEoBRINCgVlbmRlZBgEIAEoCBIzCgZyZXdhcmQYBSABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgAiAEBEi8KC2NyZWF0ZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIxCgdmYWlsdXJlGAcgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVIAYgBARI4CgZsYWJlbHMYCCADKAsyKC5wZW5zdG9jay5kcml2ZXIudjEuVGVybWluYWwuTGFiZWxzRW50cnkSOwoOc2V0dXBfY29tbWFuZHMYCSADKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuQ29tbWFuZEZpbmlzaGVkEj4KEXZlcmlmaWVyX2NvbW1hbmRzGAogAygLMiMucGVuc3RvY2suZHJpdmVyLnYxLkNvbW1hbmRGaW5pc2hlZBISCgpzYW5kYm94X2lkGAsgASgJEi8KC2V4cGlyZV90aW1lGAwgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgNIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIJCgdfcmV3YXJkQgoKCF9mYWlsdXJlIrkDChNPcGVuVGVybWluYWxSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSJgoEdGFzaxgCIAEoCzIYLnBlbnN0b2NrLmRyaXZlci52MS5UYXNrEjIKB3NhbmRib3gYAyABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuU2FuZGJveENob2ljZRIsCgl3YWxsX3RpbWUYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMgoPY29tbWFuZF90aW1lb3V0GAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkMKBmxhYmVscxgGIAMoCzIzLnBlbnN0b2NrLmRyaXZlci52MS5PcGVuVGVybWluYWxSZXF1ZXN0LkxhYmVsc0VudHJ5Eh8KEm91dHB1dF9saW1pdF9ieXRlcxgHIAEoA0gAiAEBEhYKCW1heF9zdGVwcxgIIAEoBUgBiAEBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCFQoTX291dHB1dF9saW1pdF9ieXRlc0IMCgpfbWF4X3N0ZXBzIkYKFE9wZW5UZXJtaW5hbFJlc3BvbnNlEi4KCHRlcm1pbmFsGAEgASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLlRlcm1pbmFsIoYBCgtTdGVwUmVxdWVzdBITCgt0ZXJtaW5hbF9pZBgBIAEoCRIPCgdzdGVwX2lkGAIgASgJEi8KB2NvbW1hbmQYAyABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmRIABIWCgxmaW5hbF9hbnN3ZXIYBCABKAlIAEIICgZhY3Rpb24i7QEKDFN0ZXBSZXNwb25zZRIPCgdzdGVwX2lkGAEgASgJEjMKBnJlc3VsdBgCIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUnVuUmVzdWx0SACIAQESDQoFZW5kZWQYAyABKAgSMwoGcmV3YXJkGAQgASgLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmRIAYgBARIxCgdmYWlsdXJlGAUgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVIAogBAUIJCgdfcmVzdWx0QgkKB19yZXdhcmRCCgoIX2ZhaWx1cmUiKwoUQ2xvc2VUZXJtaW5hbFJlcXVlc3QSEwoLdGVybWluYWxfaWQYASABKAkiFwoVQ2xvc2VUZXJtaW5hbFJlc3BvbnNlIikKEkdldFRlcm1pbmFsUmVxdWVzdBITCgt0ZXJtaW5hbF9pZBgBIAEoCSJFChNHZXRUZXJtaW5hbFJlc3BvbnNlEi4KCHRlcm1pbmFsGAEgASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLlRlcm1pbmFsMokDCg9UZXJtaW5hbFNlcnZpY2USYQoMT3BlblRlcm1pbmFsEicucGVuc3RvY2suZHJpdmVyLnYxLk9wZW5UZXJtaW5hbFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuT3BlblRlcm1pbmFsUmVzcG9uc2USTQoEU3RlcBIfLnBlbnN0b2NrLmRyaXZlci52MS5TdGVwUmVxdWVzdBogLnBlbnN0b2NrLmRyaXZlci52MS5TdGVwUmVzcG9uc2UoATABEmQKDUNsb3NlVGVybWluYWwSKC5wZW5zdG9jay5kcml2ZXIudjEuQ2xvc2VUZXJtaW5hbFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuQ2xvc2VUZXJtaW5hbFJlc3BvbnNlEl4KC0dldFRlcm1pbmFsEiYucGVuc3RvY2suZHJpdmVyLnYxLkdldFRlcm1pbmFsUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUZXJtaW5hbFJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_driver_v1_rollout, file_penstock_sandbox_v1_process_service, file_penstock_trajectory_v1_trajectory]);
 
 /**
- * An episode.
+ * Terminal is an episode.
  *
  * @generated from message penstock.driver.v1.Terminal
  */
@@ -39,7 +39,7 @@ export type Terminal = Message<"penstock.driver.v1.Terminal"> & {
   task?: Task | undefined;
 
   /**
-   * Steps that were begun, the answer included.
+   * Steps that were started, the answer included.
    *
    * @generated from field: int32 step_count = 3;
    */
@@ -63,7 +63,7 @@ export type Terminal = Message<"penstock.driver.v1.Terminal"> & {
   createTime?: Timestamp | undefined;
 
   /**
-   * Set when it ended without a reward that was due.
+   * Set if it ended without a reward that its verifier should have given.
    *
    * @generated from field: optional penstock.driver.v1.Failure failure = 7;
    */
@@ -75,7 +75,7 @@ export type Terminal = Message<"penstock.driver.v1.Terminal"> & {
   labels: { [key: string]: string };
 
   /**
-   * The task's setup commands, as they ran when the state was prepared that episodes of this content share; none where the
+   * The task's setup commands, from when the prepared state that episodes of this content share was made. Empty if the
    * driver found that state prepared.
    *
    * @generated from field: repeated penstock.driver.v1.CommandFinished setup_commands = 9;
@@ -83,14 +83,14 @@ export type Terminal = Message<"penstock.driver.v1.Terminal"> & {
   setupCommands: CommandFinished[];
 
   /**
-   * The verifier's, after a final answer.
+   * The verifier's commands, after a final answer.
    *
    * @generated from field: repeated penstock.driver.v1.CommandFinished verifier_commands = 10;
    */
   verifierCommands: CommandFinished[];
 
   /**
-   * Empty once it has ended and the sandbox is gone.
+   * Empty once it has ended and the sandbox is deleted.
    *
    * @generated from field: string sandbox_id = 11;
    */
@@ -138,14 +138,14 @@ export type OpenTerminalRequest = Message<"penstock.driver.v1.OpenTerminalReques
   sandbox?: SandboxChoice | undefined;
 
   /**
-   * From READY to the final answer; then it ends with the failure EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min.
+   * From READY to the final answer. At its end, the episode fails with EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min.
    *
    * @generated from field: google.protobuf.Duration wall_time = 4;
    */
   wallTime?: Duration | undefined;
 
   /**
-   * For each command; unset = 2 min.
+   * For each command. Unset = 2 min.
    *
    * @generated from field: google.protobuf.Duration command_timeout = 5;
    */
@@ -157,15 +157,15 @@ export type OpenTerminalRequest = Message<"penstock.driver.v1.OpenTerminalReques
   labels: { [key: string]: string };
 
   /**
-   * Bytes of each stream in an observation: the first half and the last half of the limit when there is more. Unset = 64 KiB; at
-   * most 1 MiB.
+   * The most bytes of each stream in an observation. Of longer output, it has the first half and the last half of the
+   * limit. Unset = 64 KiB; at most 1 MiB.
    *
    * @generated from field: optional int64 output_limit_bytes = 7;
    */
   outputLimitBytes?: bigint | undefined;
 
   /**
-   * Most commands; a final answer may still follow. Unset = 240, which is also the most.
+   * The most commands; a final answer may still follow. Unset = 240, the maximum.
    *
    * @generated from field: optional int32 max_steps = 8;
    */
@@ -205,15 +205,15 @@ export const OpenTerminalResponseSchema: GenMessage<OpenTerminalResponse> = /*@_
  */
 export type StepRequest = Message<"penstock.driver.v1.StepRequest"> & {
   /**
-   * On the first message; the same or empty on later ones.
+   * On the first message. Later ones repeat it or leave it empty.
    *
    * @generated from field: string terminal_id = 1;
    */
   terminalId: string;
 
   /**
-   * Client-chosen, 1 to 120 letters, digits and . _ -; a repeated id gets the first answer again, until a day after
-   * the episode's end. Empty = assigned.
+   * Client-chosen, 1 to 120 letters, digits and . _ -. A repeated id returns the first answer, until a day after the
+   * episode's end. Empty = the service assigns one.
    *
    * @generated from field: string step_id = 2;
    */
@@ -224,8 +224,8 @@ export type StepRequest = Message<"penstock.driver.v1.StepRequest"> & {
    */
   action: {
     /**
-     * Without user and secret_env. Its env and cwd stay, as `export` and `cd` would make them; an argv sees the shell's
-     * state and leaves it as it is. Its timeout takes the place of command_timeout.
+     * Without user and secret_env. Its env and cwd persist, as after `export` and `cd`. An argv command sees the shell's
+     * state and does not change it. Its timeout overrides command_timeout.
      *
      * @generated from field: penstock.sandbox.v1.Command command = 3;
      */
@@ -233,7 +233,7 @@ export type StepRequest = Message<"penstock.driver.v1.StepRequest"> & {
     case: "command";
   } | {
     /**
-     * Given to the verifier in the file named by PENSTOCK_FINAL_ANSWER_FILE; may be empty.
+     * The verifier reads it from the file named by PENSTOCK_FINAL_ANSWER_FILE. May be empty.
      *
      * @generated from field: string final_answer = 4;
      */
@@ -261,7 +261,7 @@ export type StepResponse = Message<"penstock.driver.v1.StepResponse"> & {
   stepId: string;
 
   /**
-   * Of a command.
+   * A command's result.
    *
    * @generated from field: optional penstock.sandbox.v1.RunResult result = 2;
    */
@@ -278,7 +278,7 @@ export type StepResponse = Message<"penstock.driver.v1.StepResponse"> & {
   reward?: Reward | undefined;
 
   /**
-   * As Terminal.failure.
+   * See Terminal.failure.
    *
    * @generated from field: optional penstock.driver.v1.Failure failure = 5;
    */
@@ -365,12 +365,12 @@ export const GetTerminalResponseSchema: GenMessage<GetTerminalResponse> = /*@__P
   messageDesc(file_penstock_driver_v1_terminal_service, 8);
 
 /**
- * Terminal episodes: the policy itself types the commands, there is no agent.
+ * TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
  *
- * An episode's sandbox has no network, and nothing of the verifier until the answer was given. It ends exactly once (R78): by a final
- * answer, by CloseTerminal, or by a failure; then its sandbox goes. An open episode outlives the driver's death: the next one
- * goes on with it, a running command included. One that was answered and not graded yet, or whose task has secret_env
- * (which is kept in memory only), ends then with the failure DRIVER_RESTARTED.
+ * An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+ * final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
+ * death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
+ * whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
  *
  * Errors common to all RPCs: those of RolloutService.
  *
@@ -378,8 +378,8 @@ export const GetTerminalResponseSchema: GenMessage<GetTerminalResponse> = /*@__P
  */
 export const TerminalService: GenService<{
   /**
-   * Prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id; one that failed has made
-   * nothing, and may be tried again with the same id.
+   * OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
+   * failed call has made nothing and may be repeated with the same id.
    * Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
    * BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
    * DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
@@ -392,16 +392,16 @@ export const TerminalService: GenService<{
     output: typeof OpenTerminalResponseSchema;
   },
   /**
-   * Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer
-   * runs the verifier and ends the episode, exactly once (R78); without a verifier it ends it too. Before the verifier starts
-   * everything that the commands started is dead. Steps of several streams are done one after another.
+   * Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
+   * gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+   * the commands are dead before the verifier starts. Steps of several streams run one after another.
    *
-   * The shell's state goes from each shell command to the next: working directory, environment and, where the sandbox has bash,
-   * all variables, functions and aliases; the umask and `$?`. `exit` ends a command, not the episode. Shell options, traps
-   * and the table of jobs are each command's own. A command that ends by a timeout, a signal or `exec` leaves the state as it
-   * was before. What it started in the background runs on, except after a timeout. Its standard input is empty.
-   * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID), ALREADY_EXISTS
-   * (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+   * The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
+   * bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
+   * options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+   * background processes run on, except after a timeout. Its standard input is empty.
+   * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+   * ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
    *
    * @generated from rpc penstock.driver.v1.TerminalService.Step
    */
@@ -411,8 +411,8 @@ export const TerminalService: GenService<{
     output: typeof StepResponseSchema;
   },
   /**
-   * Ends an episode without an answer and removes its sandbox; no verifier runs, and one that runs is stopped. Idempotent, an unknown
-   * episode included.
+   * CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
+   * stopped. Idempotent, for an unknown episode too.
    *
    * @generated from rpc penstock.driver.v1.TerminalService.CloseTerminal
    */
@@ -422,6 +422,7 @@ export const TerminalService: GenService<{
     output: typeof CloseTerminalResponseSchema;
   },
   /**
+   * GetTerminal returns an episode.
    * Errors: NOT_FOUND (TERMINAL_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.TerminalService.GetTerminal

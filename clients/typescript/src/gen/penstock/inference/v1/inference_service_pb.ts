@@ -2,7 +2,7 @@
 // @generated from file penstock/inference/v1/inference_service.proto (package penstock.inference.v1, syntax proto3)
 /* eslint-disable */
 
-// Tokens in, tokens and logprobs out; weights and their versions. Knows no rollout.
+// Inference is tokens in, tokens and logprobs out, and weights with versions. It knows no rollout.
 
 import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
@@ -21,13 +21,14 @@ export const file_penstock_inference_v1_inference_service: GenFile = /*@__PURE__
   fileDesc("Ci1wZW5zdG9jay9pbmZlcmVuY2UvdjEvaW5mZXJlbmNlX3NlcnZpY2UucHJvdG8SFXBlbnN0b2NrLmluZmVyZW5jZS52MSKGAgoSRW5naW5lQ2FwYWJpbGl0aWVzEhEKCXRva2VuX2lkcxgBIAEoCBIQCghsb2dwcm9icxgCIAEoCBIVCg12ZXJzaW9uX3NwYW5zGAMgASgIEhgKEGluX2ZsaWdodF91cGRhdGUYBCABKAgSEAoIYWRhcHRlcnMYBSABKAgSDQoFc2NvcmUYBiABKAgSDAoEc2VlZBgHIAEoCBINCgVhYm9ydBgIIAEoCBIZChFzdHJ1Y3R1cmVkX291dHB1dBgJIAEoCBINCgVzbGVlcBgKIAEoCBIXCg9zYW1wbGluZ19maWVsZHMYCyADKAkSGQoRdHJhbnNmZXJfYmFja2VuZHMYDCADKAkiEAoOR2V0SW5mb1JlcXVlc3QiyQMKD0dldEluZm9SZXNwb25zZRIOCgZlbmdpbmUYASABKAkSFgoOZW5naW5lX3ZlcnNpb24YAiABKAkSDQoFbW9kZWwYAyABKAkSPwoMY2FwYWJpbGl0aWVzGAQgASgLMikucGVuc3RvY2suaW5mZXJlbmNlLnYxLkVuZ2luZUNhcGFiaWxpdGllcxIaChJtYXhfY29udGV4dF90b2tlbnMYBSABKAUSFwoPdm9jYWJ1bGFyeV9zaXplGAYgASgFEhYKDnN0b3BfdG9rZW5faWRzGAcgAygFEhgKEHRva2VuaXplcl9zaGEyNTYYCCABKAwSHAoUY2hhdF90ZW1wbGF0ZV9zaGEyNTYYCSABKAwSNQoNbG9ncHJvYnNfbW9kZRgKIAEoDjIeLnBlbnN0b2NrLmNoYXQudjEuTG9ncHJvYnNNb2RlEhYKDnBvbGljeV92ZXJzaW9uGAsgASgDEg4KBnBhdXNlZBgMIAEoCBINCgVkdHlwZRgNIAEoCRIXCg9wYXJhbWV0ZXJfY291bnQYDiABKAMSGAoQdG9vbF9jYWxsX3BhcnNlchgPIAEoCRIYChByZWFzb25pbmdfcGFyc2VyGBAgASgJIhUKE0dldFRva2VuaXplclJlcXVlc3QiSAoUR2V0VG9rZW5pemVyUmVzcG9uc2USEQoJZmlsZV9uYW1lGAEgASgJEg0KBWNodW5rGAIgASgMEg4KBnNoYTI1NhgDIAEoDCJsChJQb2xpY3lWZXJzaW9uQm91bmQSGAoLbWluX3ZlcnNpb24YASABKANIAIgBARIaCg1leGFjdF92ZXJzaW9uGAIgASgDSAGIAQFCDgoMX21pbl92ZXJzaW9uQhAKDl9leGFjdF92ZXJzaW9uIpYCCg9HZW5lcmF0ZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpzZXNzaW9uX2lkGAIgASgJEhMKCXRva2VuX2lkcxgDIAEoDEgAEjEKBGNoYXQYBCABKAsyIS5wZW5zdG9jay5pbmZlcmVuY2UudjEuQ2hhdFByb21wdEgAEiwKCHNhbXBsaW5nGAUgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZxIPCgdhZGFwdGVyGAYgASgJEjoKB3ZlcnNpb24YByABKAsyKS5wZW5zdG9jay5pbmZlcmVuY2UudjEuUG9saWN5VmVyc2lvbkJvdW5kEg4KBnN0cmVhbRgIIAEoCEIICgZwcm9tcHQiowEKCkNoYXRQcm9tcHQSKwoIbWVzc2FnZXMYASADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYAiADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSFQoIdGhpbmtpbmcYAyABKAhIAIgBARIdChV0ZW1wbGF0ZV9vcHRpb25zX2pzb24YBCABKAlCCwoJX3RoaW5raW5nIsIBChBHZW5lcmF0ZVJlc3BvbnNlEjkKB3N0YXJ0ZWQYASABKAsyJi5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVTdGFydGVkSAASNQoFZGVsdGEYAiABKAsyJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVEZWx0YUgAEjMKBGRvbmUYAyABKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVEb25lSABCBwoFZXZlbnQiVwoPR2VuZXJhdGVTdGFydGVkEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSFQoNcHJvbXB0X3Rva2VucxgDIAEoBSI6Cg1HZW5lcmF0ZURlbHRhEikKBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbiJaCgxHZW5lcmF0ZURvbmUSMAoKY29tcGxldGlvbhgBIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbhIYChBwcm9tcHRfdG9rZW5faWRzGAIgASgMIpkBCgxTY29yZVJlcXVlc3QSEQoJdG9rZW5faWRzGAEgASgMEg0KBXN0YXJ0GAIgASgNEg8KB2FkYXB0ZXIYAyABKAkSGAoLdGVtcGVyYXR1cmUYBCABKAFIAIgBARIaCg1leGFjdF92ZXJzaW9uGAUgASgDSAGIAQFCDgoMX3RlbXBlcmF0dXJlQhAKDl9leGFjdF92ZXJzaW9uIjkKDVNjb3JlUmVzcG9uc2USEAoIbG9ncHJvYnMYASABKAwSFgoOcG9saWN5X3ZlcnNpb24YAiABKAMipAEKDEFib3J0UmVxdWVzdBJCCghyZXF1ZXN0cxgBIAEoCzIuLnBlbnN0b2NrLmluZmVyZW5jZS52MS5BYm9ydFJlcXVlc3QuUmVxdWVzdElkc0gAEhQKCnNlc3Npb25faWQYAiABKAlIABINCgNhbGwYAyABKAhIABohCgpSZXF1ZXN0SWRzEhMKC3JlcXVlc3RfaWRzGAEgAygJQggKBnRhcmdldCImCg1BYm9ydFJlc3BvbnNlEhUKDWFib3J0ZWRfY291bnQYASABKAUiPgoMUGF1c2VSZXF1ZXN0Ei4KBG1vZGUYASABKA4yIC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGF1c2VNb2RlIigKDVBhdXNlUmVzcG9uc2USFwoPaW5fZmxpZ2h0X2NvdW50GAEgASgFIg8KDVJlc3VtZVJlcXVlc3QiEAoOUmVzdW1lUmVzcG9uc2UiHQoMU2xlZXBSZXF1ZXN0Eg0KBWxldmVsGAEgASgFIg8KDVNsZWVwUmVzcG9uc2UiDQoLV2FrZVJlcXVlc3QiDgoMV2FrZVJlc3BvbnNlIskDChRVcGRhdGVXZWlnaHRzUmVxdWVzdBJICgViZWdpbhgBIAEoCzI3LnBlbnN0b2NrLmluZmVyZW5jZS52MS5VcGRhdGVXZWlnaHRzUmVxdWVzdC5VcGRhdGVCZWdpbkgAEg8KBWNodW5rGAIgASgMSAASSgoGY29tbWl0GAMgASgLMjgucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0LlVwZGF0ZUNvbW1pdEgAGuABCgtVcGRhdGVCZWdpbhIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAxIzCgZmb3JtYXQYAiABKA4yIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2VpZ2h0Rm9ybWF0Ei4KBG1vZGUYAyABKA4yIC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGF1c2VNb2RlEhcKCnNpemVfYnl0ZXMYBCABKANIAIgBARITCgZzaGEyNTYYBSABKAxIAYgBARIMCgRwYXRoGAYgASgJQg0KC19zaXplX2J5dGVzQgkKB19zaGEyNTYaHgoMVXBkYXRlQ29tbWl0Eg4KBnNoYTI1NhgBIAEoDEIHCgVmcmFtZSJkChVVcGRhdGVXZWlnaHRzUmVzcG9uc2USFgoOcG9saWN5X3ZlcnNpb24YASABKAMSMwoGcGhhc2VzGAIgASgLMiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVwZGF0ZVBoYXNlcyKOAQoMVXBkYXRlUGhhc2VzEisKCHRyYW5zZmVyGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBXBhdXNlGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEicKBGxvYWQYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iPAoTSW5pdFRyYW5zZmVyUmVxdWVzdBIPCgdiYWNrZW5kGAEgASgJEhQKDG9wdGlvbnNfanNvbhgCIAEoCSIWChRJbml0VHJhbnNmZXJSZXNwb25zZSKjAQoUU3RhcnRUcmFuc2ZlclJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIWCg5wb2xpY3lfdmVyc2lvbhgCIAEoAxIuCgRtb2RlGAMgASgOMiAucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlTW9kZRIvCgxpZGxlX3RpbWVvdXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iLAoVU3RhcnRUcmFuc2ZlclJlc3BvbnNlEhMKC3RyYW5zZmVyX2lkGAEgASgJIkYKFlRyYW5zZmVyVGVuc29yc1JlcXVlc3QSFwoPZGVzY3JpcHRvcl9qc29uGAEgASgJEhMKC3RyYW5zZmVyX2lkGAIgASgJIhkKF1RyYW5zZmVyVGVuc29yc1Jlc3BvbnNlIjwKFUZpbmlzaFRyYW5zZmVyUmVxdWVzdBIOCgZjb21taXQYASABKAgSEwoLdHJhbnNmZXJfaWQYAiABKAkiZQoWRmluaXNoVHJhbnNmZXJSZXNwb25zZRIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAxIzCgZwaGFzZXMYAiABKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlUGhhc2VzIj0KB0FkYXB0ZXISDAoEbmFtZRgBIAEoCRIWCg5wb2xpY3lfdmVyc2lvbhgCIAEoAxIMCgRyYW5rGAMgASgFIvUCChJMb2FkQWRhcHRlclJlcXVlc3QSRwoFYmVnaW4YASABKAsyNi5wZW5zdG9jay5pbmZlcmVuY2UudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0LkFkYXB0ZXJCZWdpbkgAEg8KBWNodW5rGAIgASgMSAASSQoGY29tbWl0GAMgASgLMjcucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvYWRBZGFwdGVyUmVxdWVzdC5BZGFwdGVyQ29tbWl0SAAajwEKDEFkYXB0ZXJCZWdpbhIMCgRuYW1lGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEhsKE2FkYXB0ZXJfY29uZmlnX2pzb24YAyABKAkSDAoEcGF0aBgEIAEoCRIuCgRtb2RlGAUgASgOMiAucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlTW9kZRofCg1BZGFwdGVyQ29tbWl0Eg4KBnNoYTI1NhgBIAEoDEIHCgVmcmFtZSJGChNMb2FkQWRhcHRlclJlc3BvbnNlEi8KB2FkYXB0ZXIYASABKAsyHi5wZW5zdG9jay5pbmZlcmVuY2UudjEuQWRhcHRlciIkChRVbmxvYWRBZGFwdGVyUmVxdWVzdBIMCgRuYW1lGAEgASgJIhcKFVVubG9hZEFkYXB0ZXJSZXNwb25zZSI8ChNMaXN0QWRhcHRlcnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJImEKFExpc3RBZGFwdGVyc1Jlc3BvbnNlEjAKCGFkYXB0ZXJzGAEgAygLMh4ucGVuc3RvY2suaW5mZXJlbmNlLnYxLkFkYXB0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIoABCg1SZW5kZXJSZXF1ZXN0EjEKBnByb21wdBgBIAEoCzIhLnBlbnN0b2NrLmluZmVyZW5jZS52MS5DaGF0UHJvbXB0EiIKFWFkZF9nZW5lcmF0aW9uX3Byb21wdBgCIAEoCEgAiAEBQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQiIwoOUmVuZGVyUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgASgMIkgKDFBhcnNlUmVxdWVzdBIRCgl0b2tlbl9pZHMYASABKAwSJQoFdG9vbHMYAiADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wikAEKDVBhcnNlUmVzcG9uc2USKgoHbWVzc2FnZRgBIAEoCzIZLnBlbnN0b2NrLmNoYXQudjEuTWVzc2FnZRI1Cg1maW5pc2hfcmVhc29uGAIgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SHAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYAyABKAUitQEKCkxvZ3Byb2JHYXASFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDgoGdG9rZW5zGAIgASgDEgwKBG1lYW4YAyABKAESEAoIbWVhbl9hYnMYBCABKAESDwoHbWF4X2FicxgFIAEoARIKCgJrbBgGIAEoARISCgpyYXRpb19tZWFuGAcgASgBEhUKDWNsaXBwZWRfc2hhcmUYCCABKAESFwoPZWZmZWN0aXZlX3NoYXJlGAkgASgBIkIKEFJlcG9ydEdhcFJlcXVlc3QSLgoDZ2FwGAEgASgLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvZ3Byb2JHYXAiEwoRUmVwb3J0R2FwUmVzcG9uc2UiQAoRV2F0Y2hTdGF0c1JlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipwIKEldhdGNoU3RhdHNSZXNwb25zZRIPCgdydW5uaW5nGAEgASgFEg8KB3dhaXRpbmcYAiABKAUSFQoNcHJvbXB0X3Rva2VucxgDIAEoAxIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgEIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgFIAEoAxIPCgdhYm9ydGVkGAYgASgDEhYKDnBvbGljeV92ZXJzaW9uGAcgASgDEhEKCWNhY2hlX3VzZRgIIAEoARIvCgRnYXBzGAkgAygLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvZ3Byb2JHYXASNQoIcmVwbGljYXMYCiADKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVwbGljYVN0YXRzIrwBCgxSZXBsaWNhU3RhdHMSDAoEbmFtZRgBIAEoCRIMCgRsaXZlGAIgASgIEhAKCHJlc3RhcnRzGAMgASgFEg8KB3J1bm5pbmcYBCABKAUSDwoHd2FpdGluZxgFIAEoBRITCgtsb2FkX3Rva2VucxgGIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgHIAEoAxIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgIIAEoAxIRCgljYWNoZV91c2UYCSABKAEqZwoJUGF1c2VNb2RlEhoKFlBBVVNFX01PREVfVU5TUEVDSUZJRUQQABIUChBQQVVTRV9NT0RFX0FCT1JUEAESEwoPUEFVU0VfTU9ERV9XQUlUEAISEwoPUEFVU0VfTU9ERV9LRUVQEAMqcwoMV2VpZ2h0Rm9ybWF0Eh0KGVdFSUdIVF9GT1JNQVRfVU5TUEVDSUZJRUQQABIdChlXRUlHSFRfRk9STUFUX1NBRkVURU5TT1JTEAESJQohV0VJR0hUX0ZPUk1BVF9TQUZFVEVOU09SU19QQVJUSUFMEAIy/w8KEEluZmVyZW5jZVNlcnZpY2USWAoHR2V0SW5mbxIlLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZXRJbmZvUmVxdWVzdBomLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZXRJbmZvUmVzcG9uc2USaQoMR2V0VG9rZW5pemVyEioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkdldFRva2VuaXplclJlcXVlc3QaKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2V0VG9rZW5pemVyUmVzcG9uc2UwARJdCghHZW5lcmF0ZRImLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZW5lcmF0ZVJlcXVlc3QaJy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVSZXNwb25zZTABElIKBVNjb3JlEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNjb3JlUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TY29yZVJlc3BvbnNlElIKBUFib3J0EiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLkFib3J0UmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5BYm9ydFJlc3BvbnNlElIKBVBhdXNlEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXVzZVJlc3BvbnNlElUKBlJlc3VtZRIkLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZXN1bWVSZXF1ZXN0GiUucGVuc3RvY2suaW5mZXJlbmNlLnYxLlJlc3VtZVJlc3BvbnNlElIKBVNsZWVwEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNsZWVwUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TbGVlcFJlc3BvbnNlEk8KBFdha2USIi5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2FrZVJlcXVlc3QaIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2FrZVJlc3BvbnNlEmwKDVVwZGF0ZVdlaWdodHMSKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QaLC5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAESZwoMSW5pdFRyYW5zZmVyEioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkluaXRUcmFuc2ZlclJlcXVlc3QaKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuSW5pdFRyYW5zZmVyUmVzcG9uc2USagoNU3RhcnRUcmFuc2ZlchIrLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TdGFydFRyYW5zZmVyUmVxdWVzdBosLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TdGFydFRyYW5zZmVyUmVzcG9uc2UScAoPVHJhbnNmZXJUZW5zb3JzEi0ucGVuc3RvY2suaW5mZXJlbmNlLnYxLlRyYW5zZmVyVGVuc29yc1JlcXVlc3QaLi5wZW5zdG9jay5pbmZlcmVuY2UudjEuVHJhbnNmZXJUZW5zb3JzUmVzcG9uc2USbQoORmluaXNoVHJhbnNmZXISLC5wZW5zdG9jay5pbmZlcmVuY2UudjEuRmluaXNoVHJhbnNmZXJSZXF1ZXN0Gi0ucGVuc3RvY2suaW5mZXJlbmNlLnYxLkZpbmlzaFRyYW5zZmVyUmVzcG9uc2USZgoLTG9hZEFkYXB0ZXISKS5wZW5zdG9jay5pbmZlcmVuY2UudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0GioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvYWRBZGFwdGVyUmVzcG9uc2UoARJqCg1VbmxvYWRBZGFwdGVyEisucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVubG9hZEFkYXB0ZXJSZXF1ZXN0GiwucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVubG9hZEFkYXB0ZXJSZXNwb25zZRJnCgxMaXN0QWRhcHRlcnMSKi5wZW5zdG9jay5pbmZlcmVuY2UudjEuTGlzdEFkYXB0ZXJzUmVxdWVzdBorLnBlbnN0b2NrLmluZmVyZW5jZS52MS5MaXN0QWRhcHRlcnNSZXNwb25zZRJVCgZSZW5kZXISJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVuZGVyUmVxdWVzdBolLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZW5kZXJSZXNwb25zZRJSCgVQYXJzZRIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXJzZVJlcXVlc3QaJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGFyc2VSZXNwb25zZRJeCglSZXBvcnRHYXASJy5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVwb3J0R2FwUmVxdWVzdBooLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZXBvcnRHYXBSZXNwb25zZRJjCgpXYXRjaFN0YXRzEigucGVuc3RvY2suaW5mZXJlbmNlLnYxLldhdGNoU3RhdHNSZXF1ZXN0GikucGVuc3RvY2suaW5mZXJlbmNlLnYxLldhdGNoU3RhdHNSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion]);
 
 /**
- * What an engine can do.
+ * EngineCapabilities are what an engine can do.
  *
  * @generated from message penstock.inference.v1.EngineCapabilities
  */
 export type EngineCapabilities = Message<"penstock.inference.v1.EngineCapabilities"> & {
   /**
-   * Token ids in and out. Without it Generate takes a ChatPrompt only, and answers with a message and no span.
+   * Whether it takes and returns token ids. Without them Generate accepts a ChatPrompt only, and returns a message without
+   * a span.
    *
    * @generated from field: bool token_ids = 1;
    */
@@ -61,7 +62,7 @@ export type EngineCapabilities = Message<"penstock.inference.v1.EngineCapabiliti
   score: boolean;
 
   /**
-   * The same seed gives the same tokens, whoever else is being served.
+   * Whether the same seed gives the same tokens, whatever other requests run.
    *
    * @generated from field: bool seed = 7;
    */
@@ -83,14 +84,14 @@ export type EngineCapabilities = Message<"penstock.inference.v1.EngineCapabiliti
   sleep: boolean;
 
   /**
-   * Names of the chat.v1.Sampling fields that are honoured; any other that is set is refused.
+   * Names of the chat.v1.Sampling fields that are supported. Any other set field is refused.
    *
    * @generated from field: repeated string sampling_fields = 11;
    */
   samplingFields: string[];
 
   /**
-   * What InitTransfer takes as its backend; empty = no transfer.
+   * Backends that InitTransfer accepts. Empty = no transfer.
    *
    * @generated from field: repeated string transfer_backends = 12;
    */
@@ -138,7 +139,7 @@ export type GetInfoResponse = Message<"penstock.inference.v1.GetInfoResponse"> &
   engineVersion: string;
 
   /**
-   * The model's name, as shown to agents.
+   * The model's name for agents.
    *
    * @generated from field: string model = 3;
    */
@@ -150,7 +151,7 @@ export type GetInfoResponse = Message<"penstock.inference.v1.GetInfoResponse"> &
   capabilities?: EngineCapabilities | undefined;
 
   /**
-   * Longest prompt and completion together, in tokens; 0 = not known, where there are no token ids.
+   * The most tokens of prompt and completion together. 0 = unknown, for engines without token ids.
    *
    * @generated from field: int32 max_context_tokens = 5;
    */
@@ -169,7 +170,7 @@ export type GetInfoResponse = Message<"penstock.inference.v1.GetInfoResponse"> &
   stopTokenIds: number[];
 
   /**
-   * SHA-256; empty when there is no tokenizer.
+   * SHA-256. Empty = no tokenizer.
    *
    * @generated from field: bytes tokenizer_sha256 = 8;
    */
@@ -186,7 +187,7 @@ export type GetInfoResponse = Message<"penstock.inference.v1.GetInfoResponse"> &
   logprobsMode: LogprobsMode;
 
   /**
-   * 0 too where nobody said which weights an endpoint serves: the spans of its completions then name no version.
+   * Also 0 if an endpoint's weights are unknown. The spans of its completions then name no version.
    *
    * @generated from field: int64 policy_version = 11;
    */
@@ -210,14 +211,14 @@ export type GetInfoResponse = Message<"penstock.inference.v1.GetInfoResponse"> &
   parameterCount: bigint;
 
   /**
-   * Name of the parser that turns sampled tokens into tool calls, for example "hermes".
+   * Name of the parser that reads tool calls from sampled tokens, for example "hermes".
    *
    * @generated from field: string tool_call_parser = 15;
    */
   toolCallParser: string;
 
   /**
-   * The same for reasoning; empty = none.
+   * The same for reasoning. Empty = none.
    *
    * @generated from field: string reasoning_parser = 16;
    */
@@ -247,7 +248,7 @@ export const GetTokenizerRequestSchema: GenMessage<GetTokenizerRequest> = /*@__P
   messageDesc(file_penstock_inference_v1_inference_service, 3);
 
 /**
- * See GetTokenizer. Each file is one or more messages in a row.
+ * See GetTokenizer. Each file is one or more consecutive messages.
  *
  * @generated from message penstock.inference.v1.GetTokenizerResponse
  */
@@ -282,20 +283,20 @@ export const GetTokenizerResponseSchema: GenMessage<GetTokenizerResponse> = /*@_
   messageDesc(file_penstock_inference_v1_inference_service, 4);
 
 /**
- * Which weights may answer.
+ * PolicyVersionBound limits which weights may answer.
  *
  * @generated from message penstock.inference.v1.PolicyVersionBound
  */
 export type PolicyVersionBound = Message<"penstock.inference.v1.PolicyVersionBound"> & {
   /**
-   * At least this version; the request waits in the queue until it is in force.
+   * The lowest version. The request waits in the queue until it is in force.
    *
    * @generated from field: optional int64 min_version = 1;
    */
   minVersion?: bigint | undefined;
 
   /**
-   * Exactly this one; refused when it is not in force.
+   * The only version. The request is refused if it is not in force.
    *
    * @generated from field: optional int64 exact_version = 2;
    */
@@ -323,7 +324,7 @@ export type GenerateRequest = Message<"penstock.inference.v1.GenerateRequest"> &
   requestId: string;
 
   /**
-   * Requests of one session are kept on one replica and reuse its cache; empty = none.
+   * Requests of one session go to one replica and reuse its cache. Empty = none.
    *
    * @generated from field: string session_id = 2;
    */
@@ -356,7 +357,7 @@ export type GenerateRequest = Message<"penstock.inference.v1.GenerateRequest"> &
   sampling?: Sampling | undefined;
 
   /**
-   * Name of a loaded adapter; empty = the base weights. Versions are then the adapter's.
+   * Name of a loaded adapter; versions are then the adapter's. Empty = the base weights.
    *
    * @generated from field: string adapter = 6;
    */
@@ -368,7 +369,7 @@ export type GenerateRequest = Message<"penstock.inference.v1.GenerateRequest"> &
   version?: PolicyVersionBound | undefined;
 
   /**
-   * Without it, one `done` carries all tokens.
+   * False = one `done` carries all tokens.
    *
    * @generated from field: bool stream = 8;
    */
@@ -383,7 +384,7 @@ export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 6);
 
 /**
- * A prompt as messages.
+ * ChatPrompt is a prompt as messages.
  *
  * @generated from message penstock.inference.v1.ChatPrompt
  */
@@ -399,14 +400,14 @@ export type ChatPrompt = Message<"penstock.inference.v1.ChatPrompt"> & {
   tools: Tool[];
 
   /**
-   * The template's thinking mode; unset = its default.
+   * The template's thinking mode. Unset = its default.
    *
    * @generated from field: optional bool thinking = 3;
    */
   thinking?: boolean | undefined;
 
   /**
-   * Further variables of the template, a JSON object; empty = none.
+   * More variables of the template, a JSON object. Empty = none.
    *
    * @generated from field: string template_options_json = 4;
    */
@@ -458,7 +459,7 @@ export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*
   messageDesc(file_penstock_inference_v1_inference_service, 8);
 
 /**
- * The first token is about to be sampled.
+ * GenerateStarted states that the first token is about to be sampled.
  *
  * @generated from message penstock.inference.v1.GenerateStarted
  */
@@ -476,7 +477,7 @@ export type GenerateStarted = Message<"penstock.inference.v1.GenerateStarted"> &
   cachedTokens: number;
 
   /**
-   * The prompt's length, which a ChatPrompt does not tell.
+   * The prompt's length in tokens, unknown to the sender of a ChatPrompt.
    *
    * @generated from field: int32 prompt_tokens = 3;
    */
@@ -491,7 +492,7 @@ export const GenerateStartedSchema: GenMessage<GenerateStarted> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 9);
 
 /**
- * Tokens since the last event.
+ * GenerateDelta is the tokens since the last event.
  *
  * @generated from message penstock.inference.v1.GenerateDelta
  */
@@ -512,20 +513,20 @@ export const GenerateDeltaSchema: GenMessage<GenerateDelta> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 10);
 
 /**
- * The end of a generation.
+ * GenerateDone is the end of a generation.
  *
  * @generated from message penstock.inference.v1.GenerateDone
  */
 export type GenerateDone = Message<"penstock.inference.v1.GenerateDone"> & {
   /**
-   * Its span holds all tokens, deltas included.
+   * Its span has all tokens, deltas included.
    *
    * @generated from field: penstock.chat.v1.Completion completion = 1;
    */
   completion?: Completion | undefined;
 
   /**
-   * The prompt that was used (little-endian int32), when it was asked for as a ChatPrompt.
+   * The prompt's tokens (little-endian int32), if it was a ChatPrompt.
    *
    * @generated from field: bytes prompt_token_ids = 2;
    */
@@ -553,7 +554,7 @@ export type ScoreRequest = Message<"penstock.inference.v1.ScoreRequest"> & {
   tokenIds: Uint8Array;
 
   /**
-   * First token whose logprob is wanted, at least 1.
+   * First token to score, at least 1.
    *
    * @generated from field: uint32 start = 2;
    */
@@ -565,14 +566,14 @@ export type ScoreRequest = Message<"penstock.inference.v1.ScoreRequest"> & {
   adapter: string;
 
   /**
-   * Logprobs are of the distribution at this temperature; unset = 1.
+   * Temperature of the distribution. Unset = 1.
    *
    * @generated from field: optional double temperature = 4;
    */
   temperature?: number | undefined;
 
   /**
-   * The weights that must score, those of the adapter where one is named; unset = those that are in force.
+   * The version of the weights that must score, the adapter's if one is named. Unset = the version in force.
    *
    * @generated from field: optional int64 exact_version = 5;
    */
@@ -652,7 +653,7 @@ export const AbortRequestSchema: GenMessage<AbortRequest> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 14);
 
 /**
- * Several requests.
+ * RequestIds lists requests.
  *
  * @generated from message penstock.inference.v1.AbortRequest.RequestIds
  */
@@ -677,7 +678,7 @@ export const AbortRequest_RequestIdsSchema: GenMessage<AbortRequest_RequestIds> 
  */
 export type AbortResponse = Message<"penstock.inference.v1.AbortResponse"> & {
   /**
-   * Generations that were in flight and now are not.
+   * How many generations were in flight and were aborted.
    *
    * @generated from field: int32 aborted_count = 1;
    */
@@ -871,7 +872,7 @@ export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@_
  */
 export type UpdateWeightsRequest_UpdateBegin = Message<"penstock.inference.v1.UpdateWeightsRequest.UpdateBegin"> & {
   /**
-   * Greater than the version in force.
+   * Must be greater than the version in force.
    *
    * @generated from field: int64 policy_version = 1;
    */
@@ -890,22 +891,22 @@ export type UpdateWeightsRequest_UpdateBegin = Message<"penstock.inference.v1.Up
   mode: PauseMode;
 
   /**
-   * Bytes to come, for refusing early; unset = unknown.
+   * Bytes to come, so that a large push is refused early. Unset = unknown.
    *
    * @generated from field: optional int64 size_bytes = 4;
    */
   sizeBytes?: bigint | undefined;
 
   /**
-   * SHA-256 of all chunks, if known: a repeated push is then answered without being read.
+   * SHA-256 of all chunks, if known. A repeated push is then answered without being read.
    *
    * @generated from field: optional bytes sha256 = 5;
    */
   sha256?: Uint8Array | undefined;
 
   /**
-   * Instead of chunks: a path under the operator's weights directory (setting weights_dir), of a safetensors file or of a
-   * directory of them. The files must stay as they are while their weights are in force. Empty = chunks follow.
+   * Instead of chunks: a safetensors file, or a directory of them, under the operator's weights directory (setting
+   * weights_dir). The files must not change while their weights are in force. Empty = chunks follow.
    *
    * @generated from field: string path = 6;
    */
@@ -965,7 +966,7 @@ export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*
   messageDesc(file_penstock_inference_v1_inference_service, 25);
 
 /**
- * Where the time of an update went.
+ * UpdatePhases are the durations of an update's parts.
  *
  * @generated from message penstock.inference.v1.UpdatePhases
  */
@@ -1007,7 +1008,7 @@ export type InitTransferRequest = Message<"penstock.inference.v1.InitTransferReq
   backend: string;
 
   /**
-   * What that means needs, as JSON.
+   * The backend's options, as JSON.
    *
    * @generated from field: string options_json = 2;
    */
@@ -1060,7 +1061,7 @@ export type StartTransferRequest = Message<"penstock.inference.v1.StartTransferR
   mode: PauseMode;
 
   /**
-   * Given up after this long without TransferTensors. Unset = 5 min.
+   * The transfer is given up after this long without TransferTensors. Unset = 5 min.
    *
    * @generated from field: google.protobuf.Duration idle_timeout = 4;
    */
@@ -1100,7 +1101,7 @@ export const StartTransferResponseSchema: GenMessage<StartTransferResponse> = /*
  */
 export type TransferTensorsRequest = Message<"penstock.inference.v1.TransferTensorsRequest"> & {
   /**
-   * What the backend needs to take the tensors over, as JSON.
+   * What the backend needs to receive the tensors, as JSON.
    *
    * @generated from field: string descriptor_json = 1;
    */
@@ -1141,7 +1142,7 @@ export const TransferTensorsResponseSchema: GenMessage<TransferTensorsResponse> 
  */
 export type FinishTransferRequest = Message<"penstock.inference.v1.FinishTransferRequest"> & {
   /**
-   * False = give up: the old weights stay.
+   * False = give up; the old weights stay.
    *
    * @generated from field: bool commit = 1;
    */
@@ -1185,7 +1186,7 @@ export const FinishTransferResponseSchema: GenMessage<FinishTransferResponse> = 
   messageDesc(file_penstock_inference_v1_inference_service, 34);
 
 /**
- * An adapter.
+ * Adapter is a loaded adapter.
  *
  * @generated from message penstock.inference.v1.Adapter
  */
@@ -1269,7 +1270,7 @@ export type LoadAdapterRequest_AdapterBegin = Message<"penstock.inference.v1.Loa
   policyVersion: bigint;
 
   /**
-   * adapter_config.json as PEFT writes it: rank, alpha, target modules.
+   * adapter_config.json in PEFT's format: rank, alpha, target modules.
    *
    * @generated from field: string adapter_config_json = 3;
    */
@@ -1283,8 +1284,8 @@ export type LoadAdapterRequest_AdapterBegin = Message<"penstock.inference.v1.Loa
   path: string;
 
   /**
-   * What becomes of completions by the version that this replaces: WAIT = they end first, ABORT = they are aborted.
-   * Unspecified = KEEP: they go on by the version that they began with, and their spans say so.
+   * What happens to completions of the version that this replaces. WAIT = they end first. ABORT = they are aborted.
+   * Unspecified = KEEP: they continue with the version that they began with, recorded in their spans.
    *
    * @generated from field: penstock.inference.v1.PauseMode mode = 5;
    */
@@ -1514,7 +1515,7 @@ export type ParseResponse = Message<"penstock.inference.v1.ParseResponse"> & {
   finishReason: FinishReason;
 
   /**
-   * Tool calls that could not be read and were left as text.
+   * Tool calls that could not be parsed and stay as text.
    *
    * @generated from field: int32 malformed_tool_calls = 3;
    */
@@ -1529,14 +1530,14 @@ export const ParseResponseSchema: GenMessage<ParseResponse> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 45);
 
 /**
- * The gap between a trainer's and the engine's logprobs of tokens that the engine sampled: d = trainer - engine, in nats;
- * ratio = exp(d). All figures are finite.
+ * LogprobGap is the difference between a trainer's and the engine's logprobs of tokens that the engine sampled: d = trainer
+ * - engine, in nats; ratio = exp(d). All figures are finite.
  *
  * @generated from message penstock.inference.v1.LogprobGap
  */
 export type LogprobGap = Message<"penstock.inference.v1.LogprobGap"> & {
   /**
-   * That sampled the tokens; at least 0.
+   * The version that sampled the tokens; at least 0.
    *
    * @generated from field: int64 policy_version = 1;
    */
@@ -1708,14 +1709,14 @@ export type WatchStatsResponse = Message<"penstock.inference.v1.WatchStatsRespon
   cacheUse: number;
 
   /**
-   * What trainers reported, oldest version first.
+   * Reports of trainers, oldest version first.
    *
    * @generated from field: repeated penstock.inference.v1.LogprobGap gaps = 9;
    */
   gaps: LogprobGap[];
 
   /**
-   * Each replica, where several stand behind the service; empty when there is one engine. The figures above are their sums.
+   * Each replica of a service with several; empty with one engine. The figures above are their sums.
    *
    * @generated from field: repeated penstock.inference.v1.ReplicaStats replicas = 10;
    */
@@ -1730,7 +1731,7 @@ export const WatchStatsResponseSchema: GenMessage<WatchStatsResponse> = /*@__PUR
   messageDesc(file_penstock_inference_v1_inference_service, 50);
 
 /**
- * One of the replicas behind a service. Counters are since the service started, over all lives of the replica.
+ * ReplicaStats is one replica of a service. Counters are since the service started, over all restarts of the replica.
  *
  * @generated from message penstock.inference.v1.ReplicaStats
  */
@@ -1743,14 +1744,14 @@ export type ReplicaStats = Message<"penstock.inference.v1.ReplicaStats"> & {
   name: string;
 
   /**
-   * False while it is being started again; it then gets no requests.
+   * False while it restarts; it then gets no requests.
    *
    * @generated from field: bool live = 2;
    */
   live: boolean;
 
   /**
-   * How often it was started again.
+   * How often it was restarted.
    *
    * @generated from field: int32 restarts = 3;
    */
@@ -1767,7 +1768,7 @@ export type ReplicaStats = Message<"penstock.inference.v1.ReplicaStats"> & {
   waiting: number;
 
   /**
-   * What routing weighs, in tokens: prompts to compute and tokens to sample of all requests that it has.
+   * The load that routing compares, in tokens: prompts to compute and tokens to sample of all its requests.
    *
    * @generated from field: int64 load_tokens = 6;
    */
@@ -1799,7 +1800,7 @@ export const ReplicaStatsSchema: GenMessage<ReplicaStats> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 51);
 
 /**
- * What becomes of generations in flight when the engine stops for a while.
+ * PauseMode is what happens to generations in flight while the engine pauses.
  *
  * @generated from enum penstock.inference.v1.PauseMode
  */
@@ -1817,14 +1818,14 @@ export enum PauseMode {
   ABORT = 1,
 
   /**
-   * They are finished first.
+   * They end before the pause.
    *
    * @generated from enum value: PAUSE_MODE_WAIT = 2;
    */
   WAIT = 2,
 
   /**
-   * They are frozen and go on afterwards, on the caches that they have.
+   * They are frozen and continue afterwards with their caches.
    *
    * @generated from enum value: PAUSE_MODE_KEEP = 3;
    */
@@ -1838,7 +1839,7 @@ export const PauseModeSchema: GenEnum<PauseMode> = /*@__PURE__*/
   enumDesc(file_penstock_inference_v1_inference_service, 0);
 
 /**
- * How the bytes of a push are to be read.
+ * WeightFormat is the format of a push's bytes.
  *
  * @generated from enum penstock.inference.v1.WeightFormat
  */
@@ -1856,7 +1857,7 @@ export enum WeightFormat {
   SAFETENSORS = 1,
 
   /**
-   * The same, with some of the tensors; the others stay.
+   * The same, with some of the tensors. The others stay.
    *
    * @generated from enum value: WEIGHT_FORMAT_SAFETENSORS_PARTIAL = 2;
    */
@@ -1870,20 +1871,20 @@ export const WeightFormatSchema: GenEnum<WeightFormat> = /*@__PURE__*/
   enumDesc(file_penstock_inference_v1_inference_service, 1);
 
 /**
- * One engine with one model.
+ * InferenceService is one engine with one model.
  *
- * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
- * INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
- * UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died, and
- * every replica of it, starts again, with the weights and the version that it had.
+ * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+ * not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
+ * dead engine, with no live replica, restarts with the weights and the version that it had.
  *
  * @generated from service penstock.inference.v1.InferenceService
  */
 export const InferenceService: GenService<{
   /**
-   * What is served, what it can do, and which weights are in force.
-   * An engine that asks somebody else's endpoint fails as that does, here and in Generate and Score:
-   * UNAVAILABLE (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
+   * GetInfo returns the model, its capabilities, and the weights in force.
+   * An engine that calls a remote endpoint fails as that endpoint does, here and in Generate and Score: UNAVAILABLE
+   * (UPSTREAM_UNREACHABLE, UPSTREAM_FAILED, UPSTREAM_CUT_OFF, UPSTREAM_SILENT, with RetryInfo), RESOURCE_EXHAUSTED
    * (UPSTREAM_RATE_LIMIT, with RetryInfo), FAILED_PRECONDITION (UPSTREAM_KEY_REFUSED, UPSTREAM_MODEL_UNKNOWN,
    * UPSTREAM_ANSWER_INVALID, UPSTREAM_ANSWER_TOO_LARGE, UPSTREAM_PROMPT_CHANGED).
    *
@@ -1895,7 +1896,7 @@ export const InferenceService: GenService<{
     output: typeof GetInfoResponseSchema;
   },
   /**
-   * Streams the files from which text becomes tokens: tokenizer.json, the chat template and their configuration.
+   * GetTokenizer streams the files that turn text into tokens: tokenizer.json, the chat template and their configuration.
    * Errors: FAILED_PRECONDITION (TOKENIZER_ABSENT).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.GetTokenizer
@@ -1906,12 +1907,13 @@ export const InferenceService: GenService<{
     output: typeof GetTokenizerResponseSchema;
   },
   /**
-   * Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
-   * aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
-   * An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-   * When the engine, or a replica, dies, the request goes on elsewhere or when it runs again: anew if no token was told, else
-   * behind the tokens told. Where these would bind the rest (a seed, presence or frequency penalties, stop texts, a response
-   * format) it ends with UNAVAILABLE (ENGINE_DIED, with RetryInfo), as at the third death under one request.
+   * Generate samples one completion: `started`, then `delta` if the request asked for a stream, then `done`. Cancelling the
+   * RPC aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT). An abort
+   * by another caller is not an error: `done` has FINISH_REASON_ABORT and the tokens so far.
+   * If the engine or a replica dies, the request continues on another one or after the restart: from the start if no token
+   * was sent, else after the tokens that were sent. If these would bind the rest (a seed, presence or frequency penalties,
+   * stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
+   * during one request.
    * Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
    * INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
    *
@@ -1923,9 +1925,9 @@ export const InferenceService: GenService<{
     output: typeof GenerateResponseSchema;
   },
   /**
-   * Logprobs of given tokens under the present weights.
-   * Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force),
-   * INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+   * Score returns logprobs of given tokens under the present weights.
+   * Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
+   * (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Score
    */
@@ -1935,7 +1937,7 @@ export const InferenceService: GenService<{
     output: typeof ScoreResponseSchema;
   },
   /**
-   * Aborts generations; idempotent.
+   * Abort aborts generations. Idempotent.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Abort
    */
@@ -1945,7 +1947,7 @@ export const InferenceService: GenService<{
     output: typeof AbortResponseSchema;
   },
   /**
-   * Stops generating. New requests wait until Resume. Idempotent.
+   * Pause stops generating. New requests wait until Resume. Idempotent.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Pause
    */
@@ -1955,7 +1957,7 @@ export const InferenceService: GenService<{
     output: typeof PauseResponseSchema;
   },
   /**
-   * Starts again. Idempotent.
+   * Resume ends a pause. Idempotent.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Resume
    */
@@ -1965,7 +1967,7 @@ export const InferenceService: GenService<{
     output: typeof ResumeResponseSchema;
   },
   /**
-   * Frees the accelerator's memory.
+   * Sleep frees the accelerator's memory.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Sleep
    */
@@ -1975,7 +1977,7 @@ export const InferenceService: GenService<{
     output: typeof SleepResponseSchema;
   },
   /**
-   * Takes it back.
+   * Wake allocates the accelerator's memory again.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Wake
    */
@@ -1985,13 +1987,13 @@ export const InferenceService: GenService<{
     output: typeof WakeResponseSchema;
   },
   /**
-   * Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
-   * version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-   * unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
-   * that was lost can be asked for again.
+   * UpdateWeights replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old
+   * weights and version in force. Requests in flight continue with the new weights from their next token, recorded in their
+   * spans, unless `begin.mode` selects otherwise. A push of the version and digest in force is a success, so that a push
+   * whose answer was lost can be repeated.
    * Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
-   * WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
-   * another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
+   * WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED
+   * (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.UpdateWeights
    */
@@ -2001,7 +2003,8 @@ export const InferenceService: GenService<{
     output: typeof UpdateWeightsResponseSchema;
   },
   /**
-   * The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+   * InitTransfer is the first of four calls for trainers that move weights by their own means (NCCL, IPC). It sets the
+   * means.
    * Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.InitTransfer
@@ -2012,7 +2015,7 @@ export const InferenceService: GenService<{
     output: typeof InitTransferResponseSchema;
   },
   /**
-   * Second: a new version begins.
+   * StartTransfer, the second, begins a new version.
    * Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.StartTransfer
@@ -2023,7 +2026,7 @@ export const InferenceService: GenService<{
     output: typeof StartTransferResponseSchema;
   },
   /**
-   * Third, any number of times: some tensors are ready to be taken over.
+   * TransferTensors, the third, receives tensors that are ready. It may be called any number of times.
    * Errors: FAILED_PRECONDITION (NO_TRANSFER).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.TransferTensors
@@ -2034,7 +2037,7 @@ export const InferenceService: GenService<{
     output: typeof TransferTensorsResponseSchema;
   },
   /**
-   * Fourth: the version is complete, or given up. Idempotent by transfer_id.
+   * FinishTransfer, the fourth, commits the version or gives it up. Idempotent by transfer_id.
    * Errors: FAILED_PRECONDITION (NO_TRANSFER).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.FinishTransfer
@@ -2045,8 +2048,8 @@ export const InferenceService: GenService<{
     output: typeof FinishTransferResponseSchema;
   },
   /**
-   * Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
-   * that are in force are a success.
+   * LoadAdapter loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. A push
+   * of the version and digest in force is a success.
    * Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
    * DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
    *
@@ -2058,7 +2061,7 @@ export const InferenceService: GenService<{
     output: typeof LoadAdapterResponseSchema;
   },
   /**
-   * Idempotent.
+   * UnloadAdapter unloads an adapter. Idempotent.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.UnloadAdapter
    */
@@ -2068,7 +2071,7 @@ export const InferenceService: GenService<{
     output: typeof UnloadAdapterResponseSchema;
   },
   /**
-   * Adapters by name.
+   * ListAdapters lists adapters by name.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.ListAdapters
    */
@@ -2078,7 +2081,7 @@ export const InferenceService: GenService<{
     output: typeof ListAdaptersResponseSchema;
   },
   /**
-   * Messages to prompt tokens by the model's template: the codec over the wire, for clients without it.
+   * Render turns messages into prompt tokens by the model's template, for clients without the codec.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Render
    */
@@ -2088,7 +2091,7 @@ export const InferenceService: GenService<{
     output: typeof RenderResponseSchema;
   },
   /**
-   * Sampled tokens to a message.
+   * Parse turns sampled tokens into a message.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Parse
    */
@@ -2098,8 +2101,8 @@ export const InferenceService: GenService<{
     output: typeof ParseResponseSchema;
   },
   /**
-   * Tells how far a trainer's logprobs are from this engine's, for whoever watches (WatchStats). The figures are the
-   * trainer's word. A report of a version replaces the one before it; those of the 8 newest versions are kept, in memory.
+   * ReportGap reports how far a trainer's logprobs are from this engine's, for WatchStats. The service does not check the
+   * figures. A report replaces the previous one of its version. The reports of the 8 newest versions are kept, in memory.
    * Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: newer than the weights in force).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.ReportGap
@@ -2110,7 +2113,7 @@ export const InferenceService: GenService<{
     output: typeof ReportGapResponseSchema;
   },
   /**
-   * The engine's load, at once and then at each interval.
+   * WatchStats streams the engine's load, at once and then at each interval.
    *
    * @generated from rpc penstock.inference.v1.InferenceService.WatchStats
    */

@@ -21,7 +21,8 @@ export const file_penstock_interception_v1_intercept_service: GenFile = /*@__PUR
   fileDesc("CjBwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0X3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSLaAQoMQ2FsbFNlbGVjdG9yEhMKBnJ1bl9pZBgBIAEoCUgAiAEBEhUKCGdyb3VwX2lkGAIgASgJSAGIAQESEwoLcm9sbG91dF9pZHMYAyADKAkSQgoGbGFiZWxzGAQgAygLMjIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3Rvci5MYWJlbHNFbnRyeRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgkKB19ydW5faWRCCwoJX2dyb3VwX2lkIjYKB0NyZWRpdHMSDQoFY2FsbHMYASABKAUSEgoFYnl0ZXMYAiABKANIAIgBAUIICgZfYnl0ZXMilQQKEEludGVyY2VwdFJlcXVlc3QSMAoFaGVsbG8YASABKAsyHy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVsbG9IABI0CgdyZXN1bHRzGAIgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNIABI0CgdjcmVkaXRzGAMgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNyZWRpdHNIABI1CgVwYXVzZRgEIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5QYXVzZUNhbGxzSAASNwoGcmVzdW1lGAUgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VtZUNhbGxzSAASOAoJaGVhcnRiZWF0GAYgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlYXJ0YmVhdEgAEjsKBnBvbGljeRgHIAEoCzIpLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lBbm5vdW5jZWRIABI9Cgx0b29sX3Jlc3VsdHMYCCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbFJlc3VsdHNIABI0Cgdnb29kYnllGAkgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdvb2RieWVIAEIHCgVmcmFtZSLSAgoFSGVsbG8SOAoIc2VsZWN0b3IYASABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEjIKB2NyZWRpdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0cxIQCghpZGVudGl0eRgDIAEoCRIbCg5wb2xpY3lfdmVyc2lvbhgEIAEoA0gAiAEBEjAKBHZpZXcYBSABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFZpZXcSHgoRcmVzdW1lX3Nlc3Npb25faWQYBiABKAlIAYgBARIxCgRoZWxkGAcgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlbGRDYWxsc0IRCg9fcG9saWN5X3ZlcnNpb25CFAoSX3Jlc3VtZV9zZXNzaW9uX2lkIh0KCUhlbGRDYWxscxIQCghjYWxsX2lkcxgBIAMoCSIqCghDYWxsVmlldxIQCghtZXNzYWdlcxgBIAEoCBIMCgRib2R5GAIgASgIIkAKB1Jlc3VsdHMSNQoHcmVzdWx0cxgBIAMoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmVzdWx0IpkCCgpDYWxsUmVzdWx0Eg8KB2NhbGxfaWQYASABKAkSEAoIbGVhc2VfaWQYAiABKAkSMgoKY29tcGxldGlvbhgDIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgAEjgKB2ZhaWx1cmUYBCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbEZhaWx1cmVIABI6CgpkZWxlZ2F0aW9uGAUgASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkRlbGVnYXRpb25IABI0CgdyZWxlYXNlGAYgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlbGVhc2VIAEIICgZyZXN1bHQiCQoHUmVsZWFzZSJBCgtDYWxsRmFpbHVyZRIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIRCglyZXRyaWFibGUYAyABKAgiQwoKRGVsZWdhdGlvbhI1ChFzYW1wbGluZ19vdmVycmlkZRgBIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmciTQoKUGF1c2VDYWxscxIOCgZyZWFzb24YASABKAkSLwoMbWF4X2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIg0KC1Jlc3VtZUNhbGxzIgsKCUhlYXJ0YmVhdCIpCg9Qb2xpY3lBbm5vdW5jZWQSFgoOcG9saWN5X3ZlcnNpb24YASABKAMiSAoLVG9vbFJlc3VsdHMSOQoHcmVzdWx0cxgBIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbFJlc3VsdCJhCg5Ib3N0VG9vbFJlc3VsdBIUCgx0b29sX2NhbGxfaWQYASABKAkSJwoGcmVzdWx0GAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIQCghpc19lcnJvchgDIAEoCCIZCgdHb29kYnllEg4KBnJlYXNvbhgBIAEoCSKTBgoRSW50ZXJjZXB0UmVzcG9uc2USNAoHd2VsY29tZRgBIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XZWxjb21lSAASMAoFY2FsbHMYAiABKAsyHy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNIABJFCgxhY2tub3dsZWRnZWQYAyABKAsyLS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0c0Fja25vd2xlZGdlZEgAEj0KCWNhbmNlbGxlZBgEIAEoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsc0NhbmNlbGxlZEgAEkMKD3JvbGxvdXRzX2Nsb3NlZBgFIAEoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0c0Nsb3NlZEgAEjkKCnRvb2xfY2FsbHMYBiABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbENhbGxzSAASOAoJaGVhcnRiZWF0GAcgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlYXJ0YmVhdEgAEjMKB2dvX2F3YXkYCCABKAsyIC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR29Bd2F5SAASNwoGcGF1c2VkGAkgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzUGF1c2VkSAASOQoHcmVzdW1lZBgKIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsc1Jlc3VtZWRIABJMChR0b29sX2NhbGxzX2NhbmNlbGxlZBgLIAEoCzIsLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sQ2FsbHNDYW5jZWxsZWRIABJWChl0b29sX3Jlc3VsdHNfYWNrbm93bGVkZ2VkGAwgASgLMjEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRvb2xSZXN1bHRzQWNrbm93bGVkZ2VkSABCBwoFZnJhbWUiIQoLQ2FsbHNQYXVzZWQSEgoKb3Blbl9jYWxscxgBIAEoBSIOCgxDYWxsc1Jlc3VtZWQi+AEKB1dlbGNvbWUSEgoKc2Vzc2lvbl9pZBgBIAEoCRIyCgdjcmVkaXRzGAIgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNyZWRpdHMSNQoSaGVhcnRiZWF0X2ludGVydmFsGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjAKDXJlc3VtZV93aW5kb3cYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFAoMcXVldWVkX2NhbGxzGAUgASgFEg8KB3Jlc3VtZWQYBiABKAgSFQoNaGVsZF9jYWxsX2lkcxgHIAMoCSI7CgVDYWxscxIyCgVjYWxscxgBIAMoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbENhbGwizAgKCU1vZGVsQ2FsbBIPCgdjYWxsX2lkGAEgASgJEhAKCGxlYXNlX2lkGAIgASgJEhIKCnJvbGxvdXRfaWQYAyABKAkSFQoIZ3JvdXBfaWQYBCABKAlIAIgBARITCgZydW5faWQYBSABKAlIAYgBARI/CgZsYWJlbHMYBiADKAsyLy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsLkxhYmVsc0VudHJ5Eg0KBWluZGV4GAcgASgFEjUKCmNhbGxfY2xhc3MYCCABKA4yIS5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGxDbGFzcxIRCglicmFuY2hfaWQYCSABKAkSGwoOcGFyZW50X2NhbGxfaWQYCiABKAlIAogBARIYChBwcm9tcHRfdG9rZW5faWRzGAsgASgMEhQKDHByb21wdF9jb3VudBgMIAEoDRIbChNzaGFyZWRfcHJlZml4X2NvdW50GA0gASgNEiwKCHNhbXBsaW5nGA4gASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZxIfChJtaW5fcG9saWN5X3ZlcnNpb24YDyABKANIA4gBARIrCghtZXNzYWdlcxgQIAMoCzIZLnBlbnN0b2NrLmNoYXQudjEuTWVzc2FnZRIlCgV0b29scxgRIAMoCzIWLnBlbnN0b2NrLmNoYXQudjEuVG9vbBIxCgt0b29sX2Nob2ljZRgSIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuVG9vbENob2ljZRIUCgxyZXF1ZXN0X2JvZHkYEyABKAwSMAoHZGlhbGVjdBgUIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBIVCg1sZWFzZV9hdHRlbXB0GBUgASgFEjAKDHJlY2VpdmVfdGltZRgWIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLZXhwaXJlX3RpbWUYFyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEg4KBnN0cmVhbRgYIAEoCBIUCgd0YXNrX2lkGBkgASgJSASIAQESGAoLZ3JvdXBfaW5kZXgYGiABKAVIBYgBARIYChB0b2tlbml6ZXJfc2hhMjU2GBsgASgMEhwKFGNoYXRfdGVtcGxhdGVfc2hhMjU2GBwgASgMEg0KBW1vZGVsGB0gASgJEhYKDnZpZXdfdHJ1bmNhdGVkGB4gASgIEhQKDHRyYWNlX3BhcmVudBgfIAEoCRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQhEKD19wYXJlbnRfY2FsbF9pZEIVChNfbWluX3BvbGljeV92ZXJzaW9uQgoKCF90YXNrX2lkQg4KDF9ncm91cF9pbmRleCJsChNSZXN1bHRzQWNrbm93bGVkZ2VkEhkKEWFjY2VwdGVkX2NhbGxfaWRzGAEgAygJEjoKCHJlamVjdGVkGAIgAygLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdFJlamVjdGVkIrwCCg5SZXN1bHRSZWplY3RlZBIPCgdjYWxsX2lkGAEgASgJEj8KBnJlYXNvbhgCIAEoDjIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRSZWplY3RlZC5SZWFzb24SDwoHbWVzc2FnZRgDIAEoCRISCgp2aW9sYXRpb25zGAQgAygJIrIBCgZSZWFzb24SFgoSUkVBU09OX1VOU1BFQ0lGSUVEEAASFwoTUkVBU09OX1VOS05PV05fQ0FMTBABEhwKGFJFQVNPTl9BTFJFQURZX0RFTElWRVJFRBACEhUKEVJFQVNPTl9DQUxMX0VOREVEEAMSFQoRUkVBU09OX05PVF9MRUFTRUQQBBISCg5SRUFTT05fSU5WQUxJRBAFEhcKE1JFQVNPTl9TVEFMRV9QT0xJQ1kQBiIyCg5DYWxsc0NhbmNlbGxlZBIQCghjYWxsX2lkcxgBIAMoCRIOCgZyZWFzb24YAiABKAkiJQoOUm9sbG91dHNDbG9zZWQSEwoLcm9sbG91dF9pZHMYASADKAkiQgoJVG9vbENhbGxzEjUKBWNhbGxzGAEgAygLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhvc3RUb29sQ2FsbCLwAwoMSG9zdFRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEgwKBG5hbWUYAyABKAkSKgoJYXJndW1lbnRzGAQgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIWCg5hcmd1bWVudHNfanNvbhgFIAEoCRIVCghncm91cF9pZBgGIAEoCUgAiAEBEhMKBnJ1bl9pZBgHIAEoCUgBiAEBEkIKBmxhYmVscxgIIAMoCzIyLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbENhbGwuTGFiZWxzRW50cnkSFAoHdGFza19pZBgJIAEoCUgCiAEBEhgKC2dyb3VwX2luZGV4GAogASgFSAOIAQESMAoMcmVjZWl2ZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtleHBpcmVfdGltZRgMIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUILCglfZ3JvdXBfaWRCCQoHX3J1bl9pZEIKCghfdGFza19pZEIOCgxfZ3JvdXBfaW5kZXgiOwoSVG9vbENhbGxzQ2FuY2VsbGVkEhUKDXRvb2xfY2FsbF9pZHMYASADKAkSDgoGcmVhc29uGAIgASgJInUKF1Rvb2xSZXN1bHRzQWNrbm93bGVkZ2VkEh4KFmFjY2VwdGVkX3Rvb2xfY2FsbF9pZHMYASADKAkSOgoIcmVqZWN0ZWQYAiADKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0UmVqZWN0ZWQicgoGR29Bd2F5Eg4KBnJlYXNvbhgBIAEoCRIoCgVncmFjZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCgtyZXRyeV9hZnRlchgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiK7AgoRTGVhc2VDYWxsc1JlcXVlc3QSOAoIc2VsZWN0b3IYASABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEhAKCGlkZW50aXR5GAIgASgJEhEKCW1heF9jYWxscxgDIAEoBRInCgR3YWl0GAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBWxlYXNlGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjAKBHZpZXcYBiABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFZpZXcSEgoKcmVxdWVzdF9pZBgHIAEoCRIbCg5wb2xpY3lfdmVyc2lvbhgIIAEoA0gAiAEBQhEKD19wb2xpY3lfdmVyc2lvbiJIChJMZWFzZUNhbGxzUmVzcG9uc2USMgoFY2FsbHMYASADKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsImcKFENvbXBsZXRlQ2FsbHNSZXF1ZXN0EjUKB3Jlc3VsdHMYASADKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFJlc3VsdBIYChBleHRlbmRfbGVhc2VfaWRzGAIgAygJInQKFUNvbXBsZXRlQ2FsbHNSZXNwb25zZRJDCgxhY2tub3dsZWRnZWQYASABKAsyLS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0c0Fja25vd2xlZGdlZBIWCg5sb3N0X2xlYXNlX2lkcxgCIAMoCSKLAQoUUmVnaXN0ZXJUb29sc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRI4CghzZWxlY3RvchgCIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsU2VsZWN0b3ISJQoFdG9vbHMYAyADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wiFwoVUmVnaXN0ZXJUb29sc1Jlc3BvbnNlIk0KEExpc3RDYWxsc1JlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIRCglwYWdlX3NpemUYAiABKAUSEgoKcGFnZV90b2tlbhgDIAEoCSJZChFMaXN0Q2FsbHNSZXNwb25zZRIrCgVjYWxscxgBIAMoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiNwoOR2V0Q2FsbFJlcXVlc3QSDwoHY2FsbF9pZBgBIAEoCRIUCgxpbmNsdWRlX2JvZHkYAiABKAgiVwoPR2V0Q2FsbFJlc3BvbnNlEioKBGNhbGwYASABKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSGAoQcHJvbXB0X3Rva2VuX2lkcxgCIAEoDDKPBQoQSW50ZXJjZXB0U2VydmljZRJoCglJbnRlcmNlcHQSKi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSW50ZXJjZXB0UmVxdWVzdBorLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5JbnRlcmNlcHRSZXNwb25zZSgBMAESZwoKTGVhc2VDYWxscxIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MZWFzZUNhbGxzUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MZWFzZUNhbGxzUmVzcG9uc2UScAoNQ29tcGxldGVDYWxscxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Db21wbGV0ZUNhbGxzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Db21wbGV0ZUNhbGxzUmVzcG9uc2UScAoNUmVnaXN0ZXJUb29scxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVzcG9uc2USZAoJTGlzdENhbGxzEioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RDYWxsc1JlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdENhbGxzUmVzcG9uc2USXgoHR2V0Q2FsbBIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVxdWVzdBopLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_trajectory_v1_trajectory]);
 
 /**
- * Which rollouts' calls a session wants: those of gate mode that match every condition that is set; empty = all of them.
+ * CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
+ * set. Empty = all rollouts.
  *
  * @generated from message penstock.interception.v1.CallSelector
  */
@@ -55,21 +56,22 @@ export const CallSelectorSchema: GenMessage<CallSelector> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 0);
 
 /**
- * How much a session can hold: a window, not an increment. Freed when a result is acknowledged (accepted, or rejected for
- * good) or the call is cancelled. A call that is larger than `bytes` is sent alone, when nothing else is held.
+ * Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
+ * (accepted, or rejected for good) or the call is cancelled. A call larger than `bytes` is sent alone, when the session
+ * holds no other.
  *
  * @generated from message penstock.interception.v1.Credits
  */
 export type Credits = Message<"penstock.interception.v1.Credits"> & {
   /**
-   * Calls leased and not answered. 0 = no more for now.
+   * Calls leased and not answered. 0 = send no more for now.
    *
    * @generated from field: int32 calls = 1;
    */
   calls: number;
 
   /**
-   * Serialised bytes of the same; unset = 32 MiB in Hello, unchanged in a later frame.
+   * Serialised bytes of these calls. Unset = 32 MiB in Hello, unchanged in a later frame.
    *
    * @generated from field: optional int64 bytes = 2;
    */
@@ -84,7 +86,7 @@ export const CreditsSchema: GenMessage<Credits> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 1);
 
 /**
- * One message of a trainer.
+ * InterceptRequest is one message of a trainer.
  *
  * @generated from message penstock.interception.v1.InterceptRequest
  */
@@ -159,7 +161,7 @@ export const InterceptRequestSchema: GenMessage<InterceptRequest> = /*@__PURE__*
   messageDesc(file_penstock_interception_v1_intercept_service, 2);
 
 /**
- * The trainer's first message.
+ * Hello is the trainer's first message.
  *
  * @generated from message penstock.interception.v1.Hello
  */
@@ -177,37 +179,38 @@ export type Hello = Message<"penstock.interception.v1.Hello"> & {
   credits?: Credits | undefined;
 
   /**
-   * Who this is, for people: shown in listings and logs.
+   * The session's name for people, shown in listings and logs.
    *
    * @generated from field: string identity = 3;
    */
   identity: string;
 
   /**
-   * The newest policy version that the trainer has; unset = it does not say.
+   * The newest policy version of the trainer. Unset = unknown.
    *
    * @generated from field: optional int64 policy_version = 4;
    */
   policyVersion?: bigint | undefined;
 
   /**
-   * What the calls shall carry beside their tokens.
+   * What calls carry besides their tokens.
    *
    * @generated from field: penstock.interception.v1.CallView view = 5;
    */
   view?: CallView | undefined;
 
   /**
-   * A session that was lost, or whose stream is only half open (which then ends with ABORTED, SESSION_TAKEN_OVER): its calls
-   * stay leased to this one under the same lease ids. Leases survive a restart of the service for the resume window.
+   * A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
+   * calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
+   * window.
    *
    * @generated from field: optional string resume_session_id = 6;
    */
   resumeSessionId?: string | undefined;
 
   /**
-   * With resume_session_id: the calls of that session that the trainer has. Its others are sent again, under the same lease ids:
-   * their frames were lost with the stream or the service. Unset = none is sent again.
+   * With resume_session_id: the calls of that session that the trainer holds. Its other calls are sent again under the same
+   * lease ids, because their frames were lost with the stream or the service. Unset = none is sent again.
    *
    * @generated from field: penstock.interception.v1.HeldCalls held = 7;
    */
@@ -222,7 +225,7 @@ export const HelloSchema: GenMessage<Hello> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 3);
 
 /**
- * Calls that a trainer has and has not answered, or whose answer was not acknowledged.
+ * HeldCalls lists the calls that a trainer holds without an acknowledged answer.
  *
  * @generated from message penstock.interception.v1.HeldCalls
  */
@@ -241,7 +244,7 @@ export const HeldCallsSchema: GenMessage<HeldCalls> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 4);
 
 /**
- * What a ModelCall carries beside its tokens. Everything costs bytes.
+ * CallView selects what a ModelCall carries besides its tokens. Each choice costs bytes.
  *
  * @generated from message penstock.interception.v1.CallView
  */
@@ -265,7 +268,7 @@ export const CallViewSchema: GenMessage<CallView> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 5);
 
 /**
- * Answers. At most 32 MiB a frame.
+ * Results answer calls. At most 32 MiB a frame.
  *
  * @generated from message penstock.interception.v1.Results
  */
@@ -284,7 +287,7 @@ export const ResultsSchema: GenMessage<Results> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 6);
 
 /**
- * An answer to one call.
+ * CallResult answers one call.
  *
  * @generated from message penstock.interception.v1.CallResult
  */
@@ -295,7 +298,8 @@ export type CallResult = Message<"penstock.interception.v1.CallResult"> & {
   callId: string;
 
   /**
-   * ModelCall.lease_id: an answer under an old lease is accepted only while the call is open and not leased to another.
+   * ModelCall.lease_id. An answer under an old lease is accepted only while the call is open and not leased to another
+   * session.
    *
    * @generated from field: string lease_id = 2;
    */
@@ -339,7 +343,7 @@ export const CallResultSchema: GenMessage<CallResult> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 7);
 
 /**
- * Back to the queue, for another session.
+ * Release returns a call to the queue, for another session.
  *
  * @generated from message penstock.interception.v1.Release
  */
@@ -354,13 +358,13 @@ export const ReleaseSchema: GenMessage<Release> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 8);
 
 /**
- * The trainer cannot answer.
+ * CallFailure states that the trainer cannot answer.
  *
  * @generated from message penstock.interception.v1.CallFailure
  */
 export type CallFailure = Message<"penstock.interception.v1.CallFailure"> & {
   /**
-   * Stable UPPER_SNAKE, recorded; the agent is told only that the model failed.
+   * Stable UPPER_SNAKE, recorded. The agent sees only that the model failed.
    *
    * @generated from field: string reason = 1;
    */
@@ -372,7 +376,7 @@ export type CallFailure = Message<"penstock.interception.v1.CallFailure"> & {
   message: string;
 
   /**
-   * Whether the agent is told to try again (its dialect's 503) or not (its dialect's 400).
+   * True = the agent gets its dialect's retriable error (503). False = a final one (400).
    *
    * @generated from field: bool retriable = 3;
    */
@@ -387,14 +391,14 @@ export const CallFailureSchema: GenMessage<CallFailure> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 9);
 
 /**
- * The rollout's model source shall answer this call. Accepted means journalled: credit and lease are free, and what comes of it
- * is seen by WatchCalls and GetCall.
+ * Delegation lets the rollout's model source answer this call. Once it is accepted, it is journalled, and credit and lease
+ * are free. WatchCalls and GetCall show the outcome.
  *
  * @generated from message penstock.interception.v1.Delegation
  */
 export type Delegation = Message<"penstock.interception.v1.Delegation"> & {
   /**
-   * On top of what the agent asked for.
+   * Replaces fields of the agent's sampling.
    *
    * @generated from field: penstock.chat.v1.Sampling sampling_override = 1;
    */
@@ -409,9 +413,9 @@ export const DelegationSchema: GenMessage<Delegation> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 10);
 
 /**
- * The calls of this session's selector are held, for every session and for the model source: none is leased or dispatched, agents
- * see keep-alives, and call_timeout, wall_time and expire_time stand still. Ends with ResumeCalls, Goodbye, max_duration, or
- * the session.
+ * PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
+ * dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
+ * ResumeCalls, Goodbye, max_duration or the session.
  *
  * @generated from message penstock.interception.v1.PauseCalls
  */
@@ -439,7 +443,7 @@ export const PauseCallsSchema: GenMessage<PauseCalls> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 11);
 
 /**
- * Calls flow again.
+ * ResumeCalls ends the pause.
  *
  * @generated from message penstock.interception.v1.ResumeCalls
  */
@@ -454,7 +458,7 @@ export const ResumeCallsSchema: GenMessage<ResumeCalls> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 12);
 
 /**
- * The peer lives. Each side sends one after an interval of silence.
+ * Heartbeat shows that the peer is alive. Each side sends one after an interval of silence.
  *
  * @generated from message penstock.interception.v1.Heartbeat
  */
@@ -469,7 +473,7 @@ export const HeartbeatSchema: GenMessage<Heartbeat> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 13);
 
 /**
- * The trainer's newest weights: staleness bounds are judged against it.
+ * PolicyAnnounced states the trainer's newest weights, which staleness bounds are computed from.
  *
  * @generated from message penstock.interception.v1.PolicyAnnounced
  */
@@ -488,7 +492,7 @@ export const PolicyAnnouncedSchema: GenMessage<PolicyAnnounced> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 14);
 
 /**
- * Results of host tools. Each is answered by ToolResultsAcknowledged.
+ * ToolResults answer host tool calls. Each result is answered by ToolResultsAcknowledged.
  *
  * @generated from message penstock.interception.v1.ToolResults
  */
@@ -507,7 +511,7 @@ export const ToolResultsSchema: GenMessage<ToolResults> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 15);
 
 /**
- * The result of one host tool call.
+ * HostToolResult is the result of one host tool call.
  *
  * @generated from message penstock.interception.v1.HostToolResult
  */
@@ -518,8 +522,8 @@ export type HostToolResult = Message<"penstock.interception.v1.HostToolResult"> 
   toolCallId: string;
 
   /**
-   * What the agent gets: {"text": TEXT} is that text; {"content": [...]} is a list of MCP's own content blocks of the types text,
-   * image and audio; anything else is told as JSON and as MCP's structured content. As JSON at most the operator's
+   * What the agent gets. {"text": TEXT} is that text. {"content": [...]} is a list of MCP content blocks of the types text,
+   * image and audio. Anything else is sent as JSON and as MCP's structured content. As JSON, at most the operator's
    * max_tool_bytes.
    *
    * @generated from field: google.protobuf.Struct result = 2;
@@ -527,7 +531,7 @@ export type HostToolResult = Message<"penstock.interception.v1.HostToolResult"> 
   result?: JsonObject | undefined;
 
   /**
-   * The tool failed, and the result says how in words for the agent.
+   * The tool failed; the result explains it to the agent.
    *
    * @generated from field: bool is_error = 3;
    */
@@ -542,7 +546,7 @@ export const HostToolResultSchema: GenMessage<HostToolResult> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 16);
 
 /**
- * The trainer leaves in order: its unanswered calls are queued again at once.
+ * Goodbye ends the session in order. Its unanswered calls are queued again at once.
  *
  * @generated from message penstock.interception.v1.Goodbye
  */
@@ -561,7 +565,7 @@ export const GoodbyeSchema: GenMessage<Goodbye> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 17);
 
 /**
- * One message of the service.
+ * InterceptResponse is one message of the service.
  *
  * @generated from message penstock.interception.v1.InterceptResponse
  */
@@ -583,7 +587,7 @@ export type InterceptResponse = Message<"penstock.interception.v1.InterceptRespo
     case: "calls";
   } | {
     /**
-     * Results that were accepted and journalled, and those that were not.
+     * Results that were accepted and journalled, and those that were rejected.
      *
      * @generated from field: penstock.interception.v1.ResultsAcknowledged acknowledged = 3;
      */
@@ -621,7 +625,7 @@ export type InterceptResponse = Message<"penstock.interception.v1.InterceptRespo
     case: "goAway";
   } | {
     /**
-     * Nothing is leased or dispatched after this.
+     * No call is leased or dispatched after this message.
      *
      * @generated from field: penstock.interception.v1.CallsPaused paused = 9;
      */
@@ -656,7 +660,7 @@ export const InterceptResponseSchema: GenMessage<InterceptResponse> = /*@__PURE_
   messageDesc(file_penstock_interception_v1_intercept_service, 18);
 
 /**
- * PauseCalls is in force.
+ * CallsPaused states that PauseCalls is in force.
  *
  * @generated from message penstock.interception.v1.CallsPaused
  */
@@ -677,7 +681,7 @@ export const CallsPausedSchema: GenMessage<CallsPaused> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 19);
 
 /**
- * Calls flow again, by ResumeCalls or because the pause ran out.
+ * CallsResumed states that the pause ended, by ResumeCalls or by its max_duration.
  *
  * @generated from message penstock.interception.v1.CallsResumed
  */
@@ -692,7 +696,7 @@ export const CallsResumedSchema: GenMessage<CallsResumed> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 20);
 
 /**
- * The service's first message.
+ * Welcome is the service's first message.
  *
  * @generated from message penstock.interception.v1.Welcome
  */
@@ -703,14 +707,14 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
   sessionId: string;
 
   /**
-   * As granted: at most what Hello asked for.
+   * As granted: at most the credits of Hello.
    *
    * @generated from field: penstock.interception.v1.Credits credits = 2;
    */
   credits?: Credits | undefined;
 
   /**
-   * The trainer MUST send something at least this often; three misses lose the session.
+   * The trainer MUST send a message at least this often. Three misses lose the session.
    *
    * @generated from field: google.protobuf.Duration heartbeat_interval = 3;
    */
@@ -724,22 +728,23 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
   resumeWindow?: Duration | undefined;
 
   /**
-   * Calls that are now waiting for this selector.
+   * Calls that now wait for this selector.
    *
    * @generated from field: int32 queued_calls = 5;
    */
   queuedCalls: number;
 
   /**
-   * Whether Hello.resume_session_id was taken up. False with one given = it is unknown or its window has passed; this is a new
-   * session, not an error.
+   * Whether the session of Hello.resume_session_id was resumed. False with an id = the session is unknown or its window has
+   * passed; this is then a new session, not an error.
    *
    * @generated from field: bool resumed = 6;
    */
   resumed: boolean;
 
   /**
-   * Calls that are still leased to the session, not sent again (see Hello.held); any other that the trainer holds is lost to it.
+   * Calls that are still leased to the session and are not sent again (see Hello.held). The trainer has lost any other call
+   * that it holds.
    *
    * @generated from field: repeated string held_call_ids = 7;
    */
@@ -754,7 +759,7 @@ export const WelcomeSchema: GenMessage<Welcome> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 21);
 
 /**
- * Calls to answer. At most 4 MiB, or one call.
+ * Calls are calls to answer. At most 4 MiB, or one call.
  *
  * @generated from message penstock.interception.v1.Calls
  */
@@ -773,7 +778,7 @@ export const CallsSchema: GenMessage<Calls> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 22);
 
 /**
- * One model call, ready for an engine.
+ * ModelCall is one model call, ready for an engine.
  *
  * @generated from message penstock.interception.v1.ModelCall
  */
@@ -831,7 +836,7 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   parentCallId?: string | undefined;
 
   /**
-   * The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the new messages' tokens.
+   * The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the tokens of the new messages.
    *
    * @generated from field: bytes prompt_token_ids = 11;
    */
@@ -843,28 +848,28 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   promptCount: number;
 
   /**
-   * Tokens of it that are the parent's prompt and completion: what an engine's cache already has.
+   * How many of its tokens are the parent's prompt and completion, which an engine's prefix cache already holds.
    *
    * @generated from field: uint32 shared_prefix_count = 13;
    */
   sharedPrefixCount: number;
 
   /**
-   * As the agent asked, max_tokens bounded by the budgets and the context.
+   * As requested by the agent, with max_tokens bounded by budgets and context.
    *
    * @generated from field: penstock.chat.v1.Sampling sampling = 14;
    */
   sampling?: Sampling | undefined;
 
   /**
-   * Which weights may answer: at least this version. Unset = any.
+   * The lowest version of the weights that may answer. Unset = any.
    *
    * @generated from field: optional int64 min_policy_version = 15;
    */
   minPolicyVersion?: bigint | undefined;
 
   /**
-   * The conversation and tools, when the view asked for messages.
+   * The conversation and tools, if the view has messages.
    *
    * @generated from field: repeated penstock.chat.v1.Message messages = 16;
    */
@@ -881,7 +886,7 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   toolChoice?: ToolChoice | undefined;
 
   /**
-   * The agent's body verbatim, when the view asked for it.
+   * The agent's body verbatim, if the view has it.
    *
    * @generated from field: bytes request_body = 19;
    */
@@ -893,7 +898,7 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   dialect: Dialect;
 
   /**
-   * 1 = never leased before.
+   * 1 = leased for the first time.
    *
    * @generated from field: int32 lease_attempt = 21;
    */
@@ -905,14 +910,14 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   receiveTime?: Timestamp | undefined;
 
   /**
-   * When it EXPIRES.
+   * When the call EXPIRES.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 23;
    */
   expireTime?: Timestamp | undefined;
 
   /**
-   * Whether the agent waits for a stream.
+   * Whether the agent expects a stream.
    *
    * @generated from field: bool stream = 24;
    */
@@ -931,7 +936,7 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   groupIndex?: number | undefined;
 
   /**
-   * Which tokenizer and template the prompt belongs to.
+   * The tokenizer and the template that made the prompt.
    *
    * @generated from field: bytes tokenizer_sha256 = 27;
    */
@@ -943,22 +948,22 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   chatTemplateSha256: Uint8Array;
 
   /**
-   * The model's name as the agent asked for it.
+   * The model's name in the agent's request.
    *
    * @generated from field: string model = 29;
    */
   model: string;
 
   /**
-   * What the view asked for was left out for its size: GetCall has it.
+   * Parts of the view were left out for their size. GetCall returns them.
    *
    * @generated from field: bool view_truncated = 30;
    */
   viewTruncated: boolean;
 
   /**
-   * W3C trace context (`traceparent`) of the gate's span that waits for the answer: a trainer's own spans belong below it.
-   * Empty when the service traces nothing, or not this call.
+   * W3C trace context (`traceparent`) of the gate's span that waits for the answer, the parent of a trainer's own spans.
+   * Empty = the service does not trace, or not this call.
    *
    * @generated from field: string trace_parent = 31;
    */
@@ -973,13 +978,13 @@ export const ModelCallSchema: GenMessage<ModelCall> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 23);
 
 /**
- * What became of results.
+ * ResultsAcknowledged states which results were accepted.
  *
  * @generated from message penstock.interception.v1.ResultsAcknowledged
  */
 export type ResultsAcknowledged = Message<"penstock.interception.v1.ResultsAcknowledged"> & {
   /**
-   * Accepted and on disk: they will neither be lost nor asked for again.
+   * Accepted and on disk: neither lost nor requested again.
    *
    * @generated from field: repeated string accepted_call_ids = 1;
    */
@@ -999,7 +1004,7 @@ export const ResultsAcknowledgedSchema: GenMessage<ResultsAcknowledged> = /*@__P
   messageDesc(file_penstock_interception_v1_intercept_service, 24);
 
 /**
- * Why a result was not taken.
+ * ResultRejected is why a result was rejected.
  *
  * @generated from message penstock.interception.v1.ResultRejected
  */
@@ -1033,7 +1038,7 @@ export const ResultRejectedSchema: GenMessage<ResultRejected> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 25);
 
 /**
- * The closed set of reasons.
+ * Reason is the closed set of reasons.
  *
  * @generated from enum penstock.interception.v1.ResultRejected.Reason
  */
@@ -1044,14 +1049,14 @@ export enum ResultRejected_Reason {
   UNSPECIFIED = 0,
 
   /**
-   * No such call for this session.
+   * The session has no such call.
    *
    * @generated from enum value: REASON_UNKNOWN_CALL = 1;
    */
   UNKNOWN_CALL = 1,
 
   /**
-   * Another result came first. (An equal one, whatever its lease, is accepted again.)
+   * Another result came first. (An equal one, under any lease, is accepted again.)
    *
    * @generated from enum value: REASON_ALREADY_DELIVERED = 2;
    */
@@ -1065,21 +1070,21 @@ export enum ResultRejected_Reason {
   CALL_ENDED = 3,
 
   /**
-   * It is leased to another session.
+   * The call is leased to another session.
    *
    * @generated from enum value: REASON_NOT_LEASED = 4;
    */
   NOT_LEASED = 4,
 
   /**
-   * The completion breaks a rule; `violations` says which. The call stays leased and may be answered again.
+   * The completion breaks a rule; `violations` states which. The call stays leased and may be answered again.
    *
    * @generated from enum value: REASON_INVALID = 5;
    */
   INVALID = 5,
 
   /**
-   * Sampled by weights that the rollout does not accept. The call stays leased.
+   * The weights that sampled it are not accepted by the rollout. The call stays leased.
    *
    * @generated from enum value: REASON_STALE_POLICY = 6;
    */
@@ -1093,7 +1098,7 @@ export const ResultRejected_ReasonSchema: GenEnum<ResultRejected_Reason> = /*@__
   enumDesc(file_penstock_interception_v1_intercept_service, 25, 0);
 
 /**
- * Calls of this session that need no answer any more.
+ * CallsCancelled lists calls of this session that need no answer any more.
  *
  * @generated from message penstock.interception.v1.CallsCancelled
  */
@@ -1119,7 +1124,7 @@ export const CallsCancelledSchema: GenMessage<CallsCancelled> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 26);
 
 /**
- * Rollouts of this session's selector that were closed.
+ * RolloutsClosed lists rollouts of this session's selector that were closed.
  *
  * @generated from message penstock.interception.v1.RolloutsClosed
  */
@@ -1138,8 +1143,8 @@ export const RolloutsClosedSchema: GenMessage<RolloutsClosed> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 27);
 
 /**
- * Calls of host tools by agents. Credits do not count them: the operator bounds how many a rollout may have open. After a resume
- * those that are still open are sent again, under the ids that they had.
+ * ToolCalls are agents' calls of host tools. Credits do not count them: the operator limits how many a rollout may have
+ * open. After a resume, open ones are sent again under the same ids.
  *
  * @generated from message penstock.interception.v1.ToolCalls
  */
@@ -1158,13 +1163,13 @@ export const ToolCallsSchema: GenMessage<ToolCalls> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 28);
 
 /**
- * One call of a host tool. Its arguments hold the tool's schema.
+ * HostToolCall is one call of a host tool. Its arguments are valid against the tool's schema.
  *
  * @generated from message penstock.interception.v1.HostToolCall
  */
 export type HostToolCall = Message<"penstock.interception.v1.HostToolCall"> & {
   /**
-   * Never used for another call: a repeat is the same call, to be carried out once.
+   * Unique for ever. A repeat is the same call, to be executed once.
    *
    * @generated from field: string tool_call_id = 1;
    */
@@ -1186,7 +1191,7 @@ export type HostToolCall = Message<"penstock.interception.v1.HostToolCall"> & {
   arguments?: JsonObject | undefined;
 
   /**
-   * The same as JSON text: a Struct has doubles only.
+   * The same as JSON text, because a Struct has doubles only.
    *
    * @generated from field: string arguments_json = 5;
    */
@@ -1225,7 +1230,7 @@ export type HostToolCall = Message<"penstock.interception.v1.HostToolCall"> & {
   receiveTime?: Timestamp | undefined;
 
   /**
-   * When the agent is told that the tool took too long.
+   * When the agent gets a timeout as the tool's result.
    *
    * @generated from field: google.protobuf.Timestamp expire_time = 12;
    */
@@ -1240,7 +1245,7 @@ export const HostToolCallSchema: GenMessage<HostToolCall> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 29);
 
 /**
- * Host tool calls of this session that need no result any more: work on them may stop.
+ * ToolCallsCancelled lists host tool calls of this session that need no result any more. Work on them may stop.
  *
  * @generated from message penstock.interception.v1.ToolCallsCancelled
  */
@@ -1266,20 +1271,20 @@ export const ToolCallsCancelledSchema: GenMessage<ToolCallsCancelled> = /*@__PUR
   messageDesc(file_penstock_interception_v1_intercept_service, 30);
 
 /**
- * What became of results of host tools.
+ * ToolResultsAcknowledged states which results of host tools were accepted.
  *
  * @generated from message penstock.interception.v1.ToolResultsAcknowledged
  */
 export type ToolResultsAcknowledged = Message<"penstock.interception.v1.ToolResultsAcknowledged"> & {
   /**
-   * Accepted and on disk: they will neither be lost nor asked for again.
+   * Accepted and on disk: neither lost nor requested again.
    *
    * @generated from field: repeated string accepted_tool_call_ids = 1;
    */
   acceptedToolCallIds: string[];
 
   /**
-   * Those that were not; call_id is the tool call's. After REASON_INVALID the call is still open.
+   * Rejected results; call_id is the tool call's. After REASON_INVALID the call is still open.
    *
    * @generated from field: repeated penstock.interception.v1.ResultRejected rejected = 2;
    */
@@ -1294,7 +1299,8 @@ export const ToolResultsAcknowledgedSchema: GenMessage<ToolResultsAcknowledged> 
   messageDesc(file_penstock_interception_v1_intercept_service, 31);
 
 /**
- * The service is about to stop: answer what you hold, expect no more, reconnect elsewhere or later.
+ * GoAway announces that the service stops. Answer the calls that you hold, expect no more, and reconnect elsewhere or
+ * later.
  *
  * @generated from message penstock.interception.v1.GoAway
  */
@@ -1305,7 +1311,7 @@ export type GoAway = Message<"penstock.interception.v1.GoAway"> & {
   reason: string;
 
   /**
-   * How long results are still taken.
+   * How long results are still accepted.
    *
    * @generated from field: google.protobuf.Duration grace = 2;
    */
@@ -1355,7 +1361,7 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
   wait?: Duration | undefined;
 
   /**
-   * How long the calls stay leased without being answered or extended. Unset = 5 min; at most 1 h.
+   * How long a lease lasts unless the call is answered or the lease extended. Unset = 5 min; at most 1 h.
    *
    * @generated from field: google.protobuf.Duration lease = 5;
    */
@@ -1367,14 +1373,14 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
   view?: CallView | undefined;
 
   /**
-   * A repeated id gets the calls that it got before, if they are still leased.
+   * A repeated id returns the same calls, if they are still leased.
    *
    * @generated from field: string request_id = 7;
    */
   requestId: string;
 
   /**
-   * As PolicyAnnounced.
+   * See PolicyAnnounced.
    *
    * @generated from field: optional int64 policy_version = 8;
    */
@@ -1395,7 +1401,7 @@ export const LeaseCallsRequestSchema: GenMessage<LeaseCallsRequest> = /*@__PURE_
  */
 export type LeaseCallsResponse = Message<"penstock.interception.v1.LeaseCallsResponse"> & {
   /**
-   * Empty when none came in time.
+   * Empty if no call arrived in time.
    *
    * @generated from field: repeated penstock.interception.v1.ModelCall calls = 1;
    */
@@ -1447,7 +1453,7 @@ export type CompleteCallsResponse = Message<"penstock.interception.v1.CompleteCa
   acknowledged?: ResultsAcknowledged | undefined;
 
   /**
-   * Of extend_lease_ids: those that are no more.
+   * The extend_lease_ids whose leases have ended.
    *
    * @generated from field: repeated string lost_lease_ids = 2;
    */
@@ -1475,17 +1481,18 @@ export type RegisterToolsRequest = Message<"penstock.interception.v1.RegisterToo
   sessionId: string;
 
   /**
-   * Of whichever mode, other than for calls. Unset = the session's own.
+   * Selects rollouts of any mode, unlike a selector of calls. Unset = the session's own.
    *
    * @generated from field: penstock.interception.v1.CallSelector selector = 2;
    */
   selector?: CallSelector | undefined;
 
   /**
-   * At most 64. Names: a letter, then letters, digits, _ and -, 48 at most; unique. Descriptions: at most 16 KiB. Schemas: at most
-   * 64 KiB, JSON Schema (2020-12 unless $schema says otherwise) of an object, references within it only, patterns as RE2 has
-   * them; empty = an object of whatever content. `strict` has no effect: arguments are always checked. Not offered:
-   * patternProperties, unevaluatedItems, unevaluatedProperties, and what takes too many steps to check.
+   * At most 64. Names are unique, have at most 48 characters, and are a letter, then letters, digits, _ and -.
+   * Descriptions: at most 16 KiB. Schemas: at most 64 KiB, JSON Schema (2020-12 unless $schema names another) of an object,
+   * with references within it only and RE2 patterns. An empty schema = any object. `strict` has no effect: arguments are
+   * always checked. Refused: patternProperties, unevaluatedItems, unevaluatedProperties, and schemas that take too many
+   * steps to check.
    *
    * @generated from field: repeated penstock.chat.v1.Tool tools = 3;
    */
@@ -1526,7 +1533,7 @@ export type ListCallsRequest = Message<"penstock.interception.v1.ListCallsReques
   rolloutId: string;
 
   /**
-   * As in RolloutGateService.ListRollouts.
+   * See RolloutGateService.ListRollouts.
    *
    * @generated from field: int32 page_size = 2;
    */
@@ -1622,12 +1629,12 @@ export const GetCallResponseSchema: GenMessage<GetCallResponse> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 42);
 
 /**
- * Calls for trainers: take them, answer them.
+ * InterceptService serves trainers: they receive calls and answer them.
  *
- * A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
- * is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
- * window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
- * holds the fewest.
+ * A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins
+ * and is journalled before it is acknowledged; later ones are rejected with a typed reason. The calls of a lost session
+ * stay LEASED for the resume window and are then QUEUED again. Where selectors overlap, the oldest call goes to the session
+ * with credit that holds the fewest calls.
  *
  * Errors common to all RPCs: those of RolloutGateService.
  *
@@ -1635,12 +1642,12 @@ export const GetCallResponseSchema: GenMessage<GetCallResponse> = /*@__PURE__*/
  */
 export const InterceptService: GenService<{
   /**
-   * The trainer's session. First message each way: Hello, Welcome. Then frames that carry whatever is ready, never waiting to
-   * fill. The trainer ends with Goodbye; the end of the stream without it loses the session. The service sends GoAway
-   * before it stops.
+   * Intercept is the trainer's session. The first messages are Hello and Welcome. Each later frame carries whatever is
+   * ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
+   * service sends GoAway before it stops.
    *
-   * What is wrong with one item rejects that item; what breaks the protocol ends the stream: FAILED_PRECONDITION
-   * (HELLO_EXPECTED), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+   * An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
+   * ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
    *
    * @generated from rpc penstock.interception.v1.InterceptService.Intercept
    */
@@ -1650,8 +1657,8 @@ export const InterceptService: GenService<{
     output: typeof InterceptResponseSchema;
   },
   /**
-   * The unary twin for simple clients: waits until a call is there, or until 80 % of the call's deadline (at most `wait`),
-   * and leases up to max_calls of them for `lease`.
+   * LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
+   * 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
    *
    * @generated from rpc penstock.interception.v1.InterceptService.LeaseCalls
    */
@@ -1661,7 +1668,7 @@ export const InterceptService: GenService<{
     output: typeof LeaseCallsResponseSchema;
   },
   /**
-   * Results for leased calls, each judged by itself; also extends leases.
+   * CompleteCalls answers leased calls, each checked by itself. It also extends leases.
    *
    * @generated from rpc penstock.interception.v1.InterceptService.CompleteCalls
    */
@@ -1671,11 +1678,12 @@ export const InterceptService: GenService<{
     output: typeof CompleteCallsResponseSchema;
   },
   /**
-   * Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
-   * reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
-   * with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
-   * A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
-   * What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+   * RegisterTools registers tools of the trainer's host. Rollouts opened later are offered them, in any mode. An agent
+   * reaches them as an MCP server at the ingress; their calls arrive as ToolCalls of the session. They end with the
+   * session: at its Goodbye, or when it was not resumed in time. A resumed session keeps them, after a restart of the
+   * service too. A rollout keeps the definitions that it was opened with; any session that registers an equal tool for it
+   * may serve it. A call replaces what the session registered with an equal selector, so a repeat changes nothing and an
+   * empty list withdraws the tools.
    * Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
    * RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
    *
@@ -1687,7 +1695,7 @@ export const InterceptService: GenService<{
     output: typeof RegisterToolsResponseSchema;
   },
   /**
-   * Calls of a rollout in order of arrival.
+   * ListCalls lists a rollout's calls in order of arrival.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.interception.v1.InterceptService.ListCalls
@@ -1698,7 +1706,7 @@ export const InterceptService: GenService<{
     output: typeof ListCallsResponseSchema;
   },
   /**
-   * One call, with its prompt.
+   * GetCall returns one call, with its prompt.
    * Errors: NOT_FOUND (CALL_UNKNOWN).
    *
    * @generated from rpc penstock.interception.v1.InterceptService.GetCall

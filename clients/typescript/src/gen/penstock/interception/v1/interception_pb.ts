@@ -2,7 +2,7 @@
 // @generated from file penstock/interception/v1/interception.proto (package penstock.interception.v1, syntax proto3)
 /* eslint-disable */
 
-// The gate: where agents' model calls wait for an answer.
+// The gate holds agents' model calls until a trainer, an engine or an upstream answers them.
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
@@ -17,7 +17,7 @@ export const file_penstock_interception_v1_interception: GenFile = /*@__PURE__*/
   fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEi/QIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABIYChB0b29sX2NhbGxfcGFyc2VyGAQgASgJEj8KDmNvbnRyb2xfdG9rZW5zGAUgASgOMicucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbnRyb2xUb2tlbnMaKgoJSW5mZXJlbmNlEgwKBG5hbWUYASABKAkSDwoHYWRhcHRlchgCIAEoCRoZCglUb2tlbml6ZXISDAoEbmFtZRgBIAEoCUIICgZzb3VyY2UirwEKCFVwc3RyZWFtEg4KBG5hbWUYASABKAlIABJDCgZjYWxsZXIYAiABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVXBzdHJlYW0uQ2FsbGVyRW5kcG9pbnRIABINCgVtb2RlbBgDIAEoCRozCg5DYWxsZXJFbmRwb2ludBIQCghiYXNlX3VybBgBIAEoCRIPCgdhcGlfa2V5GAIgASgJQgoKCGVuZHBvaW50ItUECgdCdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEiIKFW1heF9jb21wbGV0aW9uX3Rva2VucxgCIAEoA0gBiAEBEh0KEG1heF90b3RhbF90b2tlbnMYAyABKANIAogBARIgChNtYXhfdG9rZW5zX3Blcl9jYWxsGAQgASgFSAOIAQESLwoMY2FsbF90aW1lb3V0GAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKCXdhbGxfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIbCg5tYXhfdG9vbF9jYWxscxgHIAEoBUgEiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAggASgDSAWIAQESHgoRbWF4X3JlcXVlc3RfYnl0ZXMYCSABKANIBogBARInChptYXhfcmVxdWVzdF9ieXRlc19wZXJfY2FsbBgKIAEoBUgHiAEBEjUKCWNhbGxfcmF0ZRgLIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhgKFl9tYXhfY29tcGxldGlvbl90b2tlbnNCEwoRX21heF90b3RhbF90b2tlbnNCFgoUX21heF90b2tlbnNfcGVyX2NhbGxCEQoPX21heF90b29sX2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IUChJfbWF4X3JlcXVlc3RfYnl0ZXNCHQobX21heF9yZXF1ZXN0X2J5dGVzX3Blcl9jYWxsIvUCCgpSdW5CdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAIgASgDSAGIAQESIgoVbWF4X2NvbXBsZXRpb25fdG9rZW5zGAMgASgDSAKIAQESHQoQbWF4X3RvdGFsX3Rva2VucxgEIAEoA0gDiAEBEh4KEW1heF9yZXF1ZXN0X2J5dGVzGAUgASgDSASIAQESLAoJd2FsbF90aW1lGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjUKCWNhbGxfcmF0ZRgHIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IYChZfbWF4X2NvbXBsZXRpb25fdG9rZW5zQhMKEV9tYXhfdG90YWxfdG9rZW5zQhQKEl9tYXhfcmVxdWVzdF9ieXRlcyJiCghDYWxsUmF0ZRINCgVjYWxscxgBIAEoBRIpCgZwZXJpb2QYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEgoFYnVyc3QYAyABKAVIAIgBAUIICgZfYnVyc3QiagoKVG9rZW5UZXJtcxI0CgZzY29wZXMYASADKA4yJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5TY29wZRImCgN0dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24icQoXUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSGAoLbWluX3ZlcnNpb24YASABKANIAIgBARIaCg1tYXhfc3RhbGVuZXNzGAIgASgDSAGIAQFCDgoMX21pbl92ZXJzaW9uQhAKDl9tYXhfc3RhbGVuZXNzIoUBCglDYWxsSGludHMSHAoUdGl0bGVfc3lzdGVtX3Byb21wdHMYASADKAkSIQoZY29tcGFjdGlvbl9zeXN0ZW1fcHJvbXB0cxgCIAMoCRIXCg9zZXNzaW9uX2hlYWRlcnMYAyADKAkSHgoWdm9sYXRpbGVfbGluZV9wYXR0ZXJucxgEIAMoCSpoCgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABISCg5NT0RFX0JMQUNLX0JPWBABEhoKFk1PREVfVFJBTlNQQVJFTlRfUFJPWFkQAhIaChZNT0RFX0lOVEVSQ0VQVElPTl9HQVRFEAMqYwoNQ29udHJvbFRva2VucxIeChpDT05UUk9MX1RPS0VOU19VTlNQRUNJRklFRBAAEhgKFENPTlRST0xfVE9LRU5TX1BMQUlOEAESGAoUQ09OVFJPTF9UT0tFTlNfUEFSU0UQAipzCgpUb2tlblNjb3BlEhsKF1RPS0VOX1NDT1BFX1VOU1BFQ0lGSUVEEAASGwoXVE9LRU5fU0NPUEVfQ09NUExFVElPTlMQARIUChBUT0tFTl9TQ09QRV9SRUFEEAISFQoRVE9LRU5fU0NPUEVfVE9PTFMQA2IGcHJvdG8z", [file_google_protobuf_duration]);
 
 /**
- * Who answers where the trainer does not, and whose tokenizer makes the prompts.
+ * ModelSource answers the calls that the trainer does not answer. Its tokenizer makes the prompts.
  *
  * @generated from message penstock.interception.v1.ModelSource
  */
@@ -33,8 +33,8 @@ export type ModelSource = Message<"penstock.interception.v1.ModelSource"> & {
     case: "inference";
   } | {
     /**
-     * In gate mode prompts then have no tokens: ModelCall.messages and tools are set, prompt_token_ids is empty, and what is
-     * captured is text.
+     * In gate mode, prompts then have no tokens: ModelCall.messages and tools are set, prompt_token_ids is empty, and text
+     * is captured.
      *
      * @generated from field: penstock.interception.v1.Upstream upstream = 2;
      */
@@ -49,17 +49,17 @@ export type ModelSource = Message<"penstock.interception.v1.ModelSource"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * The parser that reads tool calls and reasoning, for example "hermes": for templates that do not show which. Empty = the inference
-   * service's own, and for a tokenizer what its template shows. Refused (PARSER_UNKNOWN) when there is none of this name, which
-   * tells the names, and for an upstream, which reads its own answers (FIELD_INVALID).
+   * The parser of tool calls and reasoning, for example "hermes", for templates that do not show which one they need. Empty
+   * = the inference service's own; for a tokenizer, the one that its template shows. An unknown name is refused
+   * (PARSER_UNKNOWN, which lists the known ones). Refused for an upstream, which parses its own answers (FIELD_INVALID).
    *
    * @generated from field: string tool_call_parser = 4;
    */
   toolCallParser: string;
 
   /**
-   * How control tokens are read that texts of a conversation spell (R100). Unspecified = plain. Not for an upstream
-   * (FIELD_INVALID): it makes its own prompts.
+   * How control tokens in the texts of a conversation are read (R100). Unspecified = plain. Refused for an upstream, which
+   * makes its own prompts (FIELD_INVALID).
    *
    * @generated from field: penstock.interception.v1.ControlTokens control_tokens = 5;
    */
@@ -74,20 +74,20 @@ export const ModelSourceSchema: GenMessage<ModelSource> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 0);
 
 /**
- * An inference service.
+ * Inference names an inference service.
  *
  * @generated from message penstock.interception.v1.ModelSource.Inference
  */
 export type ModelSource_Inference = Message<"penstock.interception.v1.ModelSource.Inference"> & {
   /**
-   * As the operator configured it; empty = the default one.
+   * The name in the operator's settings. Empty = the default service.
    *
    * @generated from field: string name = 1;
    */
   name: string;
 
   /**
-   * A loaded adapter; empty = the base weights.
+   * The name of a loaded adapter. Empty = the base weights.
    *
    * @generated from field: string adapter = 2;
    */
@@ -102,13 +102,14 @@ export const ModelSource_InferenceSchema: GenMessage<ModelSource_Inference> = /*
   messageDesc(file_penstock_interception_v1_interception, 0, 0);
 
 /**
- * A tokenizer without an engine, for trainers with their own. Gate mode only; there is nobody to delegate to.
+ * Tokenizer is a tokenizer without an engine, for trainers that have their own engine. Gate mode only. Calls cannot be
+ * delegated.
  *
  * @generated from message penstock.interception.v1.ModelSource.Tokenizer
  */
 export type ModelSource_Tokenizer = Message<"penstock.interception.v1.ModelSource.Tokenizer"> & {
   /**
-   * As the operator configured it.
+   * The name in the operator's settings.
    *
    * @generated from field: string name = 1;
    */
@@ -123,7 +124,7 @@ export const ModelSource_TokenizerSchema: GenMessage<ModelSource_Tokenizer> = /*
   messageDesc(file_penstock_interception_v1_interception, 0, 1);
 
 /**
- * An OpenAI-compatible endpoint.
+ * Upstream is an OpenAI-compatible endpoint.
  *
  * @generated from message penstock.interception.v1.Upstream
  */
@@ -133,7 +134,7 @@ export type Upstream = Message<"penstock.interception.v1.Upstream"> & {
    */
   endpoint: {
     /**
-     * The name of an endpoint that the operator configured, with the operator's key.
+     * The name of an endpoint in the operator's settings, used with the operator's key.
      *
      * @generated from field: string name = 1;
      */
@@ -141,8 +142,8 @@ export type Upstream = Message<"penstock.interception.v1.Upstream"> & {
     case: "name";
   } | {
     /**
-     * An address of the caller's choice, with the caller's key. Refused (UPSTREAM_NOT_ALLOWED) unless the operator allows
-     * it. The operator's keys are never sent to it (R11).
+     * The caller's address, used with the caller's key. Refused (UPSTREAM_NOT_ALLOWED) unless the operator allows it. The
+     * operator's keys are never sent to it (R11).
      *
      * @generated from field: penstock.interception.v1.Upstream.CallerEndpoint caller = 2;
      */
@@ -151,8 +152,8 @@ export type Upstream = Message<"penstock.interception.v1.Upstream"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * The model to ask for, in every mode, whatever the agent names; empty = as the agent asks. MODEL_NOT_ALLOWED where the
-   * operator's endpoint has a list and this is not on it; a model that the agent names is held against it, too.
+   * The model to request in every mode, whatever model the agent names. Empty = the agent's model. Where the operator's
+   * endpoint has a list of models, this name and the agent's must be on it (MODEL_NOT_ALLOWED).
    *
    * @generated from field: string model = 3;
    */
@@ -167,7 +168,7 @@ export const UpstreamSchema: GenMessage<Upstream> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 1);
 
 /**
- * See Upstream.caller.
+ * CallerEndpoint is an address of the caller's choice. See Upstream.caller.
  *
  * @generated from message penstock.interception.v1.Upstream.CallerEndpoint
  */
@@ -180,7 +181,7 @@ export type Upstream_CallerEndpoint = Message<"penstock.interception.v1.Upstream
   baseUrl: string;
 
   /**
-   * Kept in memory only, in no log and no answer; empty = none is sent.
+   * Kept in memory only, in no log and no answer. Empty = no key is sent.
    *
    * @generated from field: string api_key = 2;
    */
@@ -195,9 +196,10 @@ export const Upstream_CallerEndpointSchema: GenMessage<Upstream_CallerEndpoint> 
   messageDesc(file_penstock_interception_v1_interception, 1, 0);
 
 /**
- * Limits of one rollout at the gate. Unset = unlimited, call_timeout and max_tool_calls apart. Reaching one never cuts a call that was
- * admitted: the next is refused in the agent's dialect as final, and the rollout is marked EXHAUSTED (R35, R88). Tokens count when
- * their call is answered, so calls that are under way at once may together pass a budget of tokens by what they sample.
+ * Budgets limits one rollout at the gate. Unset = unlimited, except call_timeout and max_tool_calls. An admitted call is
+ * never cut. Once a budget is used up, the next call is refused in the agent's dialect as final, and the rollout becomes
+ * EXHAUSTED (R35, R88). Tokens count when their call is answered, so concurrent calls may together exceed a token budget by
+ * the tokens that they sample.
  *
  * @generated from message penstock.interception.v1.Budgets
  */
@@ -210,7 +212,7 @@ export type Budgets = Message<"penstock.interception.v1.Budgets"> & {
   maxCalls?: number | undefined;
 
   /**
-   * Sampled tokens in all.
+   * Sampled tokens of all calls.
    *
    * @generated from field: optional int64 max_completion_tokens = 2;
    */
@@ -224,7 +226,7 @@ export type Budgets = Message<"penstock.interception.v1.Budgets"> & {
   maxTotalTokens?: bigint | undefined;
 
   /**
-   * Sampled tokens of one call: a call that asks for more gets this.
+   * Sampled tokens of one call. A call that asks for more gets this many.
    *
    * @generated from field: optional int32 max_tokens_per_call = 4;
    */
@@ -238,14 +240,15 @@ export type Budgets = Message<"penstock.interception.v1.Budgets"> & {
   callTimeout?: Duration | undefined;
 
   /**
-   * From OpenRollout on.
+   * Time since OpenRollout.
    *
    * @generated from field: google.protobuf.Duration wall_time = 6;
    */
   wallTime?: Duration | undefined;
 
   /**
-   * Calls of host tools. Reaching it refuses further ones in words for the agent; model calls go on, and the rollout is not marked.
+   * Calls of host tools. Further ones are refused with a text for the agent. Model calls go on, and the rollout keeps its
+   * state.
    *
    * @generated from field: optional int32 max_tool_calls = 7;
    */
@@ -273,7 +276,7 @@ export type Budgets = Message<"penstock.interception.v1.Budgets"> & {
   maxRequestBytesPerCall?: number | undefined;
 
   /**
-   * How fast calls may come. One that comes too soon is refused with a delay after which SDKs ask again (429); the rollout goes on.
+   * The rate of calls. A call above it is refused with a retry delay that SDKs follow (429); the rollout goes on.
    *
    * @generated from field: penstock.interception.v1.CallRate call_rate = 11;
    */
@@ -288,8 +291,8 @@ export const BudgetsSchema: GenMessage<Budgets> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 2);
 
 /**
- * Limits of all rollouts of one run together, in the same units and with the same effect as in Budgets. Used up, they refuse the next
- * call of each of the run's rollouts, and every further OpenRollout of it.
+ * RunBudgets limits all rollouts of one run together, in the units of Budgets. Once one is used up, the next call of each
+ * of the run's rollouts and every further OpenRollout of the run are refused.
  *
  * @generated from message penstock.interception.v1.RunBudgets
  */
@@ -320,7 +323,7 @@ export type RunBudgets = Message<"penstock.interception.v1.RunBudgets"> & {
   maxRequestBytes?: bigint | undefined;
 
   /**
-   * From the OpenRollout on that gave these budgets, pauses included.
+   * Time since the OpenRollout that set these budgets, pauses included.
    *
    * @generated from field: google.protobuf.Duration wall_time = 6;
    */
@@ -340,8 +343,8 @@ export const RunBudgetsSchema: GenMessage<RunBudgets> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 3);
 
 /**
- * A token bucket: it holds `burst` calls when it is full, and `calls` flow in evenly in each `period`. Requests that count tokens take
- * from it too. A restart fills it.
+ * CallRate is a token bucket. It holds up to `burst` calls and gains `calls` evenly over each `period`. Requests that count
+ * tokens use it too. A restart fills it.
  *
  * @generated from message penstock.interception.v1.CallRate
  */
@@ -361,7 +364,7 @@ export type CallRate = Message<"penstock.interception.v1.CallRate"> & {
   period?: Duration | undefined;
 
   /**
-   * How many may come at once. Unset = calls; at least 1.
+   * Calls that may arrive at once. Unset = calls; at least 1.
    *
    * @generated from field: optional int32 burst = 3;
    */
@@ -376,20 +379,20 @@ export const CallRateSchema: GenMessage<CallRate> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 4);
 
 /**
- * What a token is good for.
+ * TokenTerms are the terms of an agent key: its scopes and its lifetime.
  *
  * @generated from message penstock.interception.v1.TokenTerms
  */
 export type TokenTerms = Message<"penstock.interception.v1.TokenTerms"> & {
   /**
-   * Empty = everything.
+   * Empty = all scopes.
    *
    * @generated from field: repeated penstock.interception.v1.TokenScope scopes = 1;
    */
   scopes: TokenScope[];
 
   /**
-   * From when it is made; a second to 1 year. Unset = until the rollout is closed.
+   * Lifetime from creation, 1 s to 1 year. Unset = until the rollout is closed.
    *
    * @generated from field: google.protobuf.Duration ttl = 2;
    */
@@ -404,22 +407,22 @@ export const TokenTermsSchema: GenMessage<TokenTerms> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 5);
 
 /**
- * Which weights may answer a rollout's calls.
+ * PolicyVersionConstraint limits which weights may answer a rollout's calls.
  *
  * @generated from message penstock.interception.v1.PolicyVersionConstraint
  */
 export type PolicyVersionConstraint = Message<"penstock.interception.v1.PolicyVersionConstraint"> & {
   /**
-   * At least this version.
+   * The lowest accepted version.
    *
    * @generated from field: optional int64 min_version = 1;
    */
   minVersion?: bigint | undefined;
 
   /**
-   * A completion may be at most this many versions older than the newest that was announced for the rollout's run (the
-   * engine's own in proxy mode). Judged when the call is leased or dispatched, which fixes ModelCall.min_policy_version; a
-   * completion passes when its oldest span is not below that.
+   * How many versions a completion may be older than the newest version announced for the rollout's run (in proxy mode: the
+   * engine's own). The bound is computed when the call is leased or dispatched, and set as ModelCall.min_policy_version. A
+   * completion is accepted if its oldest span is not below it.
    *
    * @generated from field: optional int64 max_staleness = 2;
    */
@@ -434,34 +437,34 @@ export const PolicyVersionConstraintSchema: GenMessage<PolicyVersionConstraint> 
   messageDesc(file_penstock_interception_v1_interception, 6);
 
 /**
- * How to recognise an agent's auxiliary calls and sessions, from its spec.
+ * CallHints recognise an agent's auxiliary calls and sessions. They come from its spec.
  *
  * @generated from message penstock.interception.v1.CallHints
  */
 export type CallHints = Message<"penstock.interception.v1.CallHints"> & {
   /**
-   * Calls whose system prompt contains one of these are titles.
+   * A call is a title if its system prompt contains one of these.
    *
    * @generated from field: repeated string title_system_prompts = 1;
    */
   titleSystemPrompts: string[];
 
   /**
-   * Calls whose system prompt contains one of these are compactions.
+   * A call is a compaction if its system prompt contains one of these.
    *
    * @generated from field: repeated string compaction_system_prompts = 2;
    */
   compactionSystemPrompts: string[];
 
   /**
-   * Request headers by which the agent tells its sessions apart, lower case.
+   * Request headers that identify the agent's session, lower case.
    *
    * @generated from field: repeated string session_headers = 3;
    */
   sessionHeaders: string[];
 
   /**
-   * Regular expressions (RE2 syntax) of prompt lines that change from call to call and mean nothing; matches are blanked
+   * Regular expressions (RE2 syntax) for prompt lines that change from call to call without meaning. Matches are blanked
    * before tokenising and recorded as a normalisation.
    *
    * @generated from field: repeated string volatile_line_patterns = 4;
@@ -477,7 +480,7 @@ export const CallHintsSchema: GenMessage<CallHints> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_interception, 7);
 
 /**
- * Who answers an agent's calls, and what is captured.
+ * Mode selects what answers an agent's calls, and what is captured.
  *
  * @generated from enum penstock.interception.v1.Mode
  */
@@ -488,21 +491,21 @@ export enum Mode {
   UNSPECIFIED = 0,
 
   /**
-   * An upstream answers; the bytes pass through unread. Only the outcome is captured.
+   * An upstream answers and its bytes pass through unparsed. Only outcomes are captured.
    *
    * @generated from enum value: MODE_BLACK_BOX = 1;
    */
   BLACK_BOX = 1,
 
   /**
-   * The inference service or an upstream answers at once; every call is captured.
+   * The inference service or an upstream answers at once. Every call is captured.
    *
    * @generated from enum value: MODE_TRANSPARENT_PROXY = 2;
    */
   TRANSPARENT_PROXY = 2,
 
   /**
-   * Every call waits for the trainer, who answers it or lets the inference service answer.
+   * Every call waits for the trainer, which answers it or delegates it to the rollout's model source.
    *
    * @generated from enum value: MODE_INTERCEPTION_GATE = 3;
    */
@@ -516,7 +519,8 @@ export const ModeSchema: GenEnum<Mode> = /*@__PURE__*/
   enumDesc(file_penstock_interception_v1_interception, 0);
 
 /**
- * How control tokens are read that user texts, tool results, system prompts or definitions of tools spell.
+ * ControlTokens selects how control tokens are read that appear in user texts, tool results, system prompts or tool
+ * definitions.
  *
  * @generated from enum penstock.interception.v1.ControlTokens
  */
@@ -527,15 +531,15 @@ export enum ControlTokens {
   UNSPECIFIED = 0,
 
   /**
-   * As the text that they are: nothing that is said in a conversation opens or closes a turn. Where a template changes
-   * texts so that they cannot be told from its own, they are parsed, and Call.normalisations says so.
+   * As plain text: no text of a conversation opens or closes a turn. A template may change texts so that they look like its
+   * own control tokens. Then they are parsed, and Call.normalisations records it.
    *
    * @generated from enum value: CONTROL_TOKENS_PLAIN = 1;
    */
   PLAIN = 1,
 
   /**
-   * As control tokens, as engines commonly do; Call.normalisations says where a conversation had any.
+   * As control tokens, as most engines do. Call.normalisations records where a conversation had any.
    *
    * @generated from enum value: CONTROL_TOKENS_PARSE = 2;
    */
@@ -549,7 +553,7 @@ export const ControlTokensSchema: GenEnum<ControlTokens> = /*@__PURE__*/
   enumDesc(file_penstock_interception_v1_interception, 1);
 
 /**
- * What the holder of a rollout's token may do at the ingress.
+ * TokenScope is what the holder of an agent key may do at the ingress.
  *
  * @generated from enum penstock.interception.v1.TokenScope
  */
@@ -560,21 +564,21 @@ export enum TokenScope {
   UNSPECIFIED = 0,
 
   /**
-   * Ask for completions.
+   * Request completions.
    *
    * @generated from enum value: TOKEN_SCOPE_COMPLETIONS = 1;
    */
   COMPLETIONS = 1,
 
   /**
-   * Count tokens and read the list of models.
+   * Count tokens and list models.
    *
    * @generated from enum value: TOKEN_SCOPE_READ = 2;
    */
   READ = 2,
 
   /**
-   * Use the rollout's host tools.
+   * Call the rollout's host tools.
    *
    * @generated from enum value: TOKEN_SCOPE_TOOLS = 3;
    */

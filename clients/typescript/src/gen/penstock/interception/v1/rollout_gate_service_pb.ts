@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/interception/v1/rollout_gate_service.proto.
  */
 export const file_penstock_interception_v1_rollout_gate_service: GenFile = /*@__PURE__*/
-  fileDesc("CjNwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvcm9sbG91dF9nYXRlX3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSKFAwoSQ2hlY2tTb3VyY2VSZXF1ZXN0EiwKBG1vZGUYASABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI1CgZzb3VyY2UYAiABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USEgoKcm9sbG91dF9pZBgDIAEoCRIVCghncm91cF9pZBgEIAEoCUgAiAEBEhMKBnJ1bl9pZBgFIAEoCUgBiAEBEkgKBmxhYmVscxgGIAMoCzI4LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DaGVja1NvdXJjZVJlcXVlc3QuTGFiZWxzRW50cnkSOQoLcnVuX2J1ZGdldHMYByABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkIj0KE0NoZWNrU291cmNlUmVzcG9uc2USEgoKbW9kZWxfbmFtZRgBIAEoCRISCgpob3N0X3Rvb2xzGAIgAygJIuQGChJPcGVuUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEhUKCGdyb3VwX2lkGAMgASgJSACIAQESEwoGcnVuX2lkGAQgASgJSAGIAQESSAoGbGFiZWxzGAUgAygLMjgucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVxdWVzdC5MYWJlbHNFbnRyeRIsCgRtb2RlGAYgASgOMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGUSNQoGc291cmNlGAcgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsU291cmNlEjEKCGRpYWxlY3RzGAggAygOMh8ucGVuc3RvY2sudHJhamVjdG9yeS52MS5EaWFsZWN0EjIKB2J1ZGdldHMYCSABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQnVkZ2V0cxISCgptb2RlbF9uYW1lGAogASgJEjIKBWhpbnRzGAsgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxIaW50cxJBCgZwb2xpY3kYDCABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSFAoHdGFza19pZBgNIAEoCUgCiAEBEhgKC2dyb3VwX2luZGV4GA4gASgFSAOIAQESOgoRc2FtcGxpbmdfb3ZlcnJpZGUYDyABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSASIAQESOQoLcnVuX2J1ZGdldHMYECABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxI5Cgt0b2tlbl90ZXJtcxgRIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblRlcm1zGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCgoIX3Rhc2tfaWRCDgoMX2dyb3VwX2luZGV4QhQKEl9zYW1wbGluZ19vdmVycmlkZSJWCg9EaWFsZWN0RW5kcG9pbnQSMAoHZGlhbGVjdBgBIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBIRCgliYXNlX3BhdGgYAiABKAki2QEKE09wZW5Sb2xsb3V0UmVzcG9uc2USNgoHcm9sbG91dBgBIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dBIXCg9pbmdyZXNzX2FkZHJlc3MYAiABKAkSPAoJZW5kcG9pbnRzGAMgAygLMikucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkRpYWxlY3RFbmRwb2ludBINCgV0b2tlbhgEIAEoCRISCgpob3N0X3Rvb2xzGAUgAygJEhAKCG1jcF9wYXRoGAYgASgJIu0ECgtHYXRlUm9sbG91dBISCgpyb2xsb3V0X2lkGAEgASgJEhUKCGdyb3VwX2lkGAIgASgJSACIAQESEwoGcnVuX2lkGAMgASgJSAGIAQESQQoGbGFiZWxzGAQgAygLMjEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0LkxhYmVsc0VudHJ5EiwKBG1vZGUYBSABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI5CgVzdGF0ZRgGIAEoDjIqLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dFN0YXRlEhIKCm1vZGVsX25hbWUYByABKAkSLwoLY3JlYXRlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCmNsb3NlX3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjQKBnRvdGFscxgKIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsVG90YWxzEhgKEGV4aGF1c3RlZF9idWRnZXQYCyABKAkSLgoLcGF1c2VkX3RpbWUYDCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNgoGdG9rZW5zGA0gAygLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRUb2tlbhotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkIukBCgxSb2xsb3V0VG9rZW4SEAoIdG9rZW5faWQYASABKAkSNAoGc2NvcGVzGAIgAygOMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRva2VuU2NvcGUSLwoLY3JlYXRlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtyZXZva2VfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAioAIKCkNhbGxUb3RhbHMSDQoFY2FsbHMYASABKAUSDAoEb3BlbhgCIAEoBRIRCglkZWxpdmVyZWQYAyABKAUSDgoGZmFpbGVkGAQgASgFEhEKCWNhbmNlbGxlZBgFIAEoBRIPCgdleHBpcmVkGAYgASgFEhUKDXByb21wdF90b2tlbnMYByABKAMSGQoRY29tcGxldGlvbl90b2tlbnMYCCABKAMSGwoTbGFzdF9mYWlsdXJlX3JlYXNvbhgJIAEoCRIeChZsYXN0X2ZhaWx1cmVfcmV0cmlhYmxlGAogASgIEhUKDXJlcXVlc3RfYnl0ZXMYCyABKAMSDwoHcmVmdXNlZBgMIAEoBRIXCg9sYXN0X3VuYW5zd2VyZWQYDSABKAgiOQoTQ2xvc2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSJOChRDbG9zZVJvbGxvdXRSZXNwb25zZRI2Cgdyb2xsb3V0GAEgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0IioKFERlbGV0ZVJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiFwoVRGVsZXRlUm9sbG91dFJlc3BvbnNlIqgBChFJc3N1ZVRva2VuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhIKCnJvbGxvdXRfaWQYAiABKAkSMwoFdGVybXMYAyABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5UZXJtcxI2ChNyZXRpcmVfb3RoZXJzX2FmdGVyGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlkKEklzc3VlVG9rZW5SZXNwb25zZRINCgV0b2tlbhgBIAEoCRI0CgRpbmZvGAIgASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRUb2tlbiJmChNSZXZva2VUb2tlbnNSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygJEigKBWdyYWNlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIk4KFFJldm9rZVRva2Vuc1Jlc3BvbnNlEjYKBnRva2VucxgBIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0VG9rZW4iJwoRR2V0Um9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSJMChJHZXRSb2xsb3V0UmVzcG9uc2USNgoHcm9sbG91dBgBIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dCLJAQoTTGlzdFJvbGxvdXRzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRJJCgZsYWJlbHMYAyADKAsyOS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdFJvbGxvdXRzUmVxdWVzdC5MYWJlbHNFbnRyeRIRCglvcGVuX29ubHkYBCABKAgaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJoChRMaXN0Um9sbG91dHNSZXNwb25zZRI3Cghyb2xsb3V0cxgBIAMoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkipwEKEUdldENhcHR1cmVSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSGAoLYWZ0ZXJfaW5kZXgYAyABKAVIAIgBARIiChVhZnRlcl90b29sX2NhbGxfaW5kZXgYBCABKAVIAYgBAUIOCgxfYWZ0ZXJfaW5kZXhCGAoWX2FmdGVyX3Rvb2xfY2FsbF9pbmRleCJMChJHZXRDYXB0dXJlUmVzcG9uc2USNgoKdHJhamVjdG9yeRgBIAEoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeSLkAQoRV2F0Y2hDYWxsc1JlcXVlc3QSEwoLcm9sbG91dF9pZHMYASADKAkSRwoGbGFiZWxzGAIgAygLMjcucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXF1ZXN0LkxhYmVsc0VudHJ5EhsKDmFmdGVyX3NlcXVlbmNlGAMgASgDSACIAQESEgoKZW5kZWRfb25seRgEIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQhEKD19hZnRlcl9zZXF1ZW5jZSKgBAoSV2F0Y2hDYWxsc1Jlc3BvbnNlEkwKB3N0YXJ0ZWQYASABKAsyOS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2F0Y2hDYWxsc1Jlc3BvbnNlLldhdGNoU3RhcnRlZEgAEksKB2NoYW5nZWQYAiABKAsyOC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2F0Y2hDYWxsc1Jlc3BvbnNlLkNhbGxDaGFuZ2VkSAASTAoGY2xvc2VkGAMgASgLMjoucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZS5Sb2xsb3V0Q2xvc2VkSAASUAoJaGVhcnRiZWF0GAQgASgLMjsucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZS5XYXRjaEhlYXJ0YmVhdEgAGiAKDFdhdGNoU3RhcnRlZBIQCghzZXF1ZW5jZRgBIAEoAxpLCgtDYWxsQ2hhbmdlZBIQCghzZXF1ZW5jZRgBIAEoAxIqCgRjYWxsGAIgASgLMhwucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsGkUKDVJvbGxvdXRDbG9zZWQSEAoIc2VxdWVuY2UYASABKAMSEgoKcm9sbG91dF9pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkaEAoOV2F0Y2hIZWFydGJlYXRCBwoFZXZlbnQiPwoQV2F0Y2hHYXRlUmVxdWVzdBIrCghpbnRlcnZhbBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKGAgoRV2F0Y2hHYXRlUmVzcG9uc2USFQoNb3Blbl9yb2xsb3V0cxgBIAEoBRIUCgxxdWV1ZWRfY2FsbHMYAiABKAUSFAoMcGF1c2VkX2NhbGxzGAMgASgFEhQKDGxlYXNlZF9jYWxscxgEIAEoBRIYChBkaXNwYXRjaGVkX2NhbGxzGAUgASgFEi4KC29sZGVzdF93YWl0GAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjcKCHNlc3Npb25zGAcgAygLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVTZXNzaW9uEhUKDXNlc3Npb25fY291bnQYCCABKAUiiwIKC0dhdGVTZXNzaW9uEhAKCGlkZW50aXR5GAEgASgJEg4KBnJ1bl9pZBgCIAEoCRIQCghncm91cF9pZBgDIAEoCRIQCghyb2xsb3V0cxgEIAEoBRIUCgxjcmVkaXRfY2FsbHMYBSABKAUSFAoMY3JlZGl0X2J5dGVzGAYgASgDEhIKCmhlbGRfY2FsbHMYByABKAUSEgoKaGVsZF9ieXRlcxgIIAEoAxIUCgxxdWV1ZWRfY2FsbHMYCSABKAUSDAoEbG9zdBgKIAEoCBIOCgZwYXVzZWQYCyABKAgSGwoOcG9saWN5X3ZlcnNpb24YDCABKANIAIgBAUIRCg9fcG9saWN5X3ZlcnNpb24qlAEKEEdhdGVSb2xsb3V0U3RhdGUSIgoeR0FURV9ST0xMT1VUX1NUQVRFX1VOU1BFQ0lGSUVEEAASGwoXR0FURV9ST0xMT1VUX1NUQVRFX09QRU4QARIgChxHQVRFX1JPTExPVVRfU1RBVEVfRVhIQVVTVEVEEAISHQoZR0FURV9ST0xMT1VUX1NUQVRFX0NMT1NFRBADMrsJChJSb2xsb3V0R2F0ZVNlcnZpY2USagoLQ2hlY2tTb3VyY2USLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2hlY2tTb3VyY2VSZXF1ZXN0Gi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNoZWNrU291cmNlUmVzcG9uc2USagoLT3BlblJvbGxvdXQSLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuT3BlblJvbGxvdXRSZXF1ZXN0Gi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVzcG9uc2USbQoMQ2xvc2VSb2xsb3V0Ei0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNsb3NlUm9sbG91dFJlcXVlc3QaLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2xvc2VSb2xsb3V0UmVzcG9uc2UScAoNRGVsZXRlUm9sbG91dBIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EZWxldGVSb2xsb3V0UmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EZWxldGVSb2xsb3V0UmVzcG9uc2USZwoKSXNzdWVUb2tlbhIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Jc3N1ZVRva2VuUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Jc3N1ZVRva2VuUmVzcG9uc2USbQoMUmV2b2tlVG9rZW5zEi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJldm9rZVRva2Vuc1JlcXVlc3QaLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmV2b2tlVG9rZW5zUmVzcG9uc2USZwoKR2V0Um9sbG91dBIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRSb2xsb3V0UmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRSb2xsb3V0UmVzcG9uc2USbQoMTGlzdFJvbGxvdXRzEi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RSb2xsb3V0c1JlcXVlc3QaLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdFJvbGxvdXRzUmVzcG9uc2USaQoKR2V0Q2FwdHVyZRIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYXB0dXJlUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYXB0dXJlUmVzcG9uc2UwARJpCgpXYXRjaENhbGxzEisucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXF1ZXN0GiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZTABEmYKCVdhdGNoR2F0ZRIqLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaEdhdGVSZXF1ZXN0GisucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoR2F0ZVJlc3BvbnNlMAFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_interception_v1_interception, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CjNwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvcm9sbG91dF9nYXRlX3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSKFAwoSQ2hlY2tTb3VyY2VSZXF1ZXN0EiwKBG1vZGUYASABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI1CgZzb3VyY2UYAiABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USEgoKcm9sbG91dF9pZBgDIAEoCRIVCghncm91cF9pZBgEIAEoCUgAiAEBEhMKBnJ1bl9pZBgFIAEoCUgBiAEBEkgKBmxhYmVscxgGIAMoCzI4LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DaGVja1NvdXJjZVJlcXVlc3QuTGFiZWxzRW50cnkSOQoLcnVuX2J1ZGdldHMYByABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkIj0KE0NoZWNrU291cmNlUmVzcG9uc2USEgoKbW9kZWxfbmFtZRgBIAEoCRISCgpob3N0X3Rvb2xzGAIgAygJIuQGChJPcGVuUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEhUKCGdyb3VwX2lkGAMgASgJSACIAQESEwoGcnVuX2lkGAQgASgJSAGIAQESSAoGbGFiZWxzGAUgAygLMjgucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVxdWVzdC5MYWJlbHNFbnRyeRIsCgRtb2RlGAYgASgOMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGUSNQoGc291cmNlGAcgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsU291cmNlEjEKCGRpYWxlY3RzGAggAygOMh8ucGVuc3RvY2sudHJhamVjdG9yeS52MS5EaWFsZWN0EjIKB2J1ZGdldHMYCSABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQnVkZ2V0cxISCgptb2RlbF9uYW1lGAogASgJEjIKBWhpbnRzGAsgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxIaW50cxJBCgZwb2xpY3kYDCABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSFAoHdGFza19pZBgNIAEoCUgCiAEBEhgKC2dyb3VwX2luZGV4GA4gASgFSAOIAQESOgoRc2FtcGxpbmdfb3ZlcnJpZGUYDyABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSASIAQESOQoLcnVuX2J1ZGdldHMYECABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxI5Cgt0b2tlbl90ZXJtcxgRIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblRlcm1zGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCgoIX3Rhc2tfaWRCDgoMX2dyb3VwX2luZGV4QhQKEl9zYW1wbGluZ19vdmVycmlkZSJWCg9EaWFsZWN0RW5kcG9pbnQSMAoHZGlhbGVjdBgBIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBIRCgliYXNlX3BhdGgYAiABKAki2QEKE09wZW5Sb2xsb3V0UmVzcG9uc2USNgoHcm9sbG91dBgBIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dBIXCg9pbmdyZXNzX2FkZHJlc3MYAiABKAkSPAoJZW5kcG9pbnRzGAMgAygLMikucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkRpYWxlY3RFbmRwb2ludBINCgV0b2tlbhgEIAEoCRISCgpob3N0X3Rvb2xzGAUgAygJEhAKCG1jcF9wYXRoGAYgASgJIu0ECgtHYXRlUm9sbG91dBISCgpyb2xsb3V0X2lkGAEgASgJEhUKCGdyb3VwX2lkGAIgASgJSACIAQESEwoGcnVuX2lkGAMgASgJSAGIAQESQQoGbGFiZWxzGAQgAygLMjEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0LkxhYmVsc0VudHJ5EiwKBG1vZGUYBSABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI5CgVzdGF0ZRgGIAEoDjIqLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dFN0YXRlEhIKCm1vZGVsX25hbWUYByABKAkSLwoLY3JlYXRlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCmNsb3NlX3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjQKBnRvdGFscxgKIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsVG90YWxzEhgKEGV4aGF1c3RlZF9idWRnZXQYCyABKAkSLgoLcGF1c2VkX3RpbWUYDCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNgoGdG9rZW5zGA0gAygLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRUb2tlbhotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkIukBCgxSb2xsb3V0VG9rZW4SEAoIdG9rZW5faWQYASABKAkSNAoGc2NvcGVzGAIgAygOMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRva2VuU2NvcGUSLwoLY3JlYXRlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtyZXZva2VfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAi2gIKCkNhbGxUb3RhbHMSDQoFY2FsbHMYASABKAUSDAoEb3BlbhgCIAEoBRIRCglkZWxpdmVyZWQYAyABKAUSDgoGZmFpbGVkGAQgASgFEhEKCWNhbmNlbGxlZBgFIAEoBRIPCgdleHBpcmVkGAYgASgFEhUKDXByb21wdF90b2tlbnMYByABKAMSGQoRY29tcGxldGlvbl90b2tlbnMYCCABKAMSGwoTbGFzdF9mYWlsdXJlX3JlYXNvbhgJIAEoCRIeChZsYXN0X2ZhaWx1cmVfcmV0cmlhYmxlGAogASgIEhUKDXJlcXVlc3RfYnl0ZXMYCyABKAMSDwoHcmVmdXNlZBgMIAEoBRIXCg9sYXN0X3VuYW5zd2VyZWQYDSABKAgSOAoIZmFpbHVyZXMYDiADKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbEZhaWx1cmVzIkAKDENhbGxGYWlsdXJlcxIOCgZyZWFzb24YASABKAkSDQoFY2FsbHMYAiABKAUSEQoJcmV0cmlhYmxlGAMgASgIIjkKE0Nsb3NlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIOCgZyZWFzb24YAiABKAkiTgoUQ2xvc2VSb2xsb3V0UmVzcG9uc2USNgoHcm9sbG91dBgBIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dCIqChREZWxldGVSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIhcKFURlbGV0ZVJvbGxvdXRSZXNwb25zZSKoAQoRSXNzdWVUb2tlblJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEjMKBXRlcm1zGAMgASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRva2VuVGVybXMSNgoTcmV0aXJlX290aGVyc19hZnRlchgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJZChJJc3N1ZVRva2VuUmVzcG9uc2USDQoFdG9rZW4YASABKAkSNAoEaW5mbxgCIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0VG9rZW4iZgoTUmV2b2tlVG9rZW5zUmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoCRIoCgVncmFjZRgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJOChRSZXZva2VUb2tlbnNSZXNwb25zZRI2CgZ0b2tlbnMYASADKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUm9sbG91dFRva2VuIicKEUdldFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiTAoSR2V0Um9sbG91dFJlc3BvbnNlEjYKB3JvbGxvdXQYASABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2F0ZVJvbGxvdXQiyQEKE0xpc3RSb2xsb3V0c1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSSQoGbGFiZWxzGAMgAygLMjkucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RSb2xsb3V0c1JlcXVlc3QuTGFiZWxzRW50cnkSEQoJb3Blbl9vbmx5GAQgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiaAoUTGlzdFJvbGxvdXRzUmVzcG9uc2USNwoIcm9sbG91dHMYASADKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2F0ZVJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIqcBChFHZXRDYXB0dXJlUmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEhYKDmluY2x1ZGVfYm9kaWVzGAIgASgIEhgKC2FmdGVyX2luZGV4GAMgASgFSACIAQESIgoVYWZ0ZXJfdG9vbF9jYWxsX2luZGV4GAQgASgFSAGIAQFCDgoMX2FmdGVyX2luZGV4QhgKFl9hZnRlcl90b29sX2NhbGxfaW5kZXgiTAoSR2V0Q2FwdHVyZVJlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3Rvcnki5AEKEVdhdGNoQ2FsbHNSZXF1ZXN0EhMKC3JvbGxvdXRfaWRzGAEgAygJEkcKBmxhYmVscxgCIAMoCzI3LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVxdWVzdC5MYWJlbHNFbnRyeRIbCg5hZnRlcl9zZXF1ZW5jZRgDIAEoA0gAiAEBEhIKCmVuZGVkX29ubHkYBCABKAgaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIRCg9fYWZ0ZXJfc2VxdWVuY2UioAQKEldhdGNoQ2FsbHNSZXNwb25zZRJMCgdzdGFydGVkGAEgASgLMjkucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZS5XYXRjaFN0YXJ0ZWRIABJLCgdjaGFuZ2VkGAIgASgLMjgucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZS5DYWxsQ2hhbmdlZEgAEkwKBmNsb3NlZBgDIAEoCzI6LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UuUm9sbG91dENsb3NlZEgAElAKCWhlYXJ0YmVhdBgEIAEoCzI7LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UuV2F0Y2hIZWFydGJlYXRIABogCgxXYXRjaFN0YXJ0ZWQSEAoIc2VxdWVuY2UYASABKAMaSwoLQ2FsbENoYW5nZWQSEAoIc2VxdWVuY2UYASABKAMSKgoEY2FsbBgCIAEoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBpFCg1Sb2xsb3V0Q2xvc2VkEhAKCHNlcXVlbmNlGAEgASgDEhIKCnJvbGxvdXRfaWQYAiABKAkSDgoGcmVhc29uGAMgASgJGhAKDldhdGNoSGVhcnRiZWF0QgcKBWV2ZW50Ij8KEFdhdGNoR2F0ZVJlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ihgIKEVdhdGNoR2F0ZVJlc3BvbnNlEhUKDW9wZW5fcm9sbG91dHMYASABKAUSFAoMcXVldWVkX2NhbGxzGAIgASgFEhQKDHBhdXNlZF9jYWxscxgDIAEoBRIUCgxsZWFzZWRfY2FsbHMYBCABKAUSGAoQZGlzcGF0Y2hlZF9jYWxscxgFIAEoBRIuCgtvbGRlc3Rfd2FpdBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI3CghzZXNzaW9ucxgHIAMoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlU2Vzc2lvbhIVCg1zZXNzaW9uX2NvdW50GAggASgFIosCCgtHYXRlU2Vzc2lvbhIQCghpZGVudGl0eRgBIAEoCRIOCgZydW5faWQYAiABKAkSEAoIZ3JvdXBfaWQYAyABKAkSEAoIcm9sbG91dHMYBCABKAUSFAoMY3JlZGl0X2NhbGxzGAUgASgFEhQKDGNyZWRpdF9ieXRlcxgGIAEoAxISCgpoZWxkX2NhbGxzGAcgASgFEhIKCmhlbGRfYnl0ZXMYCCABKAMSFAoMcXVldWVkX2NhbGxzGAkgASgFEgwKBGxvc3QYCiABKAgSDgoGcGF1c2VkGAsgASgIEhsKDnBvbGljeV92ZXJzaW9uGAwgASgDSACIAQFCEQoPX3BvbGljeV92ZXJzaW9uKpQBChBHYXRlUm9sbG91dFN0YXRlEiIKHkdBVEVfUk9MTE9VVF9TVEFURV9VTlNQRUNJRklFRBAAEhsKF0dBVEVfUk9MTE9VVF9TVEFURV9PUEVOEAESIAocR0FURV9ST0xMT1VUX1NUQVRFX0VYSEFVU1RFRBACEh0KGUdBVEVfUk9MTE9VVF9TVEFURV9DTE9TRUQQAzK7CQoSUm9sbG91dEdhdGVTZXJ2aWNlEmoKC0NoZWNrU291cmNlEiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNoZWNrU291cmNlUmVxdWVzdBotLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DaGVja1NvdXJjZVJlc3BvbnNlEmoKC09wZW5Sb2xsb3V0EiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVxdWVzdBotLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5PcGVuUm9sbG91dFJlc3BvbnNlEm0KDENsb3NlUm9sbG91dBItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DbG9zZVJvbGxvdXRSZXF1ZXN0Gi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNsb3NlUm9sbG91dFJlc3BvbnNlEnAKDURlbGV0ZVJvbGxvdXQSLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuRGVsZXRlUm9sbG91dFJlcXVlc3QaLy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuRGVsZXRlUm9sbG91dFJlc3BvbnNlEmcKCklzc3VlVG9rZW4SKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSXNzdWVUb2tlblJlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSXNzdWVUb2tlblJlc3BvbnNlEm0KDFJldm9rZVRva2VucxItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXZva2VUb2tlbnNSZXF1ZXN0Gi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJldm9rZVRva2Vuc1Jlc3BvbnNlEmcKCkdldFJvbGxvdXQSKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Um9sbG91dFJlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Um9sbG91dFJlc3BvbnNlEm0KDExpc3RSb2xsb3V0cxItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MaXN0Um9sbG91dHNSZXF1ZXN0Gi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RSb2xsb3V0c1Jlc3BvbnNlEmkKCkdldENhcHR1cmUSKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Q2FwdHVyZVJlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Q2FwdHVyZVJlc3BvbnNlMAESaQoKV2F0Y2hDYWxscxIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UwARJmCglXYXRjaEdhdGUSKi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2F0Y2hHYXRlUmVxdWVzdBorLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaEdhdGVSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_interception_v1_interception, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * See CheckSource.
@@ -39,7 +39,7 @@ export type CheckSourceRequest = Message<"penstock.interception.v1.CheckSourceRe
   source?: ModelSource | undefined;
 
   /**
-   * Of the rollout that would be opened, for CheckSourceResponse.host_tools.
+   * The rollout that would be opened, for CheckSourceResponse.host_tools.
    *
    * @generated from field: string rollout_id = 3;
    */
@@ -61,7 +61,7 @@ export type CheckSourceRequest = Message<"penstock.interception.v1.CheckSourceRe
   labels: { [key: string]: string };
 
   /**
-   * Of its run, to be held against those that the run has.
+   * Budgets of its run, to be compared with those in force.
    *
    * @generated from field: penstock.interception.v1.RunBudgets run_budgets = 7;
    */
@@ -82,14 +82,14 @@ export const CheckSourceRequestSchema: GenMessage<CheckSourceRequest> = /*@__PUR
  */
 export type CheckSourceResponse = Message<"penstock.interception.v1.CheckSourceResponse"> & {
   /**
-   * What the source calls its model; empty = it does not say.
+   * The source's name for its model. Empty = unknown.
    *
    * @generated from field: string model_name = 1;
    */
   modelName: string;
 
   /**
-   * Names of the host tools that such a rollout would be offered now (InterceptService.RegisterTools).
+   * Names of the host tools that this rollout would be offered now (InterceptService.RegisterTools).
    *
    * @generated from field: repeated string host_tools = 2;
    */
@@ -142,14 +142,14 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
   mode: Mode;
 
   /**
-   * Unset = the default inference service. In gate mode: whose tokenizer is used, and who answers delegated calls.
+   * Unset = the default inference service. In gate mode its tokenizer makes the prompts, and it answers delegated calls.
    *
    * @generated from field: penstock.interception.v1.ModelSource source = 7;
    */
   source?: ModelSource | undefined;
 
   /**
-   * Dialects that the agent may speak; empty = every one that the service has.
+   * Dialects that the agent may use. Empty = all that the service has.
    *
    * @generated from field: repeated penstock.trajectory.v1.Dialect dialects = 8;
    */
@@ -161,7 +161,7 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
   budgets?: Budgets | undefined;
 
   /**
-   * The model's name as the agent shall use it; empty = the source's own.
+   * The model's name for the agent. Empty = the source's own.
    *
    * @generated from field: string model_name = 10;
    */
@@ -178,7 +178,7 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
   policy?: PolicyVersionConstraint | undefined;
 
   /**
-   * Told to the trainer with each call; both may be unset.
+   * Sent to the trainer with each call. Both may be unset.
    *
    * @generated from field: optional string task_id = 13;
    */
@@ -190,23 +190,23 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
   groupIndex?: number | undefined;
 
   /**
-   * Replaces, field by field, what the agent asks for; recorded as a normalisation.
+   * Replaces fields of the agent's sampling; recorded as a normalisation.
    *
    * @generated from field: optional penstock.chat.v1.Sampling sampling_override = 15;
    */
   samplingOverride?: Sampling | undefined;
 
   /**
-   * Budgets of the whole run; needs run_id. The first rollout that gives them fixes them, others may leave them out. They bind all
-   * rollouts of the run, open ones included, and survive a restart; they are forgotten the operator's retention after the run's last
-   * rollout was deleted.
+   * Budgets of the whole run; they need run_id. The first rollout that sets them fixes them; others may leave them out.
+   * They bind all rollouts of the run, open ones included, and survive a restart. They are dropped once the operator's
+   * retention has passed after the deletion of the run's last rollout.
    *
    * @generated from field: penstock.interception.v1.RunBudgets run_budgets = 16;
    */
   runBudgets?: RunBudgets | undefined;
 
   /**
-   * Of the token in the answer.
+   * Terms of the agent key in the answer.
    *
    * @generated from field: penstock.interception.v1.TokenTerms token_terms = 17;
    */
@@ -221,7 +221,7 @@ export const OpenRolloutRequestSchema: GenMessage<OpenRolloutRequest> = /*@__PUR
   messageDesc(file_penstock_interception_v1_rollout_gate_service, 2);
 
 /**
- * How to reach the ingress in one dialect.
+ * DialectEndpoint is the ingress's path for one dialect.
  *
  * @generated from message penstock.interception.v1.DialectEndpoint
  */
@@ -232,7 +232,7 @@ export type DialectEndpoint = Message<"penstock.interception.v1.DialectEndpoint"
   dialect: Dialect;
 
   /**
-   * What an SDK of that dialect wants behind "http://host:port", for example /rollout/ID/v1.
+   * The path behind "http://host:port" that an SDK of the dialect needs, for example /rollout/ID/v1.
    *
    * @generated from field: string base_path = 2;
    */
@@ -258,8 +258,7 @@ export type OpenRolloutResponse = Message<"penstock.interception.v1.OpenRolloutR
   rollout?: GateRollout | undefined;
 
   /**
-   * Where the ingress is reached, "host:port" or, where it serves TLS, "tls:host:port": the upstream of a sandbox's
-   * ONE_ENDPOINT.
+   * The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or "tls:host:port" where it serves TLS.
    *
    * @generated from field: string ingress_address = 2;
    */
@@ -271,22 +270,22 @@ export type OpenRolloutResponse = Message<"penstock.interception.v1.OpenRolloutR
   endpoints: DialectEndpoint[];
 
   /**
-   * The rollout's credential: lets its holder ask for completions and call host tools in this rollout, nothing else. Sent as
-   * bearer token, x-api-key or x-goog-api-key. IssueToken makes others.
+   * The rollout's agent key. It allows completions and host tools in this rollout, nothing else. It is sent as bearer
+   * token, x-api-key or x-goog-api-key. IssueToken makes others.
    *
    * @generated from field: string token = 4;
    */
   token: string;
 
   /**
-   * Names of the host tools that the rollout is offered, for as long as it is open; empty = none.
+   * Names of the host tools that the rollout is offered while it is open. Empty = none.
    *
    * @generated from field: repeated string host_tools = 5;
    */
   hostTools: string[];
 
   /**
-   * Where they are, behind "http://host:port": an MCP server (streamable HTTP), for example /rollout/ID/mcp.
+   * The path of the host tools' MCP server (streamable HTTP) behind "http://host:port", for example /rollout/ID/mcp.
    *
    * @generated from field: string mcp_path = 6;
    */
@@ -301,7 +300,7 @@ export const OpenRolloutResponseSchema: GenMessage<OpenRolloutResponse> = /*@__P
   messageDesc(file_penstock_interception_v1_rollout_gate_service, 4);
 
 /**
- * A rollout as the gate sees it.
+ * GateRollout is a rollout at the gate.
  *
  * @generated from message penstock.interception.v1.GateRollout
  */
@@ -357,21 +356,21 @@ export type GateRollout = Message<"penstock.interception.v1.GateRollout"> & {
   totals?: CallTotals | undefined;
 
   /**
-   * Name of the budget that is used up, for example "max_calls", or "run.max_calls" where it is the run's; empty = none.
+   * Name of the used-up budget, for example "max_calls", or "run.max_calls" for the run's. Empty = none.
    *
    * @generated from field: string exhausted_budget = 11;
    */
   exhaustedBudget: string;
 
   /**
-   * How long its calls were held by PauseCalls.
+   * How long PauseCalls held its calls.
    *
    * @generated from field: google.protobuf.Duration paused_time = 12;
    */
   pausedTime?: Duration | undefined;
 
   /**
-   * Oldest first, void ones included; empty once it is closed.
+   * Agent keys, oldest first, void ones included. Empty once the rollout is closed.
    *
    * @generated from field: repeated penstock.interception.v1.RolloutToken tokens = 13;
    */
@@ -386,13 +385,13 @@ export const GateRolloutSchema: GenMessage<GateRollout> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_rollout_gate_service, 5);
 
 /**
- * A token of a rollout, as those may see it who do not hold it.
+ * RolloutToken describes an agent key without its secret.
  *
  * @generated from message penstock.interception.v1.RolloutToken
  */
 export type RolloutToken = Message<"penstock.interception.v1.RolloutToken"> & {
   /**
-   * Names it; is no credential.
+   * The key's id; it is no credential.
    *
    * @generated from field: string token_id = 1;
    */
@@ -418,7 +417,7 @@ export type RolloutToken = Message<"penstock.interception.v1.RolloutToken"> & {
   expireTime?: Timestamp | undefined;
 
   /**
-   * From then on it is void, by RevokeTokens or because it was replaced; unset = it was not revoked.
+   * When it becomes void, by RevokeTokens or by a replacement. Unset = it was not revoked.
    *
    * @generated from field: google.protobuf.Timestamp revoke_time = 5;
    */
@@ -433,7 +432,7 @@ export const RolloutTokenSchema: GenMessage<RolloutToken> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_rollout_gate_service, 6);
 
 /**
- * Counts over a rollout's calls.
+ * CallTotals counts a rollout's calls.
  *
  * @generated from message penstock.interception.v1.CallTotals
  */
@@ -479,7 +478,7 @@ export type CallTotals = Message<"penstock.interception.v1.CallTotals"> & {
   completionTokens: bigint;
 
   /**
-   * Of the call that FAILED last: its stable reason, for example CONTEXT_EXCEEDED, and whether asking again may help.
+   * The last call that FAILED: its stable reason, for example CONTEXT_EXCEEDED, and whether a retry may help.
    *
    * @generated from field: string last_failure_reason = 9;
    */
@@ -498,19 +497,27 @@ export type CallTotals = Message<"penstock.interception.v1.CallTotals"> & {
   requestBytes: bigint;
 
   /**
-   * Requests that were refused because a budget was used up; they are no calls.
+   * Requests refused because a budget was used up. They are not calls.
    *
    * @generated from field: int32 refused = 12;
    */
   refused: number;
 
   /**
-   * Of the calls that were not cancelled, the one that ended last got no answer, for a reason that may pass: an agent that ended after
-   * it gave up, whatever its exit code says.
+   * Whether the latest ended call (cancelled ones aside) failed for a transient reason. An agent that ended after it gave
+   * up, whatever its exit code.
    *
    * @generated from field: bool last_unanswered = 13;
    */
   lastUnanswered: boolean;
+
+  /**
+   * Reasons of the calls that FAILED, most frequent first. At most 32 entries; the rest is counted in one entry without a
+   * reason.
+   *
+   * @generated from field: repeated penstock.interception.v1.CallFailures failures = 14;
+   */
+  failures: CallFailures[];
 };
 
 /**
@@ -519,6 +526,41 @@ export type CallTotals = Message<"penstock.interception.v1.CallTotals"> & {
  */
 export const CallTotalsSchema: GenMessage<CallTotals> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_rollout_gate_service, 7);
+
+/**
+ * CallFailures counts a rollout's calls that FAILED for one reason.
+ *
+ * @generated from message penstock.interception.v1.CallFailures
+ */
+export type CallFailures = Message<"penstock.interception.v1.CallFailures"> & {
+  /**
+   * Stable, for example UPSTREAM_REFUSED. Empty = several.
+   *
+   * @generated from field: string reason = 1;
+   */
+  reason: string;
+
+  /**
+   * At least 1.
+   *
+   * @generated from field: int32 calls = 2;
+   */
+  calls: number;
+
+  /**
+   * Whether a retry may help. A reason can appear twice: an upstream can refuse a request for good, or for now.
+   *
+   * @generated from field: bool retriable = 3;
+   */
+  retriable: boolean;
+};
+
+/**
+ * Describes the message penstock.interception.v1.CallFailures.
+ * Use `create(CallFailuresSchema)` to create a new message.
+ */
+export const CallFailuresSchema: GenMessage<CallFailures> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 8);
 
 /**
  * See CloseRollout.
@@ -532,7 +574,7 @@ export type CloseRolloutRequest = Message<"penstock.interception.v1.CloseRollout
   rolloutId: string;
 
   /**
-   * Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED; told to those who hold its calls.
+   * Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED. Sent to the holders of its calls.
    *
    * @generated from field: string reason = 2;
    */
@@ -544,7 +586,7 @@ export type CloseRolloutRequest = Message<"penstock.interception.v1.CloseRollout
  * Use `create(CloseRolloutRequestSchema)` to create a new message.
  */
 export const CloseRolloutRequestSchema: GenMessage<CloseRolloutRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 8);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 9);
 
 /**
  * See CloseRollout.
@@ -563,7 +605,7 @@ export type CloseRolloutResponse = Message<"penstock.interception.v1.CloseRollou
  * Use `create(CloseRolloutResponseSchema)` to create a new message.
  */
 export const CloseRolloutResponseSchema: GenMessage<CloseRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 9);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 10);
 
 /**
  * See DeleteRollout.
@@ -582,7 +624,7 @@ export type DeleteRolloutRequest = Message<"penstock.interception.v1.DeleteRollo
  * Use `create(DeleteRolloutRequestSchema)` to create a new message.
  */
 export const DeleteRolloutRequestSchema: GenMessage<DeleteRolloutRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 10);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 11);
 
 /**
  * See DeleteRollout.
@@ -597,7 +639,7 @@ export type DeleteRolloutResponse = Message<"penstock.interception.v1.DeleteRoll
  * Use `create(DeleteRolloutResponseSchema)` to create a new message.
  */
 export const DeleteRolloutResponseSchema: GenMessage<DeleteRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 11);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 12);
 
 /**
  * See IssueToken.
@@ -621,7 +663,7 @@ export type IssueTokenRequest = Message<"penstock.interception.v1.IssueTokenRequ
   terms?: TokenTerms | undefined;
 
   /**
-   * All others of the rollout are void this long after; 0 s = at once. Unset = they stay.
+   * Delay after which all other keys of the rollout are void; 0 s = at once. Unset = they stay valid.
    *
    * @generated from field: google.protobuf.Duration retire_others_after = 4;
    */
@@ -633,7 +675,7 @@ export type IssueTokenRequest = Message<"penstock.interception.v1.IssueTokenRequ
  * Use `create(IssueTokenRequestSchema)` to create a new message.
  */
 export const IssueTokenRequestSchema: GenMessage<IssueTokenRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 12);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 13);
 
 /**
  * See IssueToken.
@@ -657,7 +699,7 @@ export type IssueTokenResponse = Message<"penstock.interception.v1.IssueTokenRes
  * Use `create(IssueTokenResponseSchema)` to create a new message.
  */
 export const IssueTokenResponseSchema: GenMessage<IssueTokenResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 13);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 14);
 
 /**
  * See RevokeTokens.
@@ -678,7 +720,7 @@ export type RevokeTokensRequest = Message<"penstock.interception.v1.RevokeTokens
   tokenIds: string[];
 
   /**
-   * Until when they are still good; unset = not at all.
+   * How long they stay valid. Unset = void at once.
    *
    * @generated from field: google.protobuf.Duration grace = 3;
    */
@@ -690,7 +732,7 @@ export type RevokeTokensRequest = Message<"penstock.interception.v1.RevokeTokens
  * Use `create(RevokeTokensRequestSchema)` to create a new message.
  */
 export const RevokeTokensRequestSchema: GenMessage<RevokeTokensRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 14);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 15);
 
 /**
  * See RevokeTokens.
@@ -699,7 +741,7 @@ export const RevokeTokensRequestSchema: GenMessage<RevokeTokensRequest> = /*@__P
  */
 export type RevokeTokensResponse = Message<"penstock.interception.v1.RevokeTokensResponse"> & {
   /**
-   * All tokens of the rollout.
+   * All agent keys of the rollout.
    *
    * @generated from field: repeated penstock.interception.v1.RolloutToken tokens = 1;
    */
@@ -711,7 +753,7 @@ export type RevokeTokensResponse = Message<"penstock.interception.v1.RevokeToken
  * Use `create(RevokeTokensResponseSchema)` to create a new message.
  */
 export const RevokeTokensResponseSchema: GenMessage<RevokeTokensResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 15);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 16);
 
 /**
  * See GetRollout.
@@ -730,7 +772,7 @@ export type GetRolloutRequest = Message<"penstock.interception.v1.GetRolloutRequ
  * Use `create(GetRolloutRequestSchema)` to create a new message.
  */
 export const GetRolloutRequestSchema: GenMessage<GetRolloutRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 16);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 17);
 
 /**
  * See GetRollout.
@@ -749,7 +791,7 @@ export type GetRolloutResponse = Message<"penstock.interception.v1.GetRolloutRes
  * Use `create(GetRolloutResponseSchema)` to create a new message.
  */
 export const GetRolloutResponseSchema: GenMessage<GetRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 17);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 18);
 
 /**
  * See ListRollouts.
@@ -789,7 +831,7 @@ export type ListRolloutsRequest = Message<"penstock.interception.v1.ListRollouts
  * Use `create(ListRolloutsRequestSchema)` to create a new message.
  */
 export const ListRolloutsRequestSchema: GenMessage<ListRolloutsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 18);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 19);
 
 /**
  * See ListRollouts.
@@ -813,7 +855,7 @@ export type ListRolloutsResponse = Message<"penstock.interception.v1.ListRollout
  * Use `create(ListRolloutsResponseSchema)` to create a new message.
  */
 export const ListRolloutsResponseSchema: GenMessage<ListRolloutsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 19);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 20);
 
 /**
  * See GetCapture.
@@ -841,9 +883,10 @@ export type GetCaptureRequest = Message<"penstock.interception.v1.GetCaptureRequ
   afterIndex?: number | undefined;
 
   /**
-   * Only host tool calls with a greater index: they are counted apart from calls. Unset = all of them, but none where after_index is set.
-   * To be told of each call and each host tool call until it has ended, give for either kind the greatest index up to which all that
-   * were told have ended (-1 = from the first on); what is told again replaces what was told of it before.
+   * Only host tool calls with a greater index; they are counted apart from calls. Unset = all of them, or none if
+   * after_index is set.
+   * To follow each call and host tool call until it has ended, set each position to the greatest index up to which all that
+   * were received have ended (-1 = from the first). A repeated one replaces the one received before.
    *
    * @generated from field: optional int32 after_tool_call_index = 4;
    */
@@ -855,7 +898,7 @@ export type GetCaptureRequest = Message<"penstock.interception.v1.GetCaptureRequ
  * Use `create(GetCaptureRequestSchema)` to create a new message.
  */
 export const GetCaptureRequestSchema: GenMessage<GetCaptureRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 20);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 21);
 
 /**
  * See GetCapture.
@@ -864,7 +907,7 @@ export const GetCaptureRequestSchema: GenMessage<GetCaptureRequest> = /*@__PURE_
  */
 export type GetCaptureResponse = Message<"penstock.interception.v1.GetCaptureResponse"> & {
   /**
-   * A fragment; all of them merged are the trajectory.
+   * A fragment. All of them merged are the trajectory.
    *
    * @generated from field: penstock.trajectory.v1.Trajectory trajectory = 1;
    */
@@ -876,7 +919,7 @@ export type GetCaptureResponse = Message<"penstock.interception.v1.GetCaptureRes
  * Use `create(GetCaptureResponseSchema)` to create a new message.
  */
 export const GetCaptureResponseSchema: GenMessage<GetCaptureResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 21);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 22);
 
 /**
  * See WatchCalls.
@@ -897,14 +940,14 @@ export type WatchCallsRequest = Message<"penstock.interception.v1.WatchCallsRequ
   labels: { [key: string]: string };
 
   /**
-   * Events after this one; unset = from now on.
+   * Events after this one. Unset = from now on.
    *
    * @generated from field: optional int64 after_sequence = 3;
    */
   afterSequence?: bigint | undefined;
 
   /**
-   * Of calls, only changes into a terminal state: one event a call.
+   * Only changes of calls into a terminal state: one event per call.
    *
    * @generated from field: bool ended_only = 4;
    */
@@ -916,7 +959,7 @@ export type WatchCallsRequest = Message<"penstock.interception.v1.WatchCallsRequ
  * Use `create(WatchCallsRequestSchema)` to create a new message.
  */
 export const WatchCallsRequestSchema: GenMessage<WatchCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 22);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23);
 
 /**
  * See WatchCalls.
@@ -949,7 +992,7 @@ export type WatchCallsResponse = Message<"penstock.interception.v1.WatchCallsRes
     case: "closed";
   } | {
     /**
-     * Every 10 s of silence.
+     * After every 10 s of silence.
      *
      * @generated from field: penstock.interception.v1.WatchCallsResponse.WatchHeartbeat heartbeat = 4;
      */
@@ -963,10 +1006,10 @@ export type WatchCallsResponse = Message<"penstock.interception.v1.WatchCallsRes
  * Use `create(WatchCallsResponseSchema)` to create a new message.
  */
 export const WatchCallsResponseSchema: GenMessage<WatchCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24);
 
 /**
- * The stream is established.
+ * WatchStarted states that the stream is established.
  *
  * @generated from message penstock.interception.v1.WatchCallsResponse.WatchStarted
  */
@@ -982,10 +1025,10 @@ export type WatchCallsResponse_WatchStarted = Message<"penstock.interception.v1.
  * Use `create(WatchCallsResponse_WatchStartedSchema)` to create a new message.
  */
 export const WatchCallsResponse_WatchStartedSchema: GenMessage<WatchCallsResponse_WatchStarted> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23, 0);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 0);
 
 /**
- * A call was opened or changed state.
+ * CallChanged states that a call was opened or changed state.
  *
  * @generated from message penstock.interception.v1.WatchCallsResponse.CallChanged
  */
@@ -1008,10 +1051,10 @@ export type WatchCallsResponse_CallChanged = Message<"penstock.interception.v1.W
  * Use `create(WatchCallsResponse_CallChangedSchema)` to create a new message.
  */
 export const WatchCallsResponse_CallChangedSchema: GenMessage<WatchCallsResponse_CallChanged> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23, 1);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 1);
 
 /**
- * A rollout was closed.
+ * RolloutClosed states that a rollout was closed.
  *
  * @generated from message penstock.interception.v1.WatchCallsResponse.RolloutClosed
  */
@@ -1037,10 +1080,10 @@ export type WatchCallsResponse_RolloutClosed = Message<"penstock.interception.v1
  * Use `create(WatchCallsResponse_RolloutClosedSchema)` to create a new message.
  */
 export const WatchCallsResponse_RolloutClosedSchema: GenMessage<WatchCallsResponse_RolloutClosed> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23, 2);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 2);
 
 /**
- * Nothing happened.
+ * WatchHeartbeat states that the stream is alive.
  *
  * @generated from message penstock.interception.v1.WatchCallsResponse.WatchHeartbeat
  */
@@ -1052,7 +1095,7 @@ export type WatchCallsResponse_WatchHeartbeat = Message<"penstock.interception.v
  * Use `create(WatchCallsResponse_WatchHeartbeatSchema)` to create a new message.
  */
 export const WatchCallsResponse_WatchHeartbeatSchema: GenMessage<WatchCallsResponse_WatchHeartbeat> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23, 3);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 3);
 
 /**
  * See WatchGate.
@@ -1073,7 +1116,7 @@ export type WatchGateRequest = Message<"penstock.interception.v1.WatchGateReques
  * Use `create(WatchGateRequestSchema)` to create a new message.
  */
 export const WatchGateRequestSchema: GenMessage<WatchGateRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 25);
 
 /**
  * See WatchGate.
@@ -1096,42 +1139,42 @@ export type WatchGateResponse = Message<"penstock.interception.v1.WatchGateRespo
   queuedCalls: number;
 
   /**
-   * Of those, the ones that a pause holds back.
+   * The queued calls that a pause holds.
    *
    * @generated from field: int32 paused_calls = 3;
    */
   pausedCalls: number;
 
   /**
-   * Calls that trainers have.
+   * Calls leased to trainers.
    *
    * @generated from field: int32 leased_calls = 4;
    */
   leasedCalls: number;
 
   /**
-   * Calls that the rollouts' model sources answer.
+   * Calls dispatched to the rollouts' model sources.
    *
    * @generated from field: int32 dispatched_calls = 5;
    */
   dispatchedCalls: number;
 
   /**
-   * How long the oldest queued call has waited; unset = none waits.
+   * How long the oldest queued call has waited. Unset = none waits.
    *
    * @generated from field: google.protobuf.Duration oldest_wait = 6;
    */
   oldestWait?: Duration | undefined;
 
   /**
-   * Those that hold or await most first, at most 256.
+   * Sessions with the most held and waiting calls first, at most 256.
    *
    * @generated from field: repeated penstock.interception.v1.GateSession sessions = 7;
    */
   sessions: GateSession[];
 
   /**
-   * All of them.
+   * Count of all sessions.
    *
    * @generated from field: int32 session_count = 8;
    */
@@ -1143,23 +1186,23 @@ export type WatchGateResponse = Message<"penstock.interception.v1.WatchGateRespo
  * Use `create(WatchGateResponseSchema)` to create a new message.
  */
 export const WatchGateResponseSchema: GenMessage<WatchGateResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 25);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 26);
 
 /**
- * A trainer's session, as those may see it who do not have it.
+ * GateSession describes a trainer's session.
  *
  * @generated from message penstock.interception.v1.GateSession
  */
 export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
   /**
-   * As it said in Hello.
+   * As in Hello.
    *
    * @generated from field: string identity = 1;
    */
   identity: string;
 
   /**
-   * What it asked for: a run, a group; empty = calls of any.
+   * The session's selector: a run, a group. Empty = any.
    *
    * @generated from field: string run_id = 2;
    */
@@ -1171,7 +1214,7 @@ export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
   groupId: string;
 
   /**
-   * Open rollouts whose calls it may get.
+   * Open rollouts whose calls it may receive.
    *
    * @generated from field: int32 rollouts = 4;
    */
@@ -1190,7 +1233,7 @@ export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
   creditBytes: bigint;
 
   /**
-   * Calls that it has and has not answered.
+   * Calls that it holds unanswered.
    *
    * @generated from field: int32 held_calls = 7;
    */
@@ -1202,28 +1245,28 @@ export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
   heldBytes: bigint;
 
   /**
-   * Calls that wait for it, or for others with the same selector.
+   * Calls that wait for it, or for other sessions with the same selector.
    *
    * @generated from field: int32 queued_calls = 9;
    */
   queuedCalls: number;
 
   /**
-   * Its stream broke, and it may be resumed.
+   * Its stream broke; it may be resumed.
    *
    * @generated from field: bool lost = 10;
    */
   lost: boolean;
 
   /**
-   * It holds the calls of its selector back.
+   * It pauses the calls of its selector.
    *
    * @generated from field: bool paused = 11;
    */
   paused: boolean;
 
   /**
-   * The newest that was announced for its selector.
+   * The newest version announced for its selector.
    *
    * @generated from field: optional int64 policy_version = 12;
    */
@@ -1235,10 +1278,10 @@ export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
  * Use `create(GateSessionSchema)` to create a new message.
  */
 export const GateSessionSchema: GenMessage<GateSession> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 26);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 27);
 
 /**
- * Whether a rollout's agent may call.
+ * GateRolloutState is whether a rollout's agent may call.
  *
  * @generated from enum penstock.interception.v1.GateRolloutState
  */
@@ -1254,7 +1297,7 @@ export enum GateRolloutState {
   OPEN = 1,
 
   /**
-   * A budget is used up: further calls are refused.
+   * A budget is used up; further calls are refused.
    *
    * @generated from enum value: GATE_ROLLOUT_STATE_EXHAUSTED = 2;
    */
@@ -1273,17 +1316,18 @@ export const GateRolloutStateSchema: GenEnum<GateRolloutState> = /*@__PURE__*/
   enumDesc(file_penstock_interception_v1_rollout_gate_service, 0);
 
 /**
- * Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
+ * RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
  *
- * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
- * INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+ * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
  *
  * @generated from service penstock.interception.v1.RolloutGateService
  */
 export const RolloutGateService: GenService<{
   /**
-   * Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
-   * order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+   * CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
+   * refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+   * check.
    * Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
    * UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
    * TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
@@ -1296,12 +1340,13 @@ export const RolloutGateService: GenService<{
     output: typeof CheckSourceResponseSchema;
   },
   /**
-   * Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
+   * OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
    * is down is an error here and not in an agent's log (R27).
    *
-   * Idempotent by request_id; the token is the same in a repeated answer.
-   * Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
-   * field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
+   * Idempotent by request_id: a repeat returns the same token.
+   * Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
+   * (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
+   * final: the run's).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.OpenRollout
    */
@@ -1311,8 +1356,8 @@ export const RolloutGateService: GenService<{
     output: typeof OpenRolloutResponseSchema;
   },
   /**
-   * Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
-   * capture stays until DeleteRollout or the operator's retention. Idempotent.
+   * CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
+   * its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.CloseRollout
@@ -1323,7 +1368,7 @@ export const RolloutGateService: GenService<{
     output: typeof CloseRolloutResponseSchema;
   },
   /**
-   * Removes a rollout and its capture; closes it first when it is open. Idempotent.
+   * DeleteRollout deletes a rollout and its capture, and closes it first if it is open. Idempotent.
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.DeleteRollout
    */
@@ -1333,10 +1378,11 @@ export const RolloutGateService: GenService<{
     output: typeof DeleteRolloutResponseSchema;
   },
   /**
-   * Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
-   * or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+   * IssueToken makes another agent key for an open rollout, with narrower scopes or because a key may have leaked. It is
+   * added to the existing keys, or replaces them (retire_others_after). Idempotent by request_id: a repeat returns the same
+   * token and retires no key again.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
-   * RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+   * RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 agent keys in its life).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.IssueToken
    */
@@ -1346,8 +1392,8 @@ export const RolloutGateService: GenService<{
     output: typeof IssueTokenResponseSchema;
   },
   /**
-   * Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
-   * dies at the earliest time that it was ever told.
+   * RevokeTokens makes agent keys of a rollout void. The rollout stays open and may get others, and admitted calls go on.
+   * Idempotent: of several expiry times of a key, the earliest counts.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.RevokeTokens
@@ -1358,6 +1404,7 @@ export const RolloutGateService: GenService<{
     output: typeof RevokeTokensResponseSchema;
   },
   /**
+   * GetRollout returns a rollout.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.GetRollout
@@ -1368,7 +1415,7 @@ export const RolloutGateService: GenService<{
     output: typeof GetRolloutResponseSchema;
   },
   /**
-   * Lists rollouts at the gate, newest first.
+   * ListRollouts lists rollouts at the gate, newest first.
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.ListRollouts
    */
@@ -1378,8 +1425,8 @@ export const RolloutGateService: GenService<{
     output: typeof ListRolloutsResponseSchema;
   },
   /**
-   * The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
-   * with after_index and after_tool_call_index, as GetCaptureRequest says.
+   * GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+   * To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.GetCapture
@@ -1390,9 +1437,10 @@ export const RolloutGateService: GenService<{
     output: typeof GetCaptureResponseSchema;
   },
   /**
-   * The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
-   * closed.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
+   * WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
+   * single watched rollout is closed.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
+   * events).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.WatchCalls
    */
@@ -1402,7 +1450,8 @@ export const RolloutGateService: GenService<{
     output: typeof WatchCallsResponseSchema;
   },
   /**
-   * How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless.
+   * WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
+   * the trainers' sessions.
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.WatchGate
    */

@@ -2,7 +2,7 @@
 // @generated from file penstock/ops/v1/operations_service.proto (package penstock.ops.v1, syntax proto3)
 /* eslint-disable */
 
-// How a service fares, for operators. The same in every service; knows nothing of what they do.
+// The state of a service, for operators. It is the same in every service and independent of what the service does.
 
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
@@ -17,13 +17,13 @@ export const file_penstock_ops_v1_operations_service: GenFile = /*@__PURE__*/
   fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEigQEKEEdldFN0YXR1c1JlcXVlc3QSMAoIcGF0aWVuY2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25IAIgBARIbCg5taW5fZnJlZV9ieXRlcxgCIAEoA0gBiAEBQgsKCV9wYXRpZW5jZUIRCg9fbWluX2ZyZWVfYnl0ZXMi/AIKEUdldFN0YXR1c1Jlc3BvbnNlEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIvCgtzZXJ2ZXJfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKc3RhcnRfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKwoIbG9vcF9sYWcYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOcmVzaWRlbnRfYnl0ZXMYBiABKAMSEgoKb3Blbl9maWxlcxgHIAEoBRIRCgltYXhfZmlsZXMYCCABKAUSJAoFZGlza3MYCSADKAsyFS5wZW5zdG9jay5vcHMudjEuRGlzaxImCgZnYXVnZXMYCiADKAsyFi5wZW5zdG9jay5vcHMudjEuR2F1Z2USKgoIdHJvdWJsZXMYCyADKAsyGC5wZW5zdG9jay5vcHMudjEuVHJvdWJsZSJKCgREaXNrEgwKBG5hbWUYASABKAkSDAoEcGF0aBgCIAEoCRISCgpmcmVlX2J5dGVzGAMgASgDEhIKCnNpemVfYnl0ZXMYBCABKAMihwEKBUdhdWdlEgwKBG5hbWUYASABKAkSMgoGbGFiZWxzGAIgAygLMiIucGVuc3RvY2sub3BzLnYxLkdhdWdlLkxhYmVsc0VudHJ5Eg0KBXZhbHVlGAMgASgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWwoHVHJvdWJsZRIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIOCgZhZHZpY2UYAyABKAkSDQoFZ3JhdmUYBCABKAgSEAoIc3ViamVjdHMYBSADKAkyZwoRT3BlcmF0aW9uc1NlcnZpY2USUgoJR2V0U3RhdHVzEiEucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1JlcXVlc3QaIi5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
- * What the caller takes for trouble.
+ * GetStatusRequest sets the thresholds of diagnostics.
  *
  * @generated from message penstock.ops.v1.GetStatusRequest
  */
 export type GetStatusRequest = Message<"penstock.ops.v1.GetStatusRequest"> & {
   /**
-   * How long something may wait before it is a trouble. At least 0; unset = 60 s.
+   * How long something may wait before a diagnostic reports it. At least 0; unset = 60 s.
    *
    * @generated from field: optional google.protobuf.Duration patience = 1;
    */
@@ -45,7 +45,7 @@ export const GetStatusRequestSchema: GenMessage<GetStatusRequest> = /*@__PURE__*
   messageDesc(file_penstock_ops_v1_operations_service, 0);
 
 /**
- * A service at one moment.
+ * GetStatusResponse is a service at one moment.
  *
  * @generated from message penstock.ops.v1.GetStatusResponse
  */
@@ -58,14 +58,14 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
   service: string;
 
   /**
-   * Of the installed distribution, such as "0.1.0".
+   * Of the installed distribution, for example "0.1.0".
    *
    * @generated from field: string version = 2;
    */
   version: string;
 
   /**
-   * The service's own clock as it answered.
+   * The service's own clock at the answer.
    *
    * @generated from field: google.protobuf.Timestamp server_time = 3;
    */
@@ -79,21 +79,21 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
   startTime?: Timestamp | undefined;
 
   /**
-   * The longest that something ready to run waited for the event loop during the last minute.
+   * The longest delay of the event loop in the last minute.
    *
    * @generated from field: google.protobuf.Duration loop_lag = 5;
    */
   loopLag?: Duration | undefined;
 
   /**
-   * Memory of the process that is resident, in bytes; 0 where the system does not tell.
+   * Resident memory of the process, in bytes. 0 = unknown.
    *
    * @generated from field: int64 resident_bytes = 6;
    */
   residentBytes: bigint;
 
   /**
-   * Open file descriptors of the process, and how many it may have; 0 where the system does not tell.
+   * Open file descriptors of the process, and their limit. 0 = unknown.
    *
    * @generated from field: int32 open_files = 7;
    */
@@ -105,21 +105,21 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
   maxFiles: number;
 
   /**
-   * Where the service keeps its state.
+   * The file systems that hold the service's state.
    *
    * @generated from field: repeated penstock.ops.v1.Disk disks = 9;
    */
   disks: Disk[];
 
   /**
-   * The gauges of its metrics, as docs/guides/operate.md lists them.
+   * The gauges among its metrics; docs/guides/operate.md lists them.
    *
    * @generated from field: repeated penstock.ops.v1.Gauge gauges = 10;
    */
   gauges: Gauge[];
 
   /**
-   * What it takes for trouble, the gravest first; empty when all is well.
+   * Diagnostics, most severe first. Empty = healthy.
    *
    * @generated from field: repeated penstock.ops.v1.Trouble troubles = 11;
    */
@@ -134,13 +134,13 @@ export const GetStatusResponseSchema: GenMessage<GetStatusResponse> = /*@__PURE_
   messageDesc(file_penstock_ops_v1_operations_service, 1);
 
 /**
- * A file system that the service writes to.
+ * Disk is a file system that the service writes to.
  *
  * @generated from message penstock.ops.v1.Disk
  */
 export type Disk = Message<"penstock.ops.v1.Disk"> & {
   /**
-   * What is on it: "state".
+   * What it holds: "state".
    *
    * @generated from field: string name = 1;
    */
@@ -154,14 +154,14 @@ export type Disk = Message<"penstock.ops.v1.Disk"> & {
   path: string;
 
   /**
-   * What this service may still write, in bytes.
+   * Bytes that this service may still write.
    *
    * @generated from field: int64 free_bytes = 3;
    */
   freeBytes: bigint;
 
   /**
-   * All of it, in bytes.
+   * Total size in bytes.
    *
    * @generated from field: int64 size_bytes = 4;
    */
@@ -176,13 +176,13 @@ export const DiskSchema: GenMessage<Disk> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 2);
 
 /**
- * One value of a metric that goes up and down.
+ * Gauge is one value of a metric that goes up and down.
  *
  * @generated from message penstock.ops.v1.Gauge
  */
 export type Gauge = Message<"penstock.ops.v1.Gauge"> & {
   /**
-   * As Prometheus has it, such as "penstock_gate_open_calls".
+   * The Prometheus name, for example "penstock_gate_open_calls".
    *
    * @generated from field: string name = 1;
    */
@@ -207,20 +207,20 @@ export const GaugeSchema: GenMessage<Gauge> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 3);
 
 /**
- * One thing that is wrong, or about to be.
+ * Trouble is a diagnostic: something is wrong, or about to be.
  *
  * @generated from message penstock.ops.v1.Trouble
  */
 export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
   /**
-   * Stable, UPPER_SNAKE: docs/guides/operate.md lists them.
+   * Stable, UPPER_SNAKE; docs/guides/operate.md lists them.
    *
    * @generated from field: string reason = 1;
    */
   reason: string;
 
   /**
-   * What was seen, for people.
+   * What was found, for people.
    *
    * @generated from field: string message = 2;
    */
@@ -234,14 +234,14 @@ export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
   advice: string;
 
   /**
-   * Whether something stands still or is lost; otherwise it is a warning.
+   * The severity: true = error, something is stuck or lost; false = warning.
    *
    * @generated from field: bool grave = 4;
    */
   grave: boolean;
 
   /**
-   * Ids of what it is about, at most 20.
+   * Ids of the affected objects, at most 20.
    *
    * @generated from field: repeated string subjects = 5;
    */
@@ -256,17 +256,17 @@ export const TroubleSchema: GenMessage<Trouble> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 4);
 
 /**
- * Served by each of the four services beside its own.
+ * OperationsService is served by each of the four services.
  *
- * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
- * INVALID_ARGUMENT with BadRequest field violations.
+ * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
  *
  * @generated from service penstock.ops.v1.OperationsService
  */
 export const OperationsService: GenService<{
   /**
-   * How the service and its process fare now, and what it takes for trouble. Changes nothing. It holds no secret, no prompt and
-   * nothing that an agent wrote; the ids in it are those of rollouts, sessions and sandboxes.
+   * GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
+   * has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
    * Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
    *
    * @generated from rpc penstock.ops.v1.OperationsService.GetStatus

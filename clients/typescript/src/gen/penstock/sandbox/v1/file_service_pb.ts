@@ -15,7 +15,7 @@ export const file_penstock_sandbox_v1_file_service: GenFile = /*@__PURE__*/
   fileDesc("CiZwZW5zdG9jay9zYW5kYm94L3YxL2ZpbGVfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSKtAQoIRmlsZUluZm8SDAoEbmFtZRgBIAEoCRIrCgRraW5kGAIgASgOMh0ucGVuc3RvY2suc2FuZGJveC52MS5GaWxlS2luZBISCgpzaXplX2J5dGVzGAMgASgDEgwKBG1vZGUYBCABKA0SLwoLbW9kaWZ5X3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC2xpbmtfdGFyZ2V0GAYgASgJInsKD1JlYWRGaWxlUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEgwKBHBhdGgYAiABKAkSDgoGb2Zmc2V0GAMgASgDEhMKBmxlbmd0aBgEIAEoA0gAiAEBEhYKDmZvbGxvd19zeW1saW5rGAUgASgIQgkKB19sZW5ndGgibQoQUmVhZEZpbGVSZXNwb25zZRItCgRpbmZvGAEgASgLMh0ucGVuc3RvY2suc2FuZGJveC52MS5GaWxlSW5mb0gAEg8KBWNodW5rGAIgASgMSAASEAoGc2hhMjU2GAMgASgMSABCBwoFZXZlbnQipgIKEFdyaXRlRmlsZVJlcXVlc3QSRQoFc3RhcnQYASABKAsyNC5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlRmlsZVJlcXVlc3QuV3JpdGVGaWxlU3RhcnRIABIPCgVjaHVuaxgCIAEoDEgAEkEKA2VuZBgDIAEoCzIyLnBlbnN0b2NrLnNhbmRib3gudjEuV3JpdGVGaWxlUmVxdWVzdC5Xcml0ZUZpbGVFbmRIABpOCg5Xcml0ZUZpbGVTdGFydBISCgpzYW5kYm94X2lkGAEgASgJEgwKBHBhdGgYAiABKAkSEQoEbW9kZRgDIAEoDUgAiAEBQgcKBV9tb2RlGh4KDFdyaXRlRmlsZUVuZBIOCgZzaGEyNTYYASABKAxCBwoFZnJhbWUiNwoRV3JpdGVGaWxlUmVzcG9uc2USEgoKc2l6ZV9ieXRlcxgBIAEoAxIOCgZzaGEyNTYYAiABKAwiWQoPUmVhZFRyZWVSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSDAoEcGF0aBgCIAEoCRIWCgltYXhfYnl0ZXMYAyABKANIAIgBAUIMCgpfbWF4X2J5dGVzIkIKEFJlYWRUcmVlUmVzcG9uc2USEwoJdGFyX2NodW5rGAEgASgMSAASEAoGc2hhMjU2GAIgASgMSABCBwoFZXZlbnQinQIKEFdyaXRlVHJlZVJlcXVlc3QSRQoFc3RhcnQYASABKAsyNC5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlVHJlZVJlcXVlc3QuV3JpdGVUcmVlU3RhcnRIABITCgl0YXJfY2h1bmsYAiABKAxIABJBCgNlbmQYAyABKAsyMi5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlVHJlZVJlcXVlc3QuV3JpdGVUcmVlRW5kSAAaQQoOV3JpdGVUcmVlU3RhcnQSEgoKc2FuZGJveF9pZBgBIAEoCRIMCgRwYXRoGAIgASgJEg0KBWxheWVyGAMgASgIGh4KDFdyaXRlVHJlZUVuZBIOCgZzaGEyNTYYASABKAxCBwoFZnJhbWUiPAoRV3JpdGVUcmVlUmVzcG9uc2USEwoLZW50cnlfY291bnQYASABKAUSEgoKc2l6ZV9ieXRlcxgCIAEoAyIvCgtTdGF0UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEgwKBHBhdGgYAiABKAkiOwoMU3RhdFJlc3BvbnNlEisKBGluZm8YASABKAsyHS5wZW5zdG9jay5zYW5kYm94LnYxLkZpbGVJbmZvIlYKC0xpc3RSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSDAoEcGF0aBgCIAEoCRIRCglwYWdlX3NpemUYAyABKAUSEgoKcGFnZV90b2tlbhgEIAEoCSJXCgxMaXN0UmVzcG9uc2USLgoHZW50cmllcxgBIAMoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuRmlsZUluZm8SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIlQKFE1ha2VEaXJlY3RvcnlSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSDAoEcGF0aBgCIAEoCRIRCgRtb2RlGAMgASgNSACIAQFCBwoFX21vZGUiFwoVTWFrZURpcmVjdG9yeVJlc3BvbnNlIkQKDVJlbW92ZVJlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRIMCgRwYXRoGAIgASgJEhEKCXJlY3Vyc2l2ZRgDIAEoCCIQCg5SZW1vdmVSZXNwb25zZSp+CghGaWxlS2luZBIZChVGSUxFX0tJTkRfVU5TUEVDSUZJRUQQABISCg5GSUxFX0tJTkRfRklMRRABEhcKE0ZJTEVfS0lORF9ESVJFQ1RPUlkQAhIVChFGSUxFX0tJTkRfU1lNTElOSxADEhMKD0ZJTEVfS0lORF9PVEhFUhAEMtQFCgtGaWxlU2VydmljZRJZCghSZWFkRmlsZRIkLnBlbnN0b2NrLnNhbmRib3gudjEuUmVhZEZpbGVSZXF1ZXN0GiUucGVuc3RvY2suc2FuZGJveC52MS5SZWFkRmlsZVJlc3BvbnNlMAESXAoJV3JpdGVGaWxlEiUucGVuc3RvY2suc2FuZGJveC52MS5Xcml0ZUZpbGVSZXF1ZXN0GiYucGVuc3RvY2suc2FuZGJveC52MS5Xcml0ZUZpbGVSZXNwb25zZSgBElkKCFJlYWRUcmVlEiQucGVuc3RvY2suc2FuZGJveC52MS5SZWFkVHJlZVJlcXVlc3QaJS5wZW5zdG9jay5zYW5kYm94LnYxLlJlYWRUcmVlUmVzcG9uc2UwARJcCglXcml0ZVRyZWUSJS5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlVHJlZVJlcXVlc3QaJi5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlVHJlZVJlc3BvbnNlKAESSwoEU3RhdBIgLnBlbnN0b2NrLnNhbmRib3gudjEuU3RhdFJlcXVlc3QaIS5wZW5zdG9jay5zYW5kYm94LnYxLlN0YXRSZXNwb25zZRJLCgRMaXN0EiAucGVuc3RvY2suc2FuZGJveC52MS5MaXN0UmVxdWVzdBohLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFJlc3BvbnNlEmYKDU1ha2VEaXJlY3RvcnkSKS5wZW5zdG9jay5zYW5kYm94LnYxLk1ha2VEaXJlY3RvcnlSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5NYWtlRGlyZWN0b3J5UmVzcG9uc2USUQoGUmVtb3ZlEiIucGVuc3RvY2suc2FuZGJveC52MS5SZW1vdmVSZXF1ZXN0GiMucGVuc3RvY2suc2FuZGJveC52MS5SZW1vdmVSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_timestamp]);
 
 /**
- * Metadata of a file.
+ * FileInfo is the metadata of a file.
  *
  * @generated from message penstock.sandbox.v1.FileInfo
  */
@@ -81,21 +81,22 @@ export type ReadFileRequest = Message<"penstock.sandbox.v1.ReadFileRequest"> & {
   path: string;
 
   /**
-   * First byte wanted.
+   * Offset of the first byte to read.
    *
    * @generated from field: int64 offset = 3;
    */
   offset: bigint;
 
   /**
-   * Most bytes wanted; unset = to the end.
+   * The most bytes to read. Unset = to the end.
    *
    * @generated from field: optional int64 length = 4;
    */
   length?: bigint | undefined;
 
   /**
-   * Whether a symbolic link as the last component is followed (inside the sandbox). Unset = false: refused (NOT_A_FILE).
+   * Whether a symbolic link as the last component is followed (inside the sandbox). Unset = false: it is refused
+   * (NOT_A_FILE).
    *
    * @generated from field: bool follow_symlink = 5;
    */
@@ -284,7 +285,8 @@ export type ReadTreeRequest = Message<"penstock.sandbox.v1.ReadTreeRequest"> & {
   path: string;
 
   /**
-   * Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) files of more bytes than this, holes included; unset = 1 GiB. Not negative.
+   * The most bytes of files, holes included; more are refused (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Unset = 1 GiB. Not
+   * negative.
    *
    * @generated from field: optional int64 max_bytes = 3;
    */
@@ -391,9 +393,9 @@ export type WriteTreeRequest_WriteTreeStart = Message<"penstock.sandbox.v1.Write
   path: string;
 
   /**
-   * The tar is a layer that is put over what is there, whatever somebody left in its way: a member replaces what stands in
-   * its place or in that of its directories (a link, a file, a directory with all that is in it), directories of the
-   * sandbox's user that may not be entered are opened, and a member `.wh.NAME`, as in layers of OCI images, removes NAME.
+   * The tar is a layer over the existing files. A member replaces whatever is in its place or in place of its directories
+   * (a link, a file, a directory with its content). Directories of the sandbox's user that cannot be entered are made
+   * accessible. A member `.wh.NAME` removes NAME, as in layers of OCI images.
    *
    * @generated from field: bool layer = 3;
    */
@@ -512,7 +514,7 @@ export type ListRequest = Message<"penstock.sandbox.v1.ListRequest"> & {
   path: string;
 
   /**
-   * As in SandboxService.ListSandboxes.
+   * See SandboxService.ListSandboxes.
    *
    * @generated from field: int32 page_size = 3;
    */
@@ -646,7 +648,7 @@ export const RemoveResponseSchema: GenMessage<RemoveResponse> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_file_service, 16);
 
 /**
- * What a path names.
+ * FileKind is the kind of file that a path names.
  *
  * @generated from enum penstock.sandbox.v1.FileKind
  */
@@ -684,13 +686,13 @@ export const FileKindSchema: GenEnum<FileKind> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_file_service, 0);
 
 /**
- * Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
- * and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
- * everything is done with that user's rights.
+ * FileService reads and writes files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in
+ * the sandbox's own view. No path, and no symbolic link in it, leads out of the sandbox. Content is bytes. All operations
+ * have the rights of the sandbox's user, who owns what is written.
  *
- * Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
- * sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
- * (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
+ * Symbolic links in the directories of a path are followed, inside the sandbox, by RPCs that only read (ReadFile, ReadTree,
+ * Stat, List). RPCs that change something (WriteFile, WriteTree, MakeDirectory, Remove) refuse them: FAILED_PRECONDITION
+ * (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are refused (NOT_A_FILE).
  *
  * Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
  * (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
@@ -700,7 +702,7 @@ export const FileKindSchema: GenEnum<FileKind> = /*@__PURE__*/
  */
 export const FileService: GenService<{
   /**
-   * Streams a file, or a range of it.
+   * ReadFile streams a file, or a range of it.
    *
    * @generated from rpc penstock.sandbox.v1.FileService.ReadFile
    */
@@ -710,8 +712,8 @@ export const FileService: GenService<{
     output: typeof ReadFileResponseSchema;
   },
   /**
-   * Writes a whole file under a temporary name and renames it, so that a reader sees the old content or the new; parents are
-   * created. A stream that ends without `end` writes nothing.
+   * WriteFile writes a whole file under a temporary name and renames it: a reader sees the old content or the new. Parents
+   * are created. A stream that ends without `end` writes nothing.
    * Errors: DATA_LOSS (DIGEST_MISMATCH).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.WriteFile
@@ -722,8 +724,9 @@ export const FileService: GenService<{
     output: typeof WriteFileResponseSchema;
   },
   /**
-   * Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
-   * Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+   * ReadTree streams a directory as a tar (POSIX pax). A file that grows meanwhile has the length that it had when it was
+   * opened.
+   * Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, returned before the excess is read, or 500,000
    * entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.ReadTree
@@ -734,9 +737,9 @@ export const FileService: GenService<{
     output: typeof ReadTreeResponseSchema;
   },
   /**
-   * Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
-   * negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
-   * TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
+   * WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
+   * files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
+   * KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
    * Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.WriteTree
@@ -747,7 +750,7 @@ export const FileService: GenService<{
     output: typeof WriteTreeResponseSchema;
   },
   /**
-   * One file's metadata, symbolic links not followed.
+   * Stat returns one file's metadata. It does not follow symbolic links.
    *
    * @generated from rpc penstock.sandbox.v1.FileService.Stat
    */
@@ -757,8 +760,8 @@ export const FileService: GenService<{
     output: typeof StatResponseSchema;
   },
   /**
-   * A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
-   * gone; a page may be shorter than asked for.
+   * List lists a directory's entries by name. The directory is read once for all pages, which leave out entries removed
+   * since. A page may be shorter than page_size.
    * Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.List
@@ -769,7 +772,7 @@ export const FileService: GenService<{
     output: typeof ListResponseSchema;
   },
   /**
-   * Creates a directory and its parents. One that exists is a success.
+   * MakeDirectory creates a directory and its parents. An existing one is a success.
    *
    * @generated from rpc penstock.sandbox.v1.FileService.MakeDirectory
    */
@@ -779,7 +782,7 @@ export const FileService: GenService<{
     output: typeof MakeDirectoryResponseSchema;
   },
   /**
-   * Removes a file, a link or (recursive) a directory. What does not exist is a success.
+   * Remove removes a file, a link or (recursive) a directory. A path that does not exist is a success.
    * Errors: FAILED_PRECONDITION (DIRECTORY_NOT_EMPTY).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.Remove

@@ -15,7 +15,7 @@ export const file_penstock_sandbox_v1_process_service: GenFile = /*@__PURE__*/
   fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3Byb2Nlc3Nfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSLqAgoHQ29tbWFuZBIpCgRhcmd2GAEgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5Bcmd2SAASDwoFc2hlbGwYAiABKAlIABIyCgNlbnYYAyADKAsyJS5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQuRW52RW50cnkSPwoKc2VjcmV0X2VudhgEIAMoCzIrLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZC5TZWNyZXRFbnZFbnRyeRILCgNjd2QYBSABKAkSKgoHdGltZW91dBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgR1c2VyGAcgASgJGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaMAoOU2VjcmV0RW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIJCgdjb21tYW5kIhQKBEFyZ3YSDAoEYXJncxgBIAMoCSIoCgdQdHlTaXplEgwKBHJvd3MYASABKAUSDwoHY29sdW1ucxgCIAEoBSK0AwoERXhpdBIvCgZyZWFzb24YASABKA4yHy5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXRSZWFzb24SDgoEY29kZRgCIAEoBUgAEhAKBnNpZ25hbBgDIAEoBUgAEg8KB21lc3NhZ2UYBCABKAkSKwoIZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKwoIY3B1X3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoNbWF4X3Jzc19ieXRlcxgHIAEoA0gBiAEBEhgKEHN0ZG91dF90cnVuY2F0ZWQYCCABKAgSGAoQc3RkZXJyX3RydW5jYXRlZBgJIAEoCBISCgpwaXBlc19vcGVuGAogASgIEiwKCGVuZF90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIUCgxzdGRvdXRfYnl0ZXMYDCABKAMSFAoMc3RkZXJyX2J5dGVzGA0gASgDEhQKDGVuZGVkX2luc2lkZRgOIAEoCEIICgZzdGF0dXNCEAoOX21heF9yc3NfYnl0ZXMi7AEKB1Byb2Nlc3MSEgoKcHJvY2Vzc19pZBgBIAEoCRItCgdjb21tYW5kGAIgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kEi4KCnN0YXJ0X3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKBGV4aXQYBCABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXRIAIgBARILCgNwdHkYBSABKAgSFAoMc3RkaW5fb2Zmc2V0GAYgASgDEhQKDHN0ZGluX2Nsb3NlZBgHIAEoCEIHCgVfZXhpdCKhAgoTU3RhcnRQcm9jZXNzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkSLQoHY29tbWFuZBgDIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBINCgVzdGRpbhgEIAEoCBIuCgNwdHkYBSABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlB0eVNpemVIAIgBARIfChJvdXRwdXRfbGltaXRfYnl0ZXMYBiABKANIAYgBARIeChFvdXRwdXRfdGFpbF9ieXRlcxgHIAEoA0gCiAEBQgYKBF9wdHlCFQoTX291dHB1dF9saW1pdF9ieXRlc0IUChJfb3V0cHV0X3RhaWxfYnl0ZXMiRQoUU3RhcnRQcm9jZXNzUmVzcG9uc2USLQoHcHJvY2VzcxgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHJvY2VzcyJrChNXYXRjaFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRIVCg1zdGRvdXRfb2Zmc2V0GAMgASgDEhUKDXN0ZGVycl9vZmZzZXQYBCABKAMiggQKFFdhdGNoUHJvY2Vzc1Jlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlByb2Nlc3NIABJACgVjaHVuaxgCIAEoCzIvLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UuQ2h1bmtIABI8CgNnYXAYAyABKAsyLS5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoUHJvY2Vzc1Jlc3BvbnNlLkdhcEgAEkgKCWhlYXJ0YmVhdBgEIAEoCzIzLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UuSGVhcnRiZWF0SAASKQoEZXhpdBgFIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdEgAGlgKBUNodW5rEjEKBnN0cmVhbRgBIAEoDjIhLnBlbnN0b2NrLnNhbmRib3gudjEuT3V0cHV0U3RyZWFtEg4KBm9mZnNldBgCIAEoAxIMCgRkYXRhGAMgASgMGlQKA0dhcBIxCgZzdHJlYW0YASABKA4yIS5wZW5zdG9jay5zYW5kYm94LnYxLk91dHB1dFN0cmVhbRINCgVzdGFydBgCIAEoAxILCgNlbmQYAyABKAMaCwoJSGVhcnRiZWF0QgcKBWV2ZW50IoICChFXcml0ZVN0ZGluUmVxdWVzdBJCCgVzdGFydBgBIAEoCzIxLnBlbnN0b2NrLnNhbmRib3gudjEuV3JpdGVTdGRpblJlcXVlc3QuU3RkaW5TdGFydEgAEg4KBGRhdGEYAiABKAxIABI+CgNlbmQYAyABKAsyLy5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlU3RkaW5SZXF1ZXN0LlN0ZGluRW5kSAAaRAoKU3RkaW5TdGFydBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkSDgoGb2Zmc2V0GAMgASgDGgoKCFN0ZGluRW5kQgcKBWZyYW1lIiQKEldyaXRlU3RkaW5SZXNwb25zZRIOCgZvZmZzZXQYASABKAMiTgoUU2lnbmFsUHJvY2Vzc1JlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRISCgpwcm9jZXNzX2lkGAIgASgJEg4KBnNpZ25hbBgDIAEoBSIXChVTaWduYWxQcm9jZXNzUmVzcG9uc2UiUAoSS2lsbFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRISCgpldmVyeXRoaW5nGAMgASgIIj4KE0tpbGxQcm9jZXNzUmVzcG9uc2USJwoEZXhpdBgBIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdCJmChBSZXNpemVQdHlSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRIqCgRzaXplGAMgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5QdHlTaXplIhMKEVJlc2l6ZVB0eVJlc3BvbnNlIjsKEUdldFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCSJDChJHZXRQcm9jZXNzUmVzcG9uc2USLQoHcHJvY2VzcxgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHJvY2VzcyJRChRMaXN0UHJvY2Vzc2VzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoBRISCgpwYWdlX3Rva2VuGAMgASgJImEKFUxpc3RQcm9jZXNzZXNSZXNwb25zZRIvCglwcm9jZXNzZXMYASADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlByb2Nlc3MSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIjwKEldhaXRQcm9jZXNzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkiRAoTV2FpdFByb2Nlc3NSZXNwb25zZRItCgdwcm9jZXNzGAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Qcm9jZXNzIqoBCgpSdW5SZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSLQoHY29tbWFuZBgCIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBINCgVzdGRpbhgDIAEoDBIfChJvdXRwdXRfbGltaXRfYnl0ZXMYBCABKANIAIgBARISCgpwcm9jZXNzX2lkGAUgASgJQhUKE19vdXRwdXRfbGltaXRfYnl0ZXMiPQoLUnVuUmVzcG9uc2USLgoGcmVzdWx0GAEgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SdW5SZXN1bHQiVAoJUnVuUmVzdWx0EicKBGV4aXQYASABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXQSDgoGc3Rkb3V0GAIgASgMEg4KBnN0ZGVychgDIAEoDCrfAQoKRXhpdFJlYXNvbhIbChdFWElUX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkVYSVRfUkVBU09OX0VYSVRFRBABEhgKFEVYSVRfUkVBU09OX1NJR05BTEVEEAISGQoVRVhJVF9SRUFTT05fVElNRURfT1VUEAMSFgoSRVhJVF9SRUFTT05fS0lMTEVEEAQSEwoPRVhJVF9SRUFTT05fT09NEAUSHAoYRVhJVF9SRUFTT05fU0FOREJPWF9MT1NUEAYSHAoYRVhJVF9SRUFTT05fU1RBUlRfRkFJTEVEEAcqYQoMT3V0cHV0U3RyZWFtEh0KGU9VVFBVVF9TVFJFQU1fVU5TUEVDSUZJRUQQABIYChRPVVRQVVRfU1RSRUFNX1NURE9VVBABEhgKFE9VVFBVVF9TVFJFQU1fU1RERVJSEAIy1gcKDlByb2Nlc3NTZXJ2aWNlEmMKDFN0YXJ0UHJvY2VzcxIoLnBlbnN0b2NrLnNhbmRib3gudjEuU3RhcnRQcm9jZXNzUmVxdWVzdBopLnBlbnN0b2NrLnNhbmRib3gudjEuU3RhcnRQcm9jZXNzUmVzcG9uc2USZQoMV2F0Y2hQcm9jZXNzEigucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXF1ZXN0GikucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXNwb25zZTABEl8KCldyaXRlU3RkaW4SJi5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlU3RkaW5SZXF1ZXN0GicucGVuc3RvY2suc2FuZGJveC52MS5Xcml0ZVN0ZGluUmVzcG9uc2UoARJmCg1TaWduYWxQcm9jZXNzEikucGVuc3RvY2suc2FuZGJveC52MS5TaWduYWxQcm9jZXNzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuU2lnbmFsUHJvY2Vzc1Jlc3BvbnNlEmAKC0tpbGxQcm9jZXNzEicucGVuc3RvY2suc2FuZGJveC52MS5LaWxsUHJvY2Vzc1JlcXVlc3QaKC5wZW5zdG9jay5zYW5kYm94LnYxLktpbGxQcm9jZXNzUmVzcG9uc2USWgoJUmVzaXplUHR5EiUucGVuc3RvY2suc2FuZGJveC52MS5SZXNpemVQdHlSZXF1ZXN0GiYucGVuc3RvY2suc2FuZGJveC52MS5SZXNpemVQdHlSZXNwb25zZRJdCgpHZXRQcm9jZXNzEiYucGVuc3RvY2suc2FuZGJveC52MS5HZXRQcm9jZXNzUmVxdWVzdBonLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0UHJvY2Vzc1Jlc3BvbnNlEmYKDUxpc3RQcm9jZXNzZXMSKS5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RQcm9jZXNzZXNSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5MaXN0UHJvY2Vzc2VzUmVzcG9uc2USYAoLV2FpdFByb2Nlc3MSJy5wZW5zdG9jay5zYW5kYm94LnYxLldhaXRQcm9jZXNzUmVxdWVzdBooLnBlbnN0b2NrLnNhbmRib3gudjEuV2FpdFByb2Nlc3NSZXNwb25zZRJICgNSdW4SHy5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlcXVlc3QaIC5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
- * What to run: an argument vector, or a text for the sandbox's shell where a shell is really wanted.
+ * Command is what to run: an argument vector, or a text for the sandbox's shell where one is needed.
  *
  * @generated from message penstock.sandbox.v1.Command
  */
@@ -31,7 +31,7 @@ export type Command = Message<"penstock.sandbox.v1.Command"> & {
     case: "argv";
   } | {
     /**
-     * Run as /bin/sh -c TEXT (or bash where the base has it), the text as one argument.
+     * Run as /bin/sh -c TEXT (or bash if the base has it), the text as one argument.
      *
      * @generated from field: string shell = 2;
      */
@@ -40,35 +40,35 @@ export type Command = Message<"penstock.sandbox.v1.Command"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * On top of the sandbox's.
+   * Added to the sandbox's environment.
    *
    * @generated from field: map<string, string> env = 3;
    */
   env: { [key: string]: string };
 
   /**
-   * The same, for values that must appear in no log and no listing. In the process's environment, never in an argv.
+   * The same, for secrets: they appear in no log and no listing, and in the process's environment only, never in an argv.
    *
    * @generated from field: map<string, string> secret_env = 4;
    */
   secretEnv: { [key: string]: string };
 
   /**
-   * Absolute, or relative to the sandbox's working directory; empty = the working directory.
+   * Absolute, or relative to the sandbox's working directory. Empty = the working directory.
    *
    * @generated from field: string cwd = 5;
    */
   cwd: string;
 
   /**
-   * Unset = none. At its end: SIGTERM to the group, 2 s, then everything is killed; the exit reason is TIMED_OUT.
+   * Unset = none. At its end the group gets SIGTERM, and everything is killed 2 s later. The exit reason is TIMED_OUT.
    *
    * @generated from field: google.protobuf.Duration timeout = 6;
    */
   timeout?: Duration | undefined;
 
   /**
-   * The account that executes; empty = the sandbox's. Another one needs the backend's capability `root`.
+   * The account that runs the command. Empty = the sandbox's. Another one needs the backend's capability `root`.
    *
    * @generated from field: string user = 7;
    */
@@ -89,7 +89,7 @@ export const CommandSchema: GenMessage<Command> = /*@__PURE__*/
  */
 export type Argv = Message<"penstock.sandbox.v1.Argv"> & {
   /**
-   * The program (looked up in PATH unless it holds a slash) and its arguments. Not empty.
+   * The program (looked up in PATH unless it contains a slash) and its arguments. Not empty.
    *
    * @generated from field: repeated string args = 1;
    */
@@ -104,7 +104,7 @@ export const ArgvSchema: GenMessage<Argv> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_process_service, 1);
 
 /**
- * Dimensions of a terminal, in characters.
+ * PtySize is the size of a terminal, in characters.
  *
  * @generated from message penstock.sandbox.v1.PtySize
  */
@@ -128,7 +128,7 @@ export const PtySizeSchema: GenMessage<PtySize> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_process_service, 2);
 
 /**
- * The end of a process.
+ * Exit is the end of a process.
  *
  * @generated from message penstock.sandbox.v1.Exit
  */
@@ -175,14 +175,14 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
   cpuTime?: Duration | undefined;
 
   /**
-   * Peak resident memory of the largest process, where known.
+   * Peak resident memory of the largest process, if known.
    *
    * @generated from field: optional int64 max_rss_bytes = 7;
    */
   maxRssBytes?: bigint | undefined;
 
   /**
-   * Output beyond output_limit_bytes was discarded.
+   * Whether output beyond output_limit_bytes was discarded.
    *
    * @generated from field: bool stdout_truncated = 8;
    */
@@ -194,7 +194,7 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
   stderrTruncated: boolean;
 
   /**
-   * The process ended but others still hold its output open; what they wrote after 2 s is not included.
+   * The process ended but other processes keep its output open. What they wrote after 2 s is not included.
    *
    * @generated from field: bool pipes_open = 10;
    */
@@ -206,7 +206,7 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
   endTime?: Timestamp | undefined;
 
   /**
-   * Bytes written by the process in all, kept or not.
+   * All bytes that the process wrote, kept or not.
    *
    * @generated from field: int64 stdout_bytes = 12;
    */
@@ -218,7 +218,7 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
   stderrBytes: bigint;
 
   /**
-   * With SANDBOX_LOST: the sandbox was ended from within, by what ran in it. False where that is not known.
+   * With SANDBOX_LOST: a program in the sandbox ended it. False = unknown.
    *
    * @generated from field: bool ended_inside = 14;
    */
@@ -233,7 +233,7 @@ export const ExitSchema: GenMessage<Exit> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_process_service, 3);
 
 /**
- * A process in a sandbox.
+ * Process is a process in a sandbox.
  *
  * @generated from message penstock.sandbox.v1.Process
  */
@@ -244,7 +244,7 @@ export type Process = Message<"penstock.sandbox.v1.Process"> & {
   processId: string;
 
   /**
-   * Without values of secret_env.
+   * Without the values of secret_env.
    *
    * @generated from field: penstock.sandbox.v1.Command command = 2;
    */
@@ -268,7 +268,7 @@ export type Process = Message<"penstock.sandbox.v1.Process"> & {
   pty: boolean;
 
   /**
-   * Bytes of standard input that were accepted: where a broken WriteStdin resumes.
+   * Accepted bytes of standard input, from which a broken WriteStdin resumes.
    *
    * @generated from field: int64 stdin_offset = 6;
    */
@@ -311,29 +311,29 @@ export type StartProcessRequest = Message<"penstock.sandbox.v1.StartProcessReque
   command?: Command | undefined;
 
   /**
-   * Whether WriteStdin will be used; otherwise standard input is empty.
+   * Whether WriteStdin will be used. If not, standard input is empty.
    *
    * @generated from field: bool stdin = 4;
    */
   stdin: boolean;
 
   /**
-   * With it, output is one stream (STDOUT) and stdin is the terminal.
+   * If set, output is one stream (STDOUT) and stdin is the terminal.
    *
    * @generated from field: optional penstock.sandbox.v1.PtySize pty = 5;
    */
   pty?: PtySize | undefined;
 
   /**
-   * Bytes kept per stream; what comes after is counted and discarded. Unset = 64 MiB.
+   * Bytes kept of each stream. Later ones are counted and discarded. Unset = 64 MiB.
    *
    * @generated from field: optional int64 output_limit_bytes = 6;
    */
   outputLimitBytes?: bigint | undefined;
 
   /**
-   * Of what comes after output_limit_bytes, the last so many bytes are kept as well; they are sent when the process has ended.
-   * Unset = 0; at most 10 MiB.
+   * How many last bytes beyond output_limit_bytes are kept as well; they are sent when the process has ended. Unset = 0; at
+   * most 10 MiB.
    *
    * @generated from field: optional int64 output_tail_bytes = 7;
    */
@@ -383,7 +383,7 @@ export type WatchProcessRequest = Message<"penstock.sandbox.v1.WatchProcessReque
   processId: string;
 
   /**
-   * Offsets of the first byte wanted of each stream, from 0.
+   * Offset of the first byte to send of each stream, from 0.
    *
    * @generated from field: int64 stdout_offset = 3;
    */
@@ -433,7 +433,7 @@ export type WatchProcessResponse = Message<"penstock.sandbox.v1.WatchProcessResp
     case: "gap";
   } | {
     /**
-     * Every 10 s of silence.
+     * After every 10 s of silence.
      *
      * @generated from field: penstock.sandbox.v1.WatchProcessResponse.Heartbeat heartbeat = 4;
      */
@@ -458,7 +458,7 @@ export const WatchProcessResponseSchema: GenMessage<WatchProcessResponse> = /*@_
   messageDesc(file_penstock_sandbox_v1_process_service, 8);
 
 /**
- * Output.
+ * Chunk is a piece of output.
  *
  * @generated from message penstock.sandbox.v1.WatchProcessResponse.Chunk
  */
@@ -469,7 +469,7 @@ export type WatchProcessResponse_Chunk = Message<"penstock.sandbox.v1.WatchProce
   stream: OutputStream;
 
   /**
-   * Of the first byte.
+   * Offset of the first byte.
    *
    * @generated from field: int64 offset = 2;
    */
@@ -491,7 +491,7 @@ export const WatchProcessResponse_ChunkSchema: GenMessage<WatchProcessResponse_C
   messageDesc(file_penstock_sandbox_v1_process_service, 8, 0);
 
 /**
- * Output that was discarded: bytes [start, end).
+ * Gap is discarded output: bytes [start, end).
  *
  * @generated from message penstock.sandbox.v1.WatchProcessResponse.Gap
  */
@@ -520,7 +520,7 @@ export const WatchProcessResponse_GapSchema: GenMessage<WatchProcessResponse_Gap
   messageDesc(file_penstock_sandbox_v1_process_service, 8, 1);
 
 /**
- * Nothing happened; the process lives.
+ * Heartbeat states that the process is alive.
  *
  * @generated from message penstock.sandbox.v1.WatchProcessResponse.Heartbeat
  */
@@ -605,7 +605,7 @@ export const WriteStdinRequest_StdinStartSchema: GenMessage<WriteStdinRequest_St
   messageDesc(file_penstock_sandbox_v1_process_service, 9, 0);
 
 /**
- * Closes standard input.
+ * StdinEnd closes standard input.
  *
  * @generated from message penstock.sandbox.v1.WriteStdinRequest.StdinEnd
  */
@@ -626,7 +626,7 @@ export const WriteStdinRequest_StdinEndSchema: GenMessage<WriteStdinRequest_Stdi
  */
 export type WriteStdinResponse = Message<"penstock.sandbox.v1.WriteStdinResponse"> & {
   /**
-   * Bytes written to the process's input in all: where to resume.
+   * All bytes written to the process's input, from which to resume.
    *
    * @generated from field: int64 offset = 1;
    */
@@ -703,7 +703,7 @@ export type KillProcessRequest = Message<"penstock.sandbox.v1.KillProcessRequest
   processId: string;
 
   /**
-   * Every other process in the sandbox is killed as well, whoever started it, so that nothing runs when the call answers.
+   * Also kill every other process in the sandbox, so that none runs when the RPC returns.
    *
    * @generated from field: bool everything = 3;
    */
@@ -835,7 +835,7 @@ export type ListProcessesRequest = Message<"penstock.sandbox.v1.ListProcessesReq
   sandboxId: string;
 
   /**
-   * As in SandboxService.ListSandboxes.
+   * See SandboxService.ListSandboxes.
    *
    * @generated from field: int32 page_size = 2;
    */
@@ -909,7 +909,7 @@ export const WaitProcessRequestSchema: GenMessage<WaitProcessRequest> = /*@__PUR
  */
 export type WaitProcessResponse = Message<"penstock.sandbox.v1.WaitProcessResponse"> & {
   /**
-   * Its `exit` is unset when the deadline came first.
+   * Its `exit` is unset if the deadline came first.
    *
    * @generated from field: penstock.sandbox.v1.Process process = 1;
    */
@@ -940,22 +940,22 @@ export type RunRequest = Message<"penstock.sandbox.v1.RunRequest"> & {
   command?: Command | undefined;
 
   /**
-   * Given to the process's standard input, which is then closed.
+   * Written to the process's standard input, which is then closed.
    *
    * @generated from field: bytes stdin = 3;
    */
   stdin: Uint8Array;
 
   /**
-   * Bytes of each stream in the answer: the first half and the last half of the limit when there is more. Unset = 1 MiB;
-   * at most 10 MiB.
+   * The most bytes of each stream in the answer. Of longer output, it has the first half and the last half of the limit.
+   * Unset = 1 MiB; at most 10 MiB.
    *
    * @generated from field: optional int64 output_limit_bytes = 4;
    */
   outputLimitBytes?: bigint | undefined;
 
   /**
-   * Makes the call idempotent, as in StartProcess; empty = assigned.
+   * Makes the call idempotent, like StartProcess. Empty = the service assigns one.
    *
    * @generated from field: string process_id = 5;
    */
@@ -989,7 +989,7 @@ export const RunResponseSchema: GenMessage<RunResponse> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_process_service, 24);
 
 /**
- * The outcome of a small command.
+ * RunResult is the outcome of a small command.
  *
  * @generated from message penstock.sandbox.v1.RunResult
  */
@@ -1018,7 +1018,7 @@ export const RunResultSchema: GenMessage<RunResult> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_process_service, 25);
 
 /**
- * How a process ended.
+ * ExitReason is how a process ended.
  *
  * @generated from enum penstock.sandbox.v1.ExitReason
  */
@@ -1029,14 +1029,14 @@ export enum ExitReason {
   UNSPECIFIED = 0,
 
   /**
-   * By itself, with a code.
+   * It exited with a code.
    *
    * @generated from enum value: EXIT_REASON_EXITED = 1;
    */
   EXITED = 1,
 
   /**
-   * By a signal that it sent itself or got from inside the sandbox or through SignalProcess.
+   * By its own signal, one from inside the sandbox, or SignalProcess.
    *
    * @generated from enum value: EXIT_REASON_SIGNALED = 2;
    */
@@ -1048,28 +1048,28 @@ export enum ExitReason {
   TIMED_OUT = 3,
 
   /**
-   * Through KillProcess, or because its sandbox was deleted.
+   * By KillProcess, or by the deletion of its sandbox.
    *
    * @generated from enum value: EXIT_REASON_KILLED = 4;
    */
   KILLED = 4,
 
   /**
-   * By the kernel, for memory.
+   * The kernel killed it for memory.
    *
    * @generated from enum value: EXIT_REASON_OOM = 5;
    */
   OOM = 5,
 
   /**
-   * The sandbox is gone and nobody saw how the process ended.
+   * The sandbox was lost, and the process's end is unknown.
    *
    * @generated from enum value: EXIT_REASON_SANDBOX_LOST = 6;
    */
   SANDBOX_LOST = 6,
 
   /**
-   * It never ran; `message` says why.
+   * It never ran; `message` states why.
    *
    * @generated from enum value: EXIT_REASON_START_FAILED = 7;
    */
@@ -1083,7 +1083,7 @@ export const ExitReasonSchema: GenEnum<ExitReason> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_process_service, 0);
 
 /**
- * Which output.
+ * OutputStream is one of a process's outputs.
  *
  * @generated from enum penstock.sandbox.v1.OutputStream
  */
@@ -1111,7 +1111,8 @@ export const OutputStreamSchema: GenEnum<OutputStream> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_process_service, 1);
 
 /**
- * Processes in sandboxes. To start is not to watch: a broken stream loses neither a process nor a byte of output.
+ * ProcessService runs processes in sandboxes. Starting and watching are separate: a broken stream loses neither a process
+ * nor a byte of output.
  *
  * Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, PROCESS_UNKNOWN), FAILED_PRECONDITION
  * (SANDBOX_LOST, SANDBOX_PAUSED). A program that cannot be started (no such file, no permission) is not an error of the
@@ -1121,8 +1122,8 @@ export const OutputStreamSchema: GenEnum<OutputStream> = /*@__PURE__*/
  */
 export const ProcessService: GenService<{
   /**
-   * Starts a process and answers when it runs. Idempotent by process_id: the same id with the same request gives the
-   * process; with another request ALREADY_EXISTS (PROCESS_ID_REUSED).
+   * StartProcess starts a process and returns once it runs. Idempotent by process_id: a repeat of the request returns the
+   * process; another request with the same id fails with ALREADY_EXISTS (PROCESS_ID_REUSED).
    * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: pty).
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.StartProcess
@@ -1133,8 +1134,8 @@ export const ProcessService: GenService<{
     output: typeof StartProcessResponseSchema;
   },
   /**
-   * Streams a process's output from the given offsets and then its exit, which is always the last message. May be called
-   * any number of times, also after the exit.
+   * WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
+   * called any number of times, after the exit too.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.WatchProcess
    */
@@ -1144,8 +1145,9 @@ export const ProcessService: GenService<{
     output: typeof WatchProcessResponseSchema;
   },
   /**
-   * Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
-   * stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
+   * WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
+   * broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
+   * over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
    * Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.WriteStdin
@@ -1156,7 +1158,7 @@ export const ProcessService: GenService<{
     output: typeof WriteStdinResponseSchema;
   },
   /**
-   * Sends a signal to the process's group. A process that has ended is a success.
+   * SignalProcess sends a signal to the process's group. A process that has ended is a success.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.SignalProcess
    */
@@ -1166,9 +1168,9 @@ export const ProcessService: GenService<{
     output: typeof SignalProcessResponseSchema;
   },
   /**
-   * Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
-   * exit reason is KILLED. Idempotent.
-   * Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
+   * KillProcess kills the process and all its descendants, daemons included, and returns once they are dead. The exit
+   * reason is KILLED. Idempotent.
+   * Errors: INTERNAL (KILL_FAILED): a descendant could not be killed.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.KillProcess
    */
@@ -1178,6 +1180,7 @@ export const ProcessService: GenService<{
     output: typeof KillProcessResponseSchema;
   },
   /**
+   * ResizePty sets the size of a process's terminal.
    * Errors: FAILED_PRECONDITION (NOT_A_PTY).
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.ResizePty
@@ -1188,7 +1191,7 @@ export const ProcessService: GenService<{
     output: typeof ResizePtyResponseSchema;
   },
   /**
-   * One process by its id.
+   * GetProcess returns a process.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.GetProcess
    */
@@ -1198,7 +1201,7 @@ export const ProcessService: GenService<{
     output: typeof GetProcessResponseSchema;
   },
   /**
-   * The sandbox's processes, newest first.
+   * ListProcesses lists the sandbox's processes, newest first.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.ListProcesses
    */
@@ -1208,7 +1211,7 @@ export const ProcessService: GenService<{
     output: typeof ListProcessesResponseSchema;
   },
   /**
-   * Answers when the process has ended, or at 80 % of the call's deadline with the process still running.
+   * WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.WaitProcess
    */
@@ -1218,8 +1221,8 @@ export const ProcessService: GenService<{
     output: typeof WaitProcessResponseSchema;
   },
   /**
-   * Runs a small command to its end: start, watch, capped output in one answer. A timeout is an exit with reason
-   * TIMED_OUT and the output so far. Cancelling the call kills the command.
+   * Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
+   * output so far. Cancelling the RPC kills the command.
    *
    * @generated from rpc penstock.sandbox.v1.ProcessService.Run
    */

@@ -2,7 +2,7 @@
 // @generated from file penstock/sandbox/v1/sandbox.proto (package penstock.sandbox.v1, syntax proto3)
 /* eslint-disable */
 
-// Sandboxes: isolated places in which programs run, on a pluggable backend.
+// Sandboxes are isolated places in which programs run, on a pluggable backend.
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
@@ -17,8 +17,8 @@ export const file_penstock_sandbox_v1_sandbox: GenFile = /*@__PURE__*/
   fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkiKQoJQWxsb3dsaXN0Eg0KBWhvc3RzGAEgAygJEg0KBXBvcnRzGAIgAygFIg0KC09wZW5OZXR3b3JrIrUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBARITCgZpbm9kZXMYBSABKANIBIgBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXNCCQoHX2lub2RlcyI2CgRCYXNlEg8KBWltYWdlGAEgASgJSAASFQoLc25hcHNob3RfaWQYAiABKAlIAEIGCgRiYXNlIuEDCgtTYW5kYm94U3BlYxIPCgdiYWNrZW5kGAEgASgJEicKBGJhc2UYAiABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkJhc2USMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSMwoHbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRI2CgNlbnYYBSADKAsyKS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjLkVudkVudHJ5EhMKC3Rvb2xib3hfaWRzGAYgAygJEgwKBHVzZXIYByABKAkSKAoFbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SPAoGbGFiZWxzGAkgAygLMiwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5MYWJlbHNFbnRyeRISCgpvd25fa2VybmVsGAogASgIGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASKrAgoHU2FuZGJveBISCgpzYW5kYm94X2lkGAEgASgJEjAKBXN0YXRlGAIgASgOMiEucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3RhdGUSLgoEc3BlYxgDIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFNwZWMSLwoLY3JlYXRlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIMCgRob21lGAYgASgJEg8KB3dvcmtkaXIYByABKAkSEwoLbG9zdF9yZWFzb24YCCABKAkSFAoMZW5kZWRfaW5zaWRlGAkgASgIImIKCURhdGFQbGFuZRIPCgdhZGRyZXNzGAEgASgJEg0KBXRva2VuGAIgASgJEjUKEXRva2VuX2V4cGlyZV90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCLUAwoMQ2FwYWJpbGl0aWVzEjIKCG5ldHdvcmtzGAEgAygOMiAucGVuc3RvY2suc2FuZGJveC52MS5OZXR3b3JrS2luZBIrCgRmb3JrGAIgASgOMh0ucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrS2luZBILCgNwdHkYAyABKAgSFAoMc3RkaW5fc3RyZWFtGAQgASgIEhEKCWxpbWl0X2NwdRgFIAEoCBIUCgxsaW1pdF9tZW1vcnkYBiABKAgSEgoKbGltaXRfcGlkcxgHIAEoCBISCgpsaW1pdF9kaXNrGAggASgIEgwKBHJvb3QYCSABKAgSDQoFcGF1c2UYCiABKAgSDAoEZGlmZhgLIAEoCBIRCgl0b29sYm94ZXMYDCABKAgSEQoJa2lsbF90cmVlGA0gASgIEhEKCWxpdmVfZm9yaxgOIAEoCBITCgtvcGVuX2VncmVzcxgPIAEoCBISCgpvd25fa2VybmVsGBAgASgIEhgKEHN5c3RlbV9yZWFkX29ubHkYESABKAgSMgoKZGlza19saW1pdBgSIAEoDjIeLnBlbnN0b2NrLnNhbmRib3gudjEuRGlza0xpbWl0EhQKDGxpbWl0X2lub2RlcxgTIAEoCCLvAwoHQmFja2VuZBIMCgRuYW1lGAEgASgJEhEKCWF2YWlsYWJsZRgCIAEoCBIaChJ1bmF2YWlsYWJsZV9yZWFzb24YAyABKAkSNwoMY2FwYWJpbGl0aWVzGAQgASgLMiEucGVuc3RvY2suc2FuZGJveC52MS5DYXBhYmlsaXRpZXMSEgoKaXNfZGVmYXVsdBgFIAEoCBIVCg1tYXhfc2FuZGJveGVzGAYgASgFEjAKDWRlZmF1bHRfbGVhc2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJbWF4X2xlYXNlGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjkKEWRlZmF1bHRfcmVzb3VyY2VzGAkgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSLwoMbWF4X2xpZmV0aW1lGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiQKF21heF9zYW5kYm94ZXNfcGVyX293bmVyGAsgASgFSACIAQESNQoNbWF4X3Jlc291cmNlcxgMIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzb3VyY2VzQhoKGF9tYXhfc2FuZGJveGVzX3Blcl9vd25lciqvAQoMU2FuZGJveFN0YXRlEh0KGVNBTkRCT1hfU1RBVEVfVU5TUEVDSUZJRUQQABIaChZTQU5EQk9YX1NUQVRFX0NSRUFUSU5HEAESFwoTU0FOREJPWF9TVEFURV9SRUFEWRACEhgKFFNBTkRCT1hfU1RBVEVfUEFVU0VEEAMSFgoSU0FOREJPWF9TVEFURV9MT1NUEAQSGQoVU0FOREJPWF9TVEFURV9ERUxFVEVEEAUqlgEKCEZvcmtLaW5kEhkKFUZPUktfS0lORF9VTlNQRUNJRklFRBAAEhIKDkZPUktfS0lORF9OT05FEAESFAoQRk9SS19LSU5EX1JFUExBWRACEhgKFEZPUktfS0lORF9GSUxFU1lTVEVNEAMSFAoQRk9SS19LSU5EX01FTU9SWRAEEhUKEUZPUktfS0lORF9BUkNISVZFEAUqaQoJRGlza0xpbWl0EhoKFkRJU0tfTElNSVRfVU5TUEVDSUZJRUQQABITCg9ESVNLX0xJTUlUX05PTkUQARIWChJESVNLX0xJTUlUX1dBVENIRUQQAhITCg9ESVNLX0xJTUlUX0hBUkQQAyqUAQoLTmV0d29ya0tpbmQSHAoYTkVUV09SS19LSU5EX1VOU1BFQ0lGSUVEEAASFQoRTkVUV09SS19LSU5EX05PTkUQARIdChlORVRXT1JLX0tJTkRfT05FX0VORFBPSU5UEAISGgoWTkVUV09SS19LSU5EX0FMTE9XTElTVBADEhUKEU5FVFdPUktfS0lORF9PUEVOEARiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
- * What a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN; within a kind, fewer hosts and ports are narrower.
- * ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
+ * NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within a kind, fewer hosts
+ * and ports are narrower. ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
  *
  * @generated from message penstock.sandbox.v1.NetworkPolicy
  */
@@ -36,7 +36,7 @@ export type NetworkPolicy = Message<"penstock.sandbox.v1.NetworkPolicy"> & {
     case: "none";
   } | {
     /**
-     * One listener inside, leading to one address outside, and nothing else.
+     * One listener inside, which leads to one address outside.
      *
      * @generated from field: penstock.sandbox.v1.OneEndpoint one_endpoint = 2;
      */
@@ -97,9 +97,8 @@ export type OneEndpoint = Message<"penstock.sandbox.v1.OneEndpoint"> & {
   localPort: number;
 
   /**
-   * "host:port", "tls:host:port" or "unix:/path", as the service (not the sandbox) reaches it. Only what the
-   * operator's `allowed_upstreams` names. With "tls:" the service speaks TLS to it, and the sandbox still plainly to
-   * its own loopback.
+   * "host:port", "tls:host:port" or "unix:/path", as the service (not the sandbox) reaches it. It must be in the operator's
+   * `allowed_upstreams`. With "tls:" the service uses TLS, and the sandbox plain TCP to its own loopback.
    *
    * @generated from field: string upstream = 2;
    */
@@ -155,9 +154,9 @@ export const OpenNetworkSchema: GenMessage<OpenNetwork> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 4);
 
 /**
- * Limits in force for all of a sandbox's processes together. Unset = the operator's default for the backend. A limit that
- * the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored, and so is more than the operator's maximum
- * (Backend.max_resources; INVALID_ARGUMENT, with the field and the maximum).
+ * Resources are limits on all of a sandbox's processes together. Unset = the operator's default for the backend. A limit
+ * that the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored. So is a limit above the operator's
+ * maximum (Backend.max_resources; INVALID_ARGUMENT, with the field and the maximum).
  *
  * @generated from message penstock.sandbox.v1.Resources
  */
@@ -180,15 +179,15 @@ export type Resources = Message<"penstock.sandbox.v1.Resources"> & {
   pids?: number | undefined;
 
   /**
-   * What its files take on disk: those that it wrote and those of the snapshot that it stands on, as blocks (a hole takes none).
-   * /tmp and /dev/shm are memory. Capabilities.disk_limit says how it is held to this. At least 1 MiB.
+   * Disk space of the sandbox's files: those that it wrote and those of its snapshot, in blocks (a hole counts nothing).
+   * /tmp and /dev/shm are memory. Capabilities.disk_limit states how it is enforced. At least 1 MiB.
    *
    * @generated from field: optional int64 disk_bytes = 4;
    */
   diskBytes?: bigint | undefined;
 
   /**
-   * Files, directories and links on disk, counted as disk_bytes are. At least 64.
+   * Files, directories and links on disk, counted like disk_bytes. At least 64.
    *
    * @generated from field: optional int64 inodes = 5;
    */
@@ -203,7 +202,7 @@ export const ResourcesSchema: GenMessage<Resources> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 5);
 
 /**
- * What the sandbox is made from.
+ * Base is what a sandbox is made from.
  *
  * @generated from message penstock.sandbox.v1.Base
  */
@@ -213,7 +212,7 @@ export type Base = Message<"penstock.sandbox.v1.Base"> & {
    */
   base: {
     /**
-     * The backend's name for an image. The local backend knows "host": a read-only subset of the host's programs.
+     * The backend's name for an image. The local backend has "host": a read-only subset of the host's programs.
      *
      * @generated from field: string image = 1;
      */
@@ -238,7 +237,7 @@ export const BaseSchema: GenMessage<Base> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 6);
 
 /**
- * Everything about a sandbox that its creator chooses.
+ * SandboxSpec is what the creator of a sandbox chooses.
  *
  * @generated from message penstock.sandbox.v1.SandboxSpec
  */
@@ -270,22 +269,22 @@ export type SandboxSpec = Message<"penstock.sandbox.v1.SandboxSpec"> & {
   network?: NetworkPolicy | undefined;
 
   /**
-   * Environment of every process, on top of the backend's small fixed one (PATH, HOME, LANG, TERM, USER). The service's
-   * own environment is never visible.
+   * Environment of every process, added to the backend's small fixed one (PATH, HOME, LANG, TERM, USER). The service's own
+   * environment is never visible.
    *
    * @generated from field: map<string, string> env = 5;
    */
   env: { [key: string]: string };
 
   /**
-   * Toolboxes to mount read-only, by id, in the order in which their programs take precedence.
+   * Ids of toolboxes to mount read-only. Programs of earlier ones take precedence.
    *
    * @generated from field: repeated string toolbox_ids = 6;
    */
   toolboxIds: string[];
 
   /**
-   * The account that executes. Empty = the backend's ordinary user.
+   * The account that runs programs. Empty = the backend's ordinary user.
    *
    * @generated from field: string user = 7;
    */
@@ -299,16 +298,16 @@ export type SandboxSpec = Message<"penstock.sandbox.v1.SandboxSpec"> & {
   lease?: Duration | undefined;
 
   /**
-   * For finding and reaping; keys and values as identifiers. The value of the one that the operator's `owner_label` names
-   * (by default "owner") says whom the sandbox counts for.
+   * For listing and reaping; keys and values as identifiers. The label that the operator's `owner_label` names (by default
+   * "owner") is the owner whose quota counts this sandbox.
    *
    * @generated from field: map<string, string> labels = 9;
    */
   labels: { [key: string]: string };
 
   /**
-   * Only with a kernel of its own (Capabilities.own_kernel): a backend that has none refuses (CAPABILITY_MISSING). Unset = as the
-   * backend has it.
+   * Require a kernel of the sandbox's own (Capabilities.own_kernel). A backend without one refuses it (CAPABILITY_MISSING).
+   * Unset = the backend's choice.
    *
    * @generated from field: bool own_kernel = 10;
    */
@@ -339,7 +338,7 @@ export type Sandbox = Message<"penstock.sandbox.v1.Sandbox"> & {
   state: SandboxState;
 
   /**
-   * As applied, defaults filled in.
+   * As applied, with defaults filled in.
    *
    * @generated from field: penstock.sandbox.v1.SandboxSpec spec = 3;
    */
@@ -358,7 +357,7 @@ export type Sandbox = Message<"penstock.sandbox.v1.Sandbox"> & {
   expireTime?: Timestamp | undefined;
 
   /**
-   * Home directory and working directory of the user inside.
+   * Home directory and working directory of the sandbox's user.
    *
    * @generated from field: string home = 6;
    */
@@ -370,15 +369,15 @@ export type Sandbox = Message<"penstock.sandbox.v1.Sandbox"> & {
   workdir: string;
 
   /**
-   * Why it is LOST; a stable UPPER_SNAKE reason.
+   * Why it is LOST: a stable UPPER_SNAKE reason.
    *
    * @generated from field: string lost_reason = 8;
    */
   lostReason: string;
 
   /**
-   * With LOST: it was ended from within, by what ran in it. False where that is not known. Calls that are refused with
-   * SANDBOX_LOST then have `ended_inside` = "true" in their metadata.
+   * With LOST: a program in the sandbox ended it. False = unknown. Calls refused with SANDBOX_LOST then have `ended_inside`
+   * = "true" in their metadata.
    *
    * @generated from field: bool ended_inside = 9;
    */
@@ -393,8 +392,8 @@ export const SandboxSchema: GenMessage<Sandbox> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 8);
 
 /**
- * Where one sandbox's ProcessService and FileService are served, when that is not the address that answered. Given to trainers
- * and operators only.
+ * DataPlane is where one sandbox's ProcessService and FileService are served, if not at the address that answered. It is
+ * returned to trainers and operators only.
  *
  * @generated from message penstock.sandbox.v1.DataPlane
  */
@@ -405,7 +404,7 @@ export type DataPlane = Message<"penstock.sandbox.v1.DataPlane"> & {
   address: string;
 
   /**
-   * Good for this sandbox only, until token_expire_time.
+   * Valid for this sandbox only, until token_expire_time.
    *
    * @generated from field: string token = 2;
    */
@@ -425,7 +424,7 @@ export const DataPlaneSchema: GenMessage<DataPlane> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 9);
 
 /**
- * What a backend can do here and now, probed at start.
+ * Capabilities are what a backend can do on this machine, probed at start.
  *
  * @generated from message penstock.sandbox.v1.Capabilities
  */
@@ -466,7 +465,7 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
   limitPids: boolean;
 
   /**
-   * Whether a spec may limit disk_bytes; disk_limit says how that is held.
+   * Whether a spec may limit disk_bytes. disk_limit states how that is enforced.
    *
    * @generated from field: bool limit_disk = 8;
    */
@@ -495,45 +494,45 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
   toolboxes: boolean;
 
   /**
-   * Killing one process is certain to reach every descendant, daemons included.
+   * Whether killing one process reaches every descendant for certain, daemons included.
    *
    * @generated from field: bool kill_tree = 13;
    */
   killTree: boolean;
 
   /**
-   * Whether ForkSandboxes takes a live sandbox.
+   * Whether ForkSandboxes accepts a live sandbox.
    *
    * @generated from field: bool live_fork = 14;
    */
   liveFork: boolean;
 
   /**
-   * Whether sandboxes of every network kind reach the internet as well: the provider cannot close it and the operator has
-   * accepted that. ONE_ENDPOINT then says what is reached inside, not that nothing else is.
+   * Whether sandboxes of every network kind also reach the internet: the provider cannot close it and the operator has
+   * accepted that. ONE_ENDPOINT then adds an endpoint and excludes nothing.
    *
    * @generated from field: bool open_egress = 15;
    */
   openEgress: boolean;
 
   /**
-   * Whether what runs inside calls a kernel of the sandbox's own instead of the one that the backend's machine and other sandboxes
-   * run on (gVisor, a virtual machine), as this service has seen for itself. False where it cannot tell.
+   * Whether programs inside use a kernel of the sandbox's own (gVisor, a virtual machine), not the kernel of the backend's
+   * machine and other sandboxes. The service has checked it itself. False if it cannot check.
    *
    * @generated from field: bool own_kernel = 16;
    */
   ownKernel: boolean;
 
   /**
-   * Whether nothing that was in the sandbox before its user (system programs and libraries, /etc, the devices, toolboxes)
-   * can be changed, removed or replaced by anything that runs in it.
+   * Whether no program in the sandbox can change, remove or replace what was there before its user: system programs and
+   * libraries, /etc, the devices, toolboxes.
    *
    * @generated from field: bool system_read_only = 17;
    */
   systemReadOnly: boolean;
 
   /**
-   * How disk_bytes, and inodes where limit_inodes is set, are held.
+   * How disk_bytes, and inodes if limit_inodes is set, are enforced.
    *
    * @generated from field: penstock.sandbox.v1.DiskLimit disk_limit = 18;
    */
@@ -553,7 +552,7 @@ export const CapabilitiesSchema: GenMessage<Capabilities> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 10);
 
 /**
- * A backend of this service.
+ * Backend is a backend of this service.
  *
  * @generated from message penstock.sandbox.v1.Backend
  */
@@ -569,7 +568,7 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
   available: boolean;
 
   /**
-   * Why it is not available, and what to install or set; empty when it is.
+   * Why it is unavailable, and what to install or set. Empty if available.
    *
    * @generated from field: string unavailable_reason = 3;
    */
@@ -586,7 +585,7 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
   isDefault: boolean;
 
   /**
-   * Limits in force: most sandboxes at once, and the default and greatest lease.
+   * Limits in force: the most concurrent sandboxes, and the default and longest lease.
    *
    * @generated from field: int32 max_sandboxes = 6;
    */
@@ -608,21 +607,21 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
   defaultResources?: Resources | undefined;
 
   /**
-   * After READY, however often the lease is renewed. Unset = no limit.
+   * The longest life after READY, whatever the renewals of the lease. Unset = no limit.
    *
    * @generated from field: google.protobuf.Duration max_lifetime = 10;
    */
   maxLifetime?: Duration | undefined;
 
   /**
-   * Most sandboxes at once that carry the same value of the operator's owner label. Unset = no limit.
+   * The most concurrent sandboxes with the same value of the operator's owner label. Unset = no limit.
    *
    * @generated from field: optional int32 max_sandboxes_per_owner = 11;
    */
   maxSandboxesPerOwner?: number | undefined;
 
   /**
-   * The most that a spec may ask for; unset fields have no maximum.
+   * The most that a spec may request. Unset fields have no maximum.
    *
    * @generated from field: penstock.sandbox.v1.Resources max_resources = 12;
    */
@@ -637,8 +636,8 @@ export const BackendSchema: GenMessage<Backend> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 11);
 
 /**
- * Where a sandbox stands. CREATING -> READY <-> PAUSED -> DELETED, and from any of them LOST when the backend lost it or
- * has so far failed to delete it.
+ * SandboxState is CREATING -> READY <-> PAUSED -> DELETED. From any of them it becomes LOST if the backend loses the
+ * sandbox, or its deletion has failed so far.
  *
  * @generated from enum penstock.sandbox.v1.SandboxState
  */
@@ -659,14 +658,14 @@ export enum SandboxState {
   READY = 2,
 
   /**
-   * Its processes stand still. Its lease runs on.
+   * Its processes are frozen. Its lease runs on.
    *
    * @generated from enum value: SANDBOX_STATE_PAUSED = 3;
    */
   PAUSED = 3,
 
   /**
-   * It died, its backend cannot find it, or it was to be deleted and its backend has failed so far. Terminal.
+   * It died, its backend cannot find it, or its deletion has failed so far. Terminal.
    *
    * @generated from enum value: SANDBOX_STATE_LOST = 4;
    */
@@ -687,7 +686,7 @@ export const SandboxStateSchema: GenEnum<SandboxState> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_sandbox, 0);
 
 /**
- * How a backend can copy a sandbox.
+ * ForkKind is how a backend copies a sandbox.
  *
  * @generated from enum penstock.sandbox.v1.ForkKind
  */
@@ -724,8 +723,8 @@ export enum ForkKind {
   MEMORY = 4,
 
   /**
-   * Files are copied: what the prepared sandbox differs by from its image, where its user may write, is packed and unpacked
-   * in a fresh sandbox of that image. Processes are not copied, and each child costs the transfer.
+   * Files are copied, and each child costs the transfer. What the prepared sandbox changed from its image, where its user
+   * may write, is packed and unpacked in a fresh sandbox of that image. Processes are not copied.
    *
    * @generated from enum value: FORK_KIND_ARCHIVE = 5;
    */
@@ -739,7 +738,7 @@ export const ForkKindSchema: GenEnum<ForkKind> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_sandbox, 1);
 
 /**
- * How a backend holds a sandbox to its disk_bytes and inodes.
+ * DiskLimit is how a backend enforces disk_bytes and inodes.
  *
  * @generated from enum penstock.sandbox.v1.DiskLimit
  */
@@ -750,22 +749,22 @@ export enum DiskLimit {
   UNSPECIFIED = 0,
 
   /**
-   * Not at all: a spec that asks for such a limit is refused.
+   * Not enforced: a spec with such a limit is refused.
    *
    * @generated from enum value: DISK_LIMIT_NONE = 1;
    */
   NONE = 1,
 
   /**
-   * It is measured again and again, and ended once it is over (DISK_EXHAUSTED, from within): what is written until then is more
-   * than the limit.
+   * The sandbox is measured repeatedly, and ended once it is over the limit (DISK_EXHAUSTED, from within). Until then it
+   * can exceed the limit.
    *
    * @generated from enum value: DISK_LIMIT_WATCHED = 2;
    */
   WATCHED = 2,
 
   /**
-   * The kernel refuses what is more (EDQUOT or ENOSPC).
+   * The kernel refuses writes above the limit (EDQUOT or ENOSPC).
    *
    * @generated from enum value: DISK_LIMIT_HARD = 3;
    */
@@ -779,7 +778,7 @@ export const DiskLimitSchema: GenEnum<DiskLimit> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_sandbox, 2);
 
 /**
- * Kinds of network policy, for capabilities.
+ * NetworkKind is a kind of network policy, for capabilities.
  *
  * @generated from enum penstock.sandbox.v1.NetworkKind
  */

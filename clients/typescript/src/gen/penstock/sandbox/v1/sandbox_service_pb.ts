@@ -56,7 +56,7 @@ export type CreateSandboxResponse = Message<"penstock.sandbox.v1.CreateSandboxRe
   sandbox?: Sandbox | undefined;
 
   /**
-   * Unset = the address that answered. A repeated call gets a fresh token.
+   * Unset = the address that answered. A repeated call returns a fresh token.
    *
    * @generated from field: optional penstock.sandbox.v1.DataPlane data_plane = 2;
    */
@@ -155,7 +155,7 @@ export const GetDataPlaneResponseSchema: GenMessage<GetDataPlaneResponse> = /*@_
  */
 export type ListSandboxesRequest = Message<"penstock.sandbox.v1.ListSandboxesRequest"> & {
   /**
-   * 0 = 100; more than 1000 is taken as 1000; negative is refused.
+   * 0 = 100; above 1000 = 1000; negative is refused.
    *
    * @generated from field: int32 page_size = 1;
    */
@@ -399,7 +399,7 @@ export const ListBackendsResponseSchema: GenMessage<ListBackendsResponse> = /*@_
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 17);
 
 /**
- * A file to put in place before setup.
+ * SeedFile is a file to write before setup.
  *
  * @generated from message penstock.sandbox.v1.SeedFile
  */
@@ -432,13 +432,13 @@ export const SeedFileSchema: GenMessage<SeedFile> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 18);
 
 /**
- * What a snapshot is made of; two specs of equal content share one snapshot.
+ * SnapshotSpec is what a snapshot is made from. Specs with equal content share one snapshot.
  *
  * @generated from message penstock.sandbox.v1.SnapshotSpec
  */
 export type SnapshotSpec = Message<"penstock.sandbox.v1.SnapshotSpec"> & {
   /**
-   * Labels and lease of it are ignored.
+   * Its labels and lease are ignored.
    *
    * @generated from field: penstock.sandbox.v1.SandboxSpec sandbox = 1;
    */
@@ -450,7 +450,7 @@ export type SnapshotSpec = Message<"penstock.sandbox.v1.SnapshotSpec"> & {
   files: SeedFile[];
 
   /**
-   * Run in order after the files; the first that fails fails the snapshot.
+   * Run in order after the files. If one fails, the snapshot fails.
    *
    * @generated from field: repeated penstock.sandbox.v1.Command setup = 3;
    */
@@ -465,7 +465,7 @@ export const SnapshotSpecSchema: GenMessage<SnapshotSpec> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 19);
 
 /**
- * A sealed, immutable state of a sandbox's files.
+ * Snapshot is a sealed, immutable state of a sandbox's files.
  *
  * @generated from message penstock.sandbox.v1.Snapshot
  */
@@ -476,7 +476,7 @@ export type Snapshot = Message<"penstock.sandbox.v1.Snapshot"> & {
   snapshotId: string;
 
   /**
-   * A digest of the SnapshotSpec's content. Opaque: computed by the service only, compared and passed back by clients.
+   * Digest of the SnapshotSpec's content. Opaque: computed by the service, compared and passed back by clients.
    *
    * @generated from field: string key = 2;
    */
@@ -498,7 +498,7 @@ export type Snapshot = Message<"penstock.sandbox.v1.Snapshot"> & {
   sizeBytes: bigint;
 
   /**
-   * How sandboxes made from it relate to it.
+   * How sandboxes made from it are copied.
    *
    * @generated from field: penstock.sandbox.v1.ForkKind fork_kind = 6;
    */
@@ -542,7 +542,7 @@ export type PrepareSnapshotResponse = Message<"penstock.sandbox.v1.PrepareSnapsh
    */
   event: {
     /**
-     * The command that now runs.
+     * The command that runs now.
      *
      * @generated from field: penstock.sandbox.v1.PrepareSnapshotResponse.CommandStarted command_started = 1;
      */
@@ -573,7 +573,7 @@ export const PrepareSnapshotResponseSchema: GenMessage<PrepareSnapshotResponse> 
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 22);
 
 /**
- * A setup command began.
+ * CommandStarted states that a setup command began.
  *
  * @generated from message penstock.sandbox.v1.PrepareSnapshotResponse.CommandStarted
  */
@@ -592,7 +592,7 @@ export const PrepareSnapshotResponse_CommandStartedSchema: GenMessage<PrepareSna
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 22, 0);
 
 /**
- * A setup command ended.
+ * CommandFinished states that a setup command ended.
  *
  * @generated from message penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished
  */
@@ -660,7 +660,7 @@ export const GetSnapshotResponseSchema: GenMessage<GetSnapshotResponse> = /*@__P
  */
 export type ListSnapshotsRequest = Message<"penstock.sandbox.v1.ListSnapshotsRequest"> & {
   /**
-   * As in ListSandboxes.
+   * See ListSandboxes.
    *
    * @generated from field: int32 page_size = 1;
    */
@@ -773,8 +773,8 @@ export type ForkSandboxesRequest = Message<"penstock.sandbox.v1.ForkSandboxesReq
   count: number;
 
   /**
-   * Lease, labels, network and extra env of the children; backend, base and resources come from the source and MUST be
-   * unset here. The base of a live sandbox's child is the copy, which is no snapshot that could be asked for.
+   * Lease, labels, network and extra env of the children. Backend, base and resources come from the source and MUST be
+   * unset here. The base of a live sandbox's child is the copy, which has no snapshot id.
    *
    * @generated from field: penstock.sandbox.v1.SandboxSpec spec = 5;
    */
@@ -819,7 +819,7 @@ export type ForkSandboxesResponse = Message<"penstock.sandbox.v1.ForkSandboxesRe
   } | { case: undefined; value?: undefined };
 
   /**
-   * With a sandbox only; as in CreateSandboxResponse.
+   * With a sandbox only. See CreateSandboxResponse.
    *
    * @generated from field: optional penstock.sandbox.v1.DataPlane data_plane = 4;
    */
@@ -834,7 +834,7 @@ export const ForkSandboxesResponseSchema: GenMessage<ForkSandboxesResponse> = /*
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 30);
 
 /**
- * Why one child could not be made.
+ * ForkFailure is why one child could not be made.
  *
  * @generated from message penstock.sandbox.v1.ForkSandboxesResponse.ForkFailure
  */
@@ -985,14 +985,14 @@ export type WatchSandboxesRequest = Message<"penstock.sandbox.v1.WatchSandboxesR
   labels: { [key: string]: string };
 
   /**
-   * 1 s to 1 min; unset = 2 s. Measuring adds to it, 15 s at most: what has told nothing by then has no figures.
+   * 1 s to 1 min; unset = 2 s. Measuring adds at most 15 s; a sandbox that has not answered by then has no figures.
    *
    * @generated from field: google.protobuf.Duration interval = 2;
    */
   interval?: Duration | undefined;
 
   /**
-   * Most that are told, newest first: 1 to 1000; unset = 200.
+   * The most sandboxes in a message, newest first: 1 to 1000; unset = 200.
    *
    * @generated from field: optional int32 most = 3;
    */
@@ -1018,7 +1018,7 @@ export type WatchSandboxesResponse = Message<"penstock.sandbox.v1.WatchSandboxes
   sandboxes: WatchSandboxesResponse_Usage[];
 
   /**
-   * All that match.
+   * Count of all that match.
    *
    * @generated from field: int32 count = 2;
    */
@@ -1033,7 +1033,8 @@ export const WatchSandboxesResponseSchema: GenMessage<WatchSandboxesResponse> = 
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 38);
 
 /**
- * A sandbox with what it uses; without figures while it is not READY or its backend cannot tell.
+ * Usage is a sandbox and what it uses. It has no figures while the sandbox is not READY or its backend cannot measure
+ * them.
  *
  * @generated from message penstock.sandbox.v1.WatchSandboxesResponse.Usage
  */
@@ -1076,7 +1077,7 @@ export const GetStatsRequestSchema: GenMessage<GetStatsRequest> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 39);
 
 /**
- * See GetStats. Unset = the backend cannot tell.
+ * See GetStats. An unset field = the backend cannot measure it.
  *
  * @generated from message penstock.sandbox.v1.GetStatsResponse
  */
@@ -1102,7 +1103,7 @@ export type GetStatsResponse = Message<"penstock.sandbox.v1.GetStatsResponse"> &
   cpuTime?: Duration | undefined;
 
   /**
-   * As Resources counts them, but without what lies in the snapshot below.
+   * Counted as in Resources, without the files of the snapshot below.
    *
    * @generated from field: optional int64 disk_bytes = 5;
    */
@@ -1133,15 +1134,15 @@ export type DiffSandboxRequest = Message<"penstock.sandbox.v1.DiffSandboxRequest
   sandboxId: string;
 
   /**
-   * Only what is at or below these absolute paths. Empty = everything.
+   * Only files at or below these absolute paths. Empty = all files.
    *
    * @generated from field: repeated string below = 2;
    */
   below: string[];
 
   /**
-   * Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) a tar of more bytes than this, and so a file that is larger before any of it
-   * is read, holes included; unset = 1 GiB. Not negative.
+   * The most bytes in the tar; a larger one is refused (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). A file that would exceed it,
+   * holes included, is refused before it is read. Unset = 1 GiB. Not negative.
    *
    * @generated from field: optional int64 max_bytes = 3;
    */
@@ -1189,13 +1190,13 @@ export const DiffSandboxResponseSchema: GenMessage<DiffSandboxResponse> = /*@__P
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 42);
 
 /**
- * The end of the tar stream.
+ * DiffEnd ends the tar stream.
  *
  * @generated from message penstock.sandbox.v1.DiffSandboxResponse.DiffEnd
  */
 export type DiffSandboxResponse_DiffEnd = Message<"penstock.sandbox.v1.DiffSandboxResponse.DiffEnd"> & {
   /**
-   * Absolute paths that the base has and the sandbox has not.
+   * Absolute paths that the base has and the sandbox lacks.
    *
    * @generated from field: repeated string deleted_paths = 1;
    */
@@ -1215,28 +1216,29 @@ export const DiffSandboxResponse_DiffEndSchema: GenMessage<DiffSandboxResponse_D
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 42, 0);
 
 /**
- * Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
+ * SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
  *
- * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
- * INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
- * Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
- * (SANDBOX_PAUSED), in all services of this package.
+ * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+ * service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
+ * KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
  *
  * @generated from service penstock.sandbox.v1.SandboxService
  */
 export const SandboxService: GenService<{
   /**
-   * Creates a sandbox and answers when it is READY.
+   * CreateSandbox creates a sandbox and returns once it is READY.
    *
-   * Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
-   * among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+   * If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
+   * `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+   * between owners.
    *
-   * Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
-   * ALREADY_EXISTS (REQUEST_ID_REUSED).
-   * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-   * BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
-   * no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
-   * left behind by any of them, nor by a cancelled call.
+   * Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
+   * with ALREADY_EXISTS (REQUEST_ID_REUSED).
+   * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
+   * UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
+   * (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
+   * (DELETED_MEANWHILE). A failed or cancelled call leaves nothing behind.
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.CreateSandbox
    */
@@ -1246,6 +1248,7 @@ export const SandboxService: GenService<{
     output: typeof CreateSandboxResponseSchema;
   },
   /**
+   * GetSandbox returns a sandbox.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.GetSandbox
@@ -1256,7 +1259,7 @@ export const SandboxService: GenService<{
     output: typeof GetSandboxResponseSchema;
   },
   /**
-   * Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+   * GetDataPlane returns where a sandbox's processes and files are served, with a fresh token. Refused to observers.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.GetDataPlane
@@ -1267,7 +1270,7 @@ export const SandboxService: GenService<{
     output: typeof GetDataPlaneResponseSchema;
   },
   /**
-   * Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left.
+   * ListSandboxes lists sandboxes that are not DELETED, newest first. A sandbox is listed until its deletion is complete.
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.ListSandboxes
    */
@@ -1277,7 +1280,8 @@ export const SandboxService: GenService<{
     output: typeof ListSandboxesResponseSchema;
   },
   /**
-   * Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
+   * WatchSandbox streams a sandbox's states: the present one at once, then each change. The stream ends after a terminal
+   * state.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.WatchSandbox
@@ -1288,7 +1292,7 @@ export const SandboxService: GenService<{
     output: typeof WatchSandboxResponseSchema;
   },
   /**
-   * What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+   * WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
    * Errors: INVALID_ARGUMENT (INVALID_REQUEST).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.WatchSandboxes
@@ -1299,10 +1303,10 @@ export const SandboxService: GenService<{
     output: typeof WatchSandboxesResponseSchema;
   },
   /**
-   * Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
-   * DELETED is a success.
-   * Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
-   * this call is repeated, until nothing of the sandbox is left).
+   * DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
+   * is unknown or DELETED is a success.
+   * Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: the backend has failed so far; the service retries until the
+   * sandbox is removed, whether or not this call is repeated).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.DeleteSandbox
    */
@@ -1312,8 +1316,8 @@ export const SandboxService: GenService<{
     output: typeof DeleteSandboxResponseSchema;
   },
   /**
-   * Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
-   * Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+   * DeleteSandboxes deletes every sandbox with all of the given labels, like DeleteSandbox. At least one label is required.
+   * Errors: UNAVAILABLE (DELETE_PENDING) if that holds for one of them; the others are deleted.
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.DeleteSandboxes
    */
@@ -1323,8 +1327,8 @@ export const SandboxService: GenService<{
     output: typeof DeleteSandboxesResponseSchema;
   },
   /**
-   * Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
-   * that is sooner; the answer says which end was granted.
+   * RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
+   * READY) if that is sooner. It returns the end that was granted.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.RenewLease
@@ -1335,7 +1339,7 @@ export const SandboxService: GenService<{
     output: typeof RenewLeaseResponseSchema;
   },
   /**
-   * What this service's backends can do on this machine.
+   * ListBackends lists this service's backends and their capabilities on this machine.
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.ListBackends
    */
@@ -1345,11 +1349,11 @@ export const SandboxService: GenService<{
     output: typeof ListBackendsResponseSchema;
   },
   /**
-   * Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-   * it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
-   * operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-   * the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
-   * and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
+   * PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
+   * later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
+   * are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
+   * those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
+   * killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
    * Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.PrepareSnapshot
@@ -1360,6 +1364,7 @@ export const SandboxService: GenService<{
     output: typeof PrepareSnapshotResponseSchema;
   },
   /**
+   * GetSnapshot returns a snapshot.
    * Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.GetSnapshot
@@ -1370,7 +1375,7 @@ export const SandboxService: GenService<{
     output: typeof GetSnapshotResponseSchema;
   },
   /**
-   * Lists snapshots, newest first.
+   * ListSnapshots lists snapshots, newest first.
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.ListSnapshots
    */
@@ -1380,7 +1385,8 @@ export const SandboxService: GenService<{
     output: typeof ListSnapshotsResponseSchema;
   },
   /**
-   * Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+   * DeleteSnapshot deletes a snapshot. Sandboxes made from it live on, and its files are removed with the last of them.
+   * Idempotent.
    * Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.DeleteSnapshot
@@ -1391,11 +1397,12 @@ export const SandboxService: GenService<{
     output: typeof DeleteSnapshotResponseSchema;
   },
   /**
-   * Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
-   * failure is its own. Idempotent by request_id.
+   * ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
+   * completion. If a child fails, the others are unaffected. Idempotent by request_id.
    *
-   * A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
-   * (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+   * A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
+   * nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
+   * only.
    * Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
    * SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
    *
@@ -1407,7 +1414,7 @@ export const SandboxService: GenService<{
     output: typeof ForkSandboxesResponseSchema;
   },
   /**
-   * Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
+   * SetNetworkPolicy narrows what a sandbox may reach. Connections that the new policy forbids are cut.
    * Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.SetNetworkPolicy
@@ -1418,11 +1425,11 @@ export const SandboxService: GenService<{
     output: typeof SetNetworkPolicyResponseSchema;
   },
   /**
-   * Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
-   * timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
-   * that moment.
+   * PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
+   * and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
+   * sandbox, which runs for that moment.
    * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
-   * UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
+   * UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.PauseSandbox
    */
@@ -1432,7 +1439,7 @@ export const SandboxService: GenService<{
     output: typeof PauseSandboxResponseSchema;
   },
   /**
-   * Thaws a PAUSED sandbox. A READY one is a success.
+   * ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.ResumeSandbox
@@ -1443,7 +1450,7 @@ export const SandboxService: GenService<{
     output: typeof ResumeSandboxResponseSchema;
   },
   /**
-   * What a sandbox uses now and used at most.
+   * GetStats returns a sandbox's present and peak usage.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.GetStats
@@ -1454,11 +1461,12 @@ export const SandboxService: GenService<{
     output: typeof GetStatsResponseSchema;
   },
   /**
-   * The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-   * in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
-   * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-   * (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-   * (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
+   * DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
+   * whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
+   * work ends if the caller cancels.
+   * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+   * NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
+   * INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.DiffSandbox
    */

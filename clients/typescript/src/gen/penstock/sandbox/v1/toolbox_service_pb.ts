@@ -15,7 +15,7 @@ export const file_penstock_sandbox_v1_toolbox_service: GenFile = /*@__PURE__*/
   fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3Rvb2xib3hfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSJlCgdSdW50aW1lEi4KBGtpbmQYASABKA4yIC5wZW5zdG9jay5zYW5kYm94LnYxLlJ1bnRpbWVLaW5kEhMKC21pbl92ZXJzaW9uGAIgASgJEhUKDWJlbG93X3ZlcnNpb24YAyABKAkiSAoLVG9vbGJveEZpbGUSDAoEcGF0aBgBIAEoCRIPCgdjb250ZW50GAIgASgMEhEKBG1vZGUYAyABKA1IAIgBAUIHCgVfbW9kZSLFAQoLVG9vbGJveFNwZWMSDAoEbmFtZRgBIAEoCRIuCghydW50aW1lcxgCIAMoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUnVudGltZRIUCgxucG1fcGFja2FnZXMYAyADKAkSLwoFZmlsZXMYBCADKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlRvb2xib3hGaWxlEhgKEHBhdGhfZGlyZWN0b3JpZXMYBSADKAkSFwoPcHl0aG9uX3BhY2thZ2VzGAYgAygJIoQBCgdUb29sYm94EhIKCnRvb2xib3hfaWQYASABKAkSDAoEbmFtZRgCIAEoCRISCgptb3VudF9wYXRoGAMgASgJEhIKCnNpemVfYnl0ZXMYBCABKAMSLwoLY3JlYXRlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIlgKFVByZXBhcmVUb29sYm94UmVxdWVzdBIuCgRzcGVjGAEgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94U3BlYxIPCgdiYWNrZW5kGAIgASgJImYKFlByZXBhcmVUb29sYm94UmVzcG9uc2USEgoIcHJvZ3Jlc3MYASABKAlIABIvCgd0b29sYm94GAIgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94SABCBwoFZXZlbnQiPQoUTGlzdFRvb2xib3hlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkiYQoVTGlzdFRvb2xib3hlc1Jlc3BvbnNlEi8KCXRvb2xib3hlcxgBIAMoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuVG9vbGJveBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiKgoURGVsZXRlVG9vbGJveFJlcXVlc3QSEgoKdG9vbGJveF9pZBgBIAEoCSIXChVEZWxldGVUb29sYm94UmVzcG9uc2UqWwoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFwoTUlVOVElNRV9LSU5EX1BZVEhPThABEhUKEVJVTlRJTUVfS0lORF9OT0RFEAIyzQIKDlRvb2xib3hTZXJ2aWNlEmsKDlByZXBhcmVUb29sYm94EioucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlVG9vbGJveFJlcXVlc3QaKy5wZW5zdG9jay5zYW5kYm94LnYxLlByZXBhcmVUb29sYm94UmVzcG9uc2UwARJmCg1MaXN0VG9vbGJveGVzEikucGVuc3RvY2suc2FuZGJveC52MS5MaXN0VG9vbGJveGVzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFRvb2xib3hlc1Jlc3BvbnNlEmYKDURlbGV0ZVRvb2xib3gSKS5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVRvb2xib3hSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5EZWxldGVUb29sYm94UmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_timestamp]);
 
 /**
- * A runtime and its least version.
+ * Runtime is a language runtime and its lowest version.
  *
  * @generated from message penstock.sandbox.v1.Runtime
  */
@@ -26,14 +26,14 @@ export type Runtime = Message<"penstock.sandbox.v1.Runtime"> & {
   kind: RuntimeKind;
 
   /**
-   * For example "20.0"; empty = any.
+   * For example "20.0". Empty = any.
    *
    * @generated from field: string min_version = 2;
    */
   minVersion: string;
 
   /**
-   * The first version that is too new, for example "3.13"; empty = none is.
+   * The first version that is too new, for example "3.13". Empty = none.
    *
    * @generated from field: string below_version = 3;
    */
@@ -48,7 +48,7 @@ export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_toolbox_service, 0);
 
 /**
- * A file of a toolbox.
+ * ToolboxFile is a file of a toolbox.
  *
  * @generated from message penstock.sandbox.v1.ToolboxFile
  */
@@ -81,13 +81,13 @@ export const ToolboxFileSchema: GenMessage<ToolboxFile> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_toolbox_service, 1);
 
 /**
- * What a toolbox holds; its id is a digest of its content and of the platform, opaque to clients.
+ * ToolboxSpec is the content of a toolbox. The id is a digest of the content and the platform, opaque to clients.
  *
  * @generated from message penstock.sandbox.v1.ToolboxSpec
  */
 export type ToolboxSpec = Message<"penstock.sandbox.v1.ToolboxSpec"> & {
   /**
-   * Where it is mounted: /opt/penstock/toolboxes/NAME, with its bin directories first in PATH.
+   * Names the mount path /opt/penstock/toolboxes/NAME. Its bin directories come first in PATH.
    *
    * @generated from field: string name = 1;
    */
@@ -99,7 +99,7 @@ export type ToolboxSpec = Message<"penstock.sandbox.v1.ToolboxSpec"> & {
   runtimes: Runtime[];
 
   /**
-   * Exact, as NAME@VERSION. Installed without running their install scripts.
+   * Exact versions, as NAME@VERSION. Installed without running their install scripts.
    *
    * @generated from field: repeated string npm_packages = 3;
    */
@@ -111,17 +111,18 @@ export type ToolboxSpec = Message<"penstock.sandbox.v1.ToolboxSpec"> & {
   files: ToolboxFile[];
 
   /**
-   * Directories for PATH, relative to the toolbox, before "bin" and "node_modules/.bin", which are always there.
+   * Directories for PATH, relative to the toolbox. "bin" and "node_modules/.bin" always follow them.
    *
    * @generated from field: repeated string path_directories = 5;
    */
   pathDirectories: string[];
 
   /**
-   * Python packages, all of them and each as NAME==VERSION --hash=sha256:HEX [--hash=...]: what is not named is not installed, no
-   * matter what depends on it, and only wheels are, so that no package's code runs while it is. `runtimes` names PYTHON too. They
-   * are under python/ in the toolbox, their programs in python/bin, which is not in PATH unless `path_directories` has it, beside
-   * python/bin/python, an interpreter that finds them: what else the sandbox runs with Python does not.
+   * Python packages, each as NAME==VERSION --hash=sha256:HEX [--hash=...]. List all of them: dependencies that are not
+   * listed are not installed. Only wheels are installed, so no package's code runs during installation. `runtimes` must
+   * name PYTHON too. The packages are under python/ in the toolbox, their programs in python/bin, which is in PATH only if
+   * `path_directories` has it. python/bin/python is an interpreter that finds them; other Python programs of the sandbox do
+   * not.
    *
    * @generated from field: repeated string python_packages = 6;
    */
@@ -136,7 +137,7 @@ export const ToolboxSpecSchema: GenMessage<ToolboxSpec> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_toolbox_service, 2);
 
 /**
- * An installed toolbox.
+ * Toolbox is an installed toolbox.
  *
  * @generated from message penstock.sandbox.v1.Toolbox
  */
@@ -152,7 +153,7 @@ export type Toolbox = Message<"penstock.sandbox.v1.Toolbox"> & {
   name: string;
 
   /**
-   * Where sandboxes see it.
+   * Its path in sandboxes.
    *
    * @generated from field: string mount_path = 3;
    */
@@ -213,7 +214,7 @@ export type PrepareToolboxResponse = Message<"penstock.sandbox.v1.PrepareToolbox
    */
   event: {
     /**
-     * A line for a person who waits.
+     * A progress line for people.
      *
      * @generated from field: string progress = 1;
      */
@@ -244,7 +245,7 @@ export const PrepareToolboxResponseSchema: GenMessage<PrepareToolboxResponse> = 
  */
 export type ListToolboxesRequest = Message<"penstock.sandbox.v1.ListToolboxesRequest"> & {
   /**
-   * As in SandboxService.ListSandboxes.
+   * See SandboxService.ListSandboxes.
    *
    * @generated from field: int32 page_size = 1;
    */
@@ -322,7 +323,7 @@ export const DeleteToolboxResponseSchema: GenMessage<DeleteToolboxResponse> = /*
   messageDesc(file_penstock_sandbox_v1_toolbox_service, 9);
 
 /**
- * A language runtime that programs of a toolbox need.
+ * RuntimeKind is a language runtime that programs of a toolbox need.
  *
  * @generated from enum penstock.sandbox.v1.RuntimeKind
  */
@@ -350,8 +351,8 @@ export const RuntimeKindSchema: GenEnum<RuntimeKind> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_toolbox_service, 0);
 
 /**
- * Toolboxes: sets of programs, installed once by the service and mounted read-only in any number of sandboxes, so that a
- * sandbox with no network needs no installation.
+ * ToolboxService installs toolboxes. A toolbox is a set of programs, installed once by the service and mounted read-only in
+ * any number of sandboxes. A sandbox without network needs no installation.
  *
  * Errors common to all RPCs: those of SandboxService.
  *
@@ -359,11 +360,12 @@ export const RuntimeKindSchema: GenEnum<RuntimeKind> = /*@__PURE__*/
  */
 export const ToolboxService: GenService<{
   /**
-   * Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
-   * progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
+   * PrepareToolbox installs a toolbox, once. Concurrent calls for the same content share the work; later calls find it
+   * installed. It streams progress, then the toolbox. If one of several callers cancels, the others are unaffected.
+   * Transient failures are retried.
    * Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-   * registry cannot be reached, or the package is not there or not the one with that hash; each attempt's error is among the progress lines, and the
-   * metadata's `permanent` is "true" where no retry helps).
+   * registry is unreachable, or lacks the package or the one with that hash; each attempt's error is among the progress
+   * lines, and the metadata's `permanent` is "true" if no retry helps).
    *
    * @generated from rpc penstock.sandbox.v1.ToolboxService.PrepareToolbox
    */
@@ -373,7 +375,7 @@ export const ToolboxService: GenService<{
     output: typeof PrepareToolboxResponseSchema;
   },
   /**
-   * Installed toolboxes, newest first.
+   * ListToolboxes lists installed toolboxes, newest first.
    *
    * @generated from rpc penstock.sandbox.v1.ToolboxService.ListToolboxes
    */
@@ -383,7 +385,7 @@ export const ToolboxService: GenService<{
     output: typeof ListToolboxesResponseSchema;
   },
   /**
-   * Removes an installed toolbox. Idempotent.
+   * DeleteToolbox deletes an installed toolbox. Idempotent.
    * Errors: FAILED_PRECONDITION (TOOLBOX_IN_USE).
    *
    * @generated from rpc penstock.sandbox.v1.ToolboxService.DeleteToolbox

@@ -2,7 +2,7 @@
 // @generated from file penstock/trajectory/v1/trajectory.proto (package penstock.trajectory.v1, syntax proto3)
 /* eslint-disable */
 
-// What comes out of a rollout: calls, branches, samples, reward and grade. Messages only.
+// A trajectory is the result of a rollout: calls, branches, samples, reward and grade. Messages only.
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
@@ -21,7 +21,7 @@ export const file_penstock_trajectory_v1_trajectory: GenFile = /*@__PURE__*/
   fileDesc("CidwZW5zdG9jay90cmFqZWN0b3J5L3YxL3RyYWplY3RvcnkucHJvdG8SFnBlbnN0b2NrLnRyYWplY3RvcnkudjEilQkKBENhbGwSDwoHY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEg0KBWluZGV4GAMgASgFEjAKBXN0YXRlGAQgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSMAoHZGlhbGVjdBgFIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBI1CgpjYWxsX2NsYXNzGAYgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAcgASgJEhsKDnBhcmVudF9jYWxsX2lkGAggASgJSACIAQESGwoTcHJvbXB0X3NoYXJlZF9jb3VudBgJIAEoDRIfChdwcm9tcHRfc3VmZml4X3Rva2VuX2lkcxgKIAEoDBIUCgxwcm9tcHRfY291bnQYCyABKA0SNQoKY29tcGxldGlvbhgMIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgBiAEBEjsKDWNhcHR1cmVfbGV2ZWwYDSABKA4yJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhcHR1cmVMZXZlbBI2ChJzYW1wbGluZ19yZXF1ZXN0ZWQYDiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nEhYKDm5vcm1hbGlzYXRpb25zGA8gAygJEiUKBXRvb2xzGBAgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sEhQKDHJlcXVlc3RfYm9keRgRIAEoDBIbChNyZXF1ZXN0X2JvZHlfc2hhMjU2GBIgASgMEhcKD21vZGVsX3JlcXVlc3RlZBgTIAEoCRJFCg1hZ2VudF9zZXNzaW9uGBQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsLkFnZW50U2Vzc2lvbkVudHJ5EhUKDWh0dHBfYXR0ZW1wdHMYFSABKAUSDgoGbGVhc2VzGBYgASgFEhAKCGluamVjdGVkGBcgASgIEjAKDHJlY2VpdmVfdGltZRgYIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKbGVhc2VfdGltZRgZIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYGiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDGNoYWluX3NoYTI1NhgbIAEoDBISCgplbmRfcmVhc29uGBwgASgJEjIKCGFuc3dlcmVyGB0gASgOMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5BbnN3ZXJlchIYCgtjaGFpbl9pbmRleBgeIAEoBUgCiAEBEhQKDHRvb2xzX3NoYTI1NhgfIAEoDBozChFBZ2VudFNlc3Npb25FbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQhEKD19wYXJlbnRfY2FsbF9pZEINCgtfY29tcGxldGlvbkIOCgxfY2hhaW5faW5kZXgi5wIKDEhvc3RUb29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRINCgVpbmRleBgDIAEoBRIMCgRuYW1lGAQgASgJEjAKBXN0YXRlGAUgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSFgoOYXJndW1lbnRzX2pzb24YBiABKAkSEAoIaXNfZXJyb3IYByABKAgSEwoLcmVzdWx0X2pzb24YCCABKAkSFQoNcmVzdWx0X3NoYTI1NhgJIAEoDBIUCgxyZXN1bHRfYnl0ZXMYCiABKAMSEgoKZW5kX3JlYXNvbhgLIAEoCRIwCgxyZWNlaXZlX3RpbWUYDCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGA0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCK4AQoGQnJhbmNoEhEKCWJyYW5jaF9pZBgBIAEoCRI3CgxicmFuY2hfY2xhc3MYAiABKA4yIS5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGxDbGFzcxIZCgxmb3JrX2NhbGxfaWQYAyABKAlIAIgBARIUCgxzaGFyZWRfY291bnQYBCABKA0SEAoIY2FsbF9pZHMYBSADKAkSDgoGcmVhc29uGAYgASgJQg8KDV9mb3JrX2NhbGxfaWQiUQoIVHVyblNwYW4SDwoHY2FsbF9pZBgBIAEoCRINCgVzdGFydBgCIAEoDRILCgNlbmQYAyABKA0SGAoQdW50cmFpbmVkX3JlYXNvbhgEIAEoCSKGAwoGU2FtcGxlEhEKCXNhbXBsZV9pZBgBIAEoCRIRCglicmFuY2hfaWQYAiABKAkSDQoFY291bnQYAyABKA0SEQoJaW5wdXRfaWRzGAQgASgMEhEKCWxvc3NfbWFzaxgFIAEoDBIQCghsb2dwcm9icxgGIAEoDBI1Cg1sb2dwcm9ic19tb2RlGAcgASgOMh4ucGVuc3RvY2suY2hhdC52MS5Mb2dwcm9ic01vZGUSNQoIdmVyc2lvbnMYCCADKAsyIy5wZW5zdG9jay5jaGF0LnYxLlBvbGljeVZlcnNpb25TcGFuEi8KBXR1cm5zGAkgAygLMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5UdXJuU3BhbhIUCgxwcm9tcHRfY291bnQYCiABKA0SDgoGd2VpZ2h0GAsgASgBEjcKDGJyYW5jaF9jbGFzcxgMIAEoDjIhLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbENsYXNzEhEKCXRydW5jYXRlZBgNIAEoCCLrAQoHRmluZGluZxI6CghzZXZlcml0eRgBIAEoDjIoLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRmluZGluZy5TZXZlcml0eRIOCgZyZWFzb24YAiABKAkSDwoHbWVzc2FnZRgDIAEoCRIUCgdjYWxsX2lkGAQgASgJSACIAQEiYQoIU2V2ZXJpdHkSGAoUU0VWRVJJVFlfVU5TUEVDSUZJRUQQABIRCg1TRVZFUklUWV9JTkZPEAESFAoQU0VWRVJJVFlfV0FSTklORxACEhIKDlNFVkVSSVRZX0ZBVEFMEANCCgoIX2NhbGxfaWQitAEKBlJld2FyZBINCgV2YWx1ZRgBIAEoARIRCglyYW5nZV9taW4YAiABKAESEQoJcmFuZ2VfbWF4GAMgASgBEkIKCmNvbXBvbmVudHMYBCADKAsyLi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZC5Db21wb25lbnRzRW50cnkaMQoPQ29tcG9uZW50c0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEiuQgKClRyYWplY3RvcnkSEgoKcm9sbG91dF9pZBgBIAEoCRIVCghncm91cF9pZBgCIAEoCUgAiAEBEhMKBnJ1bl9pZBgDIAEoCUgBiAEBEj4KBmxhYmVscxgEIAMoCzIuLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeS5MYWJlbHNFbnRyeRIrCgVjYWxscxgFIAMoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBIwCghicmFuY2hlcxgGIAMoCzIeLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQnJhbmNoEi8KB3NhbXBsZXMYByADKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlNhbXBsZRIzCgZyZXdhcmQYCCABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgCiAEBEiwKBWdyYWRlGAkgASgOMh0ucGVuc3RvY2sudHJhamVjdG9yeS52MS5HcmFkZRIxCghmaW5kaW5ncxgKIAMoCzIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRmluZGluZxI7Cg1jYXB0dXJlX2xldmVsGAsgASgOMiQucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYXB0dXJlTGV2ZWwSGAoQdG9rZW5pemVyX3NoYTI1NhgMIAEoDBIcChRjaGF0X3RlbXBsYXRlX3NoYTI1NhgNIAEoDBIUCgxjaGFpbl9zaGEyNTYYDiABKAwSLwoLY3JlYXRlX3RpbWUYDyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGBAgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBINCgVhZ2VudBgRIAEoCRIZChFhZ2VudF9zcGVjX3NoYTI1NhgSIAEoCRIPCgd0YXNrX2lkGBMgASgJEisKCGR1cmF0aW9uGBQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KDXRhc2tfbWV0YWRhdGEYFSABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhUKDWZhaWx1cmVfY2F1c2UYFiABKAkSFgoOZmFpbHVyZV9yZWFzb24YFyABKAkSGAoLZ3JvdXBfaW5kZXgYGCABKAVIA4gBARI9Cg9ob3N0X3Rvb2xfY2FsbHMYGSADKAsyJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkhvc3RUb29sQ2FsbBIZChFmYWlsdXJlX2NhdXNlZF9ieRgaIAEoCRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgkKB19yZXdhcmRCDgoMX2dyb3VwX2luZGV4KosBCgdEaWFsZWN0EhcKE0RJQUxFQ1RfVU5TUEVDSUZJRUQQABIcChhESUFMRUNUX0NIQVRfQ09NUExFVElPTlMQARIVChFESUFMRUNUX1JFU1BPTlNFUxACEhQKEERJQUxFQ1RfTUVTU0FHRVMQAxIcChhESUFMRUNUX0dFTkVSQVRFX0NPTlRFTlQQBCqeAQoMQ2FwdHVyZUxldmVsEh0KGUNBUFRVUkVfTEVWRUxfVU5TUEVDSUZJRUQQABIWChJDQVBUVVJFX0xFVkVMX05PTkUQARIWChJDQVBUVVJFX0xFVkVMX1RFWFQQAhIYChRDQVBUVVJFX0xFVkVMX1RPS0VOUxADEiUKIUNBUFRVUkVfTEVWRUxfVE9LRU5TX0FORF9MT0dQUk9CUxAEKsgBCglDYWxsQ2xhc3MSGgoWQ0FMTF9DTEFTU19VTlNQRUNJRklFRBAAEhMKD0NBTExfQ0xBU1NfTUFJThABEhgKFENBTExfQ0xBU1NfU1VCX0FHRU5UEAISGQoVQ0FMTF9DTEFTU19DT01QQUNUSU9OEAMSFAoQQ0FMTF9DTEFTU19USVRMRRAEEhQKEENBTExfQ0xBU1NfUFJPQkUQBRITCg9DQUxMX0NMQVNTX0VESVQQBhIUChBDQUxMX0NMQVNTX1JFVFJZEAcq0wEKCUNhbGxTdGF0ZRIaChZDQUxMX1NUQVRFX1VOU1BFQ0lGSUVEEAASFQoRQ0FMTF9TVEFURV9RVUVVRUQQARIVChFDQUxMX1NUQVRFX0xFQVNFRBACEhgKFENBTExfU1RBVEVfREVMSVZFUkVEEAMSFQoRQ0FMTF9TVEFURV9GQUlMRUQQBBIYChRDQUxMX1NUQVRFX0NBTkNFTExFRBAFEhYKEkNBTExfU1RBVEVfRVhQSVJFRBAGEhkKFUNBTExfU1RBVEVfRElTUEFUQ0hFRBAHKmkKCEFuc3dlcmVyEhgKFEFOU1dFUkVSX1VOU1BFQ0lGSUVEEAASFAoQQU5TV0VSRVJfVFJBSU5FUhABEhYKEkFOU1dFUkVSX0lORkVSRU5DRRACEhUKEUFOU1dFUkVSX1VQU1RSRUFNEAMqVQoFR3JhZGUSFQoRR1JBREVfVU5TUEVDSUZJRUQQABIPCgtHUkFERV9FWEFDVBABEhAKDEdSQURFX1VTQUJMRRACEhIKDkdSQURFX1VOVVNBQkxFEANiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion]);
 
 /**
- * One model call of an agent.
+ * Call is one model call of an agent.
  *
  * @generated from message penstock.trajectory.v1.Call
  */
@@ -66,7 +66,7 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   branchId: string;
 
   /**
-   * The call whose tokens this one's prompt continues; unset for a root.
+   * The call whose tokens this prompt continues. Unset for a root.
    *
    * @generated from field: optional string parent_call_id = 8;
    */
@@ -74,7 +74,7 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
 
   /**
    * The prompt is `prompt_shared_count` tokens of the parent's prompt and completion, then `prompt_suffix_token_ids`
-   * (little-endian int32): each token of a trajectory is carried once.
+   * (little-endian int32). Each token of a trajectory is carried once.
    *
    * @generated from field: uint32 prompt_shared_count = 9;
    */
@@ -105,28 +105,28 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   captureLevel: CaptureLevel;
 
   /**
-   * As the agent asked, after the service's normalisation; Completion.sampling_used says what was done.
+   * As requested by the agent, after normalisation. Completion.sampling_used has the values used.
    *
    * @generated from field: penstock.chat.v1.Sampling sampling_requested = 14;
    */
   samplingRequested?: Sampling | undefined;
 
   /**
-   * What of the request the service changed or ignored, one sentence each. Empty = nothing.
+   * What the service changed or ignored in the request, one sentence each. Empty = nothing.
    *
    * @generated from field: repeated string normalisations = 15;
    */
   normalisations: string[];
 
   /**
-   * On the first call of a trajectory that has these tools; later ones carry tools_sha256 only.
+   * Set on the first call of a trajectory with these tools. Later ones carry tools_sha256 only.
    *
    * @generated from field: repeated penstock.chat.v1.Tool tools = 16;
    */
   tools: Tool[];
 
   /**
-   * The agent's request body, byte for byte; empty when the reader did not ask for bodies.
+   * The agent's request body, byte for byte. Empty unless the reader asked for bodies.
    *
    * @generated from field: bytes request_body = 17;
    */
@@ -140,21 +140,21 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   requestBodySha256: Uint8Array;
 
   /**
-   * The model's name as the agent asked for it.
+   * The model's name in the agent's request.
    *
    * @generated from field: string model_requested = 19;
    */
   modelRequested: string;
 
   /**
-   * Session identifiers that the agent sent in headers named by its spec, for telling sub-agents apart.
+   * Session identifiers from the headers that the agent's spec names, to distinguish sub-agents.
    *
    * @generated from field: map<string, string> agent_session = 20;
    */
   agentSession: { [key: string]: string };
 
   /**
-   * How often the agent asked for it: 1 = no retry.
+   * How often the agent sent it: 1 = no retry.
    *
    * @generated from field: int32 http_attempts = 21;
    */
@@ -168,8 +168,8 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   leases: number;
 
   /**
-   * The agent was shown a Completion.message without a span, or one that differs from what the span parses to (R21). Its
-   * tokens, if any, are masked 0.
+   * Whether the agent got a Completion.message without a span, or one that differs from the parsed span (R21). Its tokens,
+   * if any, are masked 0.
    *
    * @generated from field: bool injected = 23;
    */
@@ -191,14 +191,14 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   endTime?: Timestamp | undefined;
 
   /**
-   * Head of the rollout's hash chain after this call; docs/trajectories.md defines the bytes that it is over.
+   * Head of the rollout's hash chain after this call. docs/trajectories.md defines the hashed bytes.
    *
    * @generated from field: bytes chain_sha256 = 27;
    */
   chainSha256: Uint8Array;
 
   /**
-   * Why it FAILED, EXPIRED or was CANCELLED; a stable UPPER_SNAKE reason.
+   * Why it FAILED, EXPIRED or was CANCELLED: a stable UPPER_SNAKE reason.
    *
    * @generated from field: string end_reason = 28;
    */
@@ -210,14 +210,14 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   answerer: Answerer;
 
   /**
-   * Position in the hash chain: the order in which calls were delivered. Unset unless DELIVERED.
+   * Position in the hash chain, the order of delivery. Unset unless DELIVERED.
    *
    * @generated from field: optional int32 chain_index = 30;
    */
   chainIndex?: number | undefined;
 
   /**
-   * Digest of the tools, empty without tools.
+   * Digest of the tools. Empty without tools.
    *
    * @generated from field: bytes tools_sha256 = 31;
    */
@@ -232,8 +232,8 @@ export const CallSchema: GenMessage<Call> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 0);
 
 /**
- * One call of a tool that a trainer's host offered, made by the agent at the gate. What the gate refused by itself (unknown names,
- * arguments against the schema, a used-up budget) is not recorded.
+ * HostToolCall is an agent's call of a tool of a trainer's host. Calls that the gate refused by itself (unknown names,
+ * invalid arguments, a used-up budget) are not recorded.
  *
  * @generated from message penstock.trajectory.v1.HostToolCall
  */
@@ -261,36 +261,36 @@ export type HostToolCall = Message<"penstock.trajectory.v1.HostToolCall"> & {
   name: string;
 
   /**
-   * QUEUED (nobody is there who serves it), LEASED (to a session), DELIVERED (it has a result, be it an error), FAILED (its session
-   * went), CANCELLED or EXPIRED.
+   * QUEUED (no session serves the tool), LEASED (to a session), DELIVERED (it has a result, which may be an error), FAILED
+   * (its session ended), CANCELLED or EXPIRED.
    *
    * @generated from field: penstock.trajectory.v1.CallState state = 5;
    */
   state: CallState;
 
   /**
-   * As the agent gave them, as JSON.
+   * The agent's arguments, as JSON.
    *
    * @generated from field: string arguments_json = 6;
    */
   argumentsJson: string;
 
   /**
-   * The tool said that it failed.
+   * Whether the tool reported that it failed.
    *
    * @generated from field: bool is_error = 7;
    */
   isError: boolean;
 
   /**
-   * The result as JSON; empty when the reader did not ask for bodies, or there is none.
+   * The result as JSON. Empty if there is none, or the reader did not ask for bodies.
    *
    * @generated from field: string result_json = 8;
    */
   resultJson: string;
 
   /**
-   * SHA-256 and length of it in bytes; empty and 0 without a result.
+   * SHA-256 and length in bytes of the result. Empty and 0 without a result.
    *
    * @generated from field: bytes result_sha256 = 9;
    */
@@ -302,8 +302,8 @@ export type HostToolCall = Message<"penstock.trajectory.v1.HostToolCall"> & {
   resultBytes: bigint;
 
   /**
-   * Why it FAILED, EXPIRED or was CANCELLED, or ARGUMENTS_INVALID where the gate answered with an error and asked nobody, since the
-   * arguments do not fit the tool's schema; a stable UPPER_SNAKE reason.
+   * Why it FAILED, EXPIRED or was CANCELLED: a stable UPPER_SNAKE reason. ARGUMENTS_INVALID = the arguments do not match
+   * the tool's schema, and the gate itself answered with an error.
    *
    * @generated from field: string end_reason = 11;
    */
@@ -328,7 +328,7 @@ export const HostToolCallSchema: GenMessage<HostToolCall> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 1);
 
 /**
- * A path through the graph of calls.
+ * Branch is a path through the graph of calls.
  *
  * @generated from message penstock.trajectory.v1.Branch
  */
@@ -344,7 +344,7 @@ export type Branch = Message<"penstock.trajectory.v1.Branch"> & {
   branchClass: CallClass;
 
   /**
-   * The call after which this branch left another; unset for a root.
+   * The call after which this branch left another. Unset for a root.
    *
    * @generated from field: optional string fork_call_id = 3;
    */
@@ -380,7 +380,7 @@ export const BranchSchema: GenMessage<Branch> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 2);
 
 /**
- * A run of a sample that one call sampled: [start, end) in the sample's tokens.
+ * TurnSpan is the part of a sample that one call sampled: tokens [start, end).
  *
  * @generated from message penstock.trajectory.v1.TurnSpan
  */
@@ -401,8 +401,9 @@ export type TurnSpan = Message<"penstock.trajectory.v1.TurnSpan"> & {
   end: number;
 
   /**
-   * Why its tokens are masked 0; empty when they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
-   * limit cut it. BUDGET: what was left of a budget of the rollout or its run did. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
+   * Why its tokens are masked 0; empty = they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
+   * limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE,
+   * or CLASS_ and the name of a class that is not trained.
    *
    * @generated from field: string untrained_reason = 4;
    */
@@ -417,10 +418,11 @@ export const TurnSpanSchema: GenMessage<TurnSpan> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 3);
 
 /**
- * What a trainer eats: one token sequence, root to leaf of a branch.
+ * Sample is one token sequence to train on, from the root to the leaf of a branch.
  *
- * Invariants: the three arrays have `count` elements (logprobs is empty where the source gives none); mask is 1 exactly on sampled tokens that may be trained; where mask is
- * 1 the logprob is finite and <= 0, elsewhere it is 0.0; a prefix that several samples share is masked 1 in one only.
+ * Invariants: The three arrays have `count` elements (logprobs is empty if the source gives none). The mask is 1 exactly on
+ * sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is 0.0. A prefix
+ * that several samples share is masked 1 in one of them only.
  *
  * @generated from message penstock.trajectory.v1.Sample
  */
@@ -467,7 +469,7 @@ export type Sample = Message<"penstock.trajectory.v1.Sample"> & {
   logprobsMode: LogprobsMode;
 
   /**
-   * Over the sampled tokens; gaps are context.
+   * Of the sampled tokens; gaps are context.
    *
    * @generated from field: repeated penstock.chat.v1.PolicyVersionSpan versions = 8;
    */
@@ -486,7 +488,7 @@ export type Sample = Message<"penstock.trajectory.v1.Sample"> & {
   promptCount: number;
 
   /**
-   * Share of this sample in its rollout's loss; the weights of a rollout's trainable samples add up to 1.
+   * Share of this sample in its rollout's loss. The weights of a rollout's trainable samples add up to 1.
    *
    * @generated from field: double weight = 11;
    */
@@ -498,7 +500,7 @@ export type Sample = Message<"penstock.trajectory.v1.Sample"> & {
   branchClass: CallClass;
 
   /**
-   * The last turn was cut by a limit.
+   * Whether a limit cut the last turn.
    *
    * @generated from field: bool truncated = 13;
    */
@@ -513,7 +515,7 @@ export const SampleSchema: GenMessage<Sample> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 4);
 
 /**
- * One thing that was found when a trajectory was graded.
+ * Finding is a reason for a trajectory's grade.
  *
  * @generated from message penstock.trajectory.v1.Finding
  */
@@ -549,7 +551,7 @@ export const FindingSchema: GenMessage<Finding> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 5);
 
 /**
- * How much it matters.
+ * Severity is how much a finding matters.
  *
  * @generated from enum penstock.trajectory.v1.Finding.Severity
  */
@@ -582,7 +584,7 @@ export const Finding_SeveritySchema: GenEnum<Finding_Severity> = /*@__PURE__*/
   enumDesc(file_penstock_trajectory_v1_trajectory, 5, 0);
 
 /**
- * A reward, made inside the environment.
+ * Reward is a reward, computed inside the environment.
  *
  * @generated from message penstock.trajectory.v1.Reward
  */
@@ -620,8 +622,8 @@ export const RewardSchema: GenMessage<Reward> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 6);
 
 /**
- * A whole trajectory. Streams carry it in fragments: merging all of them in order (protobuf MergeFrom) gives the message. One call is
- * never split; with its body a fragment may reach 40 MiB.
+ * Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (protobuf MergeFrom), they give the
+ * message. A call is never split. With its body, a fragment can reach 40 MiB.
  *
  * @generated from message penstock.trajectory.v1.Trajectory
  */
@@ -684,7 +686,7 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
   captureLevel: CaptureLevel;
 
   /**
-   * SHA-256 of the tokenizer and template that the tokens belong to; empty when no tokens were captured.
+   * SHA-256 of the tokenizer and the template of the tokens. Empty = no tokens were captured.
    *
    * @generated from field: bytes tokenizer_sha256 = 12;
    */
@@ -713,7 +715,7 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
   endTime?: Timestamp | undefined;
 
   /**
-   * The agent's name, the hash of its spec, the task's id; empty before the driver has filled them in.
+   * The agent's name, the hash of its spec, the task's id. Empty until the driver has set them.
    *
    * @generated from field: string agent = 17;
    */
@@ -735,14 +737,14 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
   duration?: Duration | undefined;
 
   /**
-   * Whatever the task's author attached to the task.
+   * The task's metadata.
    *
    * @generated from field: google.protobuf.Struct task_metadata = 21;
    */
   taskMetadata?: JsonObject | undefined;
 
   /**
-   * Why the rollout did not complete: the driver's FailureCause by name and its UPPER_SNAKE reason; empty = it completed.
+   * Why the rollout did not complete: the driver's FailureCause by name and its UPPER_SNAKE reason. Empty = it completed.
    *
    * @generated from field: string failure_cause = 22;
    */
@@ -759,14 +761,14 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
   groupIndex?: number | undefined;
 
   /**
-   * In order of arrival. They are in no hash chain: what the model read of them is in its prompts, which are.
+   * In order of arrival. They are in no hash chain; the part that the model read is in its prompts, which are.
    *
    * @generated from field: repeated penstock.trajectory.v1.HostToolCall host_tool_calls = 25;
    */
   hostToolCalls: HostToolCall[];
 
   /**
-   * Who made the rollout fail: the driver's Party by name; empty = it completed.
+   * The component at fault: the driver's Party by name. Empty = the rollout completed.
    *
    * @generated from field: string failure_caused_by = 26;
    */
@@ -781,7 +783,7 @@ export const TrajectorySchema: GenMessage<Trajectory> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 7);
 
 /**
- * The wire dialect in which an agent made a call.
+ * Dialect is the API in which an agent made a call.
  *
  * @generated from enum penstock.trajectory.v1.Dialect
  */
@@ -827,7 +829,7 @@ export const DialectSchema: GenEnum<Dialect> = /*@__PURE__*/
   enumDesc(file_penstock_trajectory_v1_trajectory, 0);
 
 /**
- * How much of a model call the service could capture.
+ * CaptureLevel is how much of a model call was captured.
  *
  * @generated from enum penstock.trajectory.v1.CaptureLevel
  */
@@ -838,7 +840,7 @@ export enum CaptureLevel {
   UNSPECIFIED = 0,
 
   /**
-   * Nothing: only that it happened.
+   * Only that the call happened.
    *
    * @generated from enum value: CAPTURE_LEVEL_NONE = 1;
    */
@@ -859,7 +861,7 @@ export enum CaptureLevel {
   TOKENS = 3,
 
   /**
-   * Exact token ids and the logprobs of what was sampled.
+   * Exact token ids, and the logprobs of the sampled ones.
    *
    * @generated from enum value: CAPTURE_LEVEL_TOKENS_AND_LOGPROBS = 4;
    */
@@ -873,7 +875,7 @@ export const CaptureLevelSchema: GenEnum<CaptureLevel> = /*@__PURE__*/
   enumDesc(file_penstock_trajectory_v1_trajectory, 1);
 
 /**
- * What a call was for. Every call is labelled, none is dropped.
+ * CallClass is what a call was for. Every call has a class; none is dropped.
  *
  * @generated from enum penstock.trajectory.v1.CallClass
  */
@@ -891,7 +893,7 @@ export enum CallClass {
   MAIN = 1,
 
   /**
-   * A conversation that the agent opened beside it.
+   * A conversation that the agent opened beside the main one.
    *
    * @generated from enum value: CALL_CLASS_SUB_AGENT = 2;
    */
@@ -926,7 +928,7 @@ export enum CallClass {
   EDIT = 6,
 
   /**
-   * The same messages asked again, of which another answer is the one that the agent went on with.
+   * The same messages again, where the agent continued with another answer to them.
    *
    * @generated from enum value: CALL_CLASS_RETRY = 7;
    */
@@ -940,8 +942,8 @@ export const CallClassSchema: GenEnum<CallClass> = /*@__PURE__*/
   enumDesc(file_penstock_trajectory_v1_trajectory, 2);
 
 /**
- * Where a call stands: QUEUED -> LEASED or DISPATCHED -> DELIVERED | FAILED | CANCELLED | EXPIRED, and from LEASED back to
- * QUEUED when the session that held it is lost. The last four are terminal.
+ * CallState is QUEUED -> LEASED or DISPATCHED -> DELIVERED | FAILED | CANCELLED | EXPIRED, and from LEASED back to QUEUED
+ * if the session that holds the call is lost. The last four are terminal.
  *
  * @generated from enum penstock.trajectory.v1.CallState
  */
@@ -976,21 +978,21 @@ export enum CallState {
   FAILED = 4,
 
   /**
-   * The agent went away and did not come back, or the rollout was closed.
+   * The agent disconnected and did not return, or the rollout was closed.
    *
    * @generated from enum value: CALL_STATE_CANCELLED = 5;
    */
   CANCELLED = 5,
 
   /**
-   * Nobody answered in time.
+   * No answer came in time.
    *
    * @generated from enum value: CALL_STATE_EXPIRED = 6;
    */
   EXPIRED = 6,
 
   /**
-   * At the rollout's model source: proxied, or delegated by the trainer. After a crash it is dispatched again.
+   * With the rollout's model source: proxied, or delegated by the trainer. It is dispatched again after a crash.
    *
    * @generated from enum value: CALL_STATE_DISPATCHED = 7;
    */
@@ -1004,7 +1006,7 @@ export const CallStateSchema: GenEnum<CallState> = /*@__PURE__*/
   enumDesc(file_penstock_trajectory_v1_trajectory, 3);
 
 /**
- * Who answered a call.
+ * Answerer is what answered a call.
  *
  * @generated from enum penstock.trajectory.v1.Answerer
  */
@@ -1037,7 +1039,7 @@ export const AnswererSchema: GenEnum<Answerer> = /*@__PURE__*/
   enumDesc(file_penstock_trajectory_v1_trajectory, 4);
 
 /**
- * How far a trajectory may be trusted.
+ * Grade is how far a trajectory can be trained on.
  *
  * @generated from enum penstock.trajectory.v1.Grade
  */
@@ -1055,14 +1057,14 @@ export enum Grade {
   EXACT = 1,
 
   /**
-   * Usable, with reservations that the findings name.
+   * Usable, with the reservations of the findings.
    *
    * @generated from enum value: GRADE_USABLE = 2;
    */
   USABLE = 2,
 
   /**
-   * Not to be trained on.
+   * Must not be trained on.
    *
    * @generated from enum value: GRADE_UNUSABLE = 3;
    */

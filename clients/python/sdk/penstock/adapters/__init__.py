@@ -1,0 +1,1 @@
+"""Penstock behind the interfaces of other projects."""

@@ -1,0 +1,1 @@
+"""Adapter for task harness workers."""

@@ -1,0 +1,71 @@
+"""prime-rl: the `TrainingSample` that its orchestrator packs for the trainer.
+
+Form: src/prime_rl/transport/types.py of https://github.com/PrimeIntellect-ai/prime-rl, in the layout of 2026 that has a
+flat sequence with a mask, advantages per token, and ends with `trace_id` and `branch_index`.
+"""
+
+from typing import TypedDict
+
+import numpy as np
+
+from penstock.adapters.trainers.selection import Row, Selection
+
+
+class TrainingSample(TypedDict):
+    """The fields of a `TrainingSample`, all lists as long as `token_ids`; `TrainingSample(**it)` makes it."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    temperatures: list[float]
+    env_name: str
+    advantages: list[float]
+    trace_id: str
+    branch_index: int
+
+
+def training_samples(selection: Selection, *, env_name: str, temperature: float = 1.0) -> list[TrainingSample]:
+    """Returns a sample per sequence.
+
+    The advantage is the reward minus its group's mean, prime-rl's default; a rollout counts once in the mean, and all
+    its sequences have its advantage: prime-rl's loss is a sum over tokens.
+
+    Args:
+        selection: of any number of groups.
+        env_name: of the environment, by which prime-rl keeps its metrics.
+        temperature: of the sampling, for trajectories without calls, such as those of `results()`.
+    """
+    advantages = selection.advantages(scale=False)
+    samples = []
+    for place in selection.places:
+        for index, row in enumerate(place.rows):
+            trained = row.sample.loss_mask
+            samples.append(
+                TrainingSample(
+                    token_ids=row.sample.input_ids.tolist(),
+                    mask=trained.tolist(),
+                    logprobs=row.logprobs.tolist(),
+                    temperatures=_temperatures(row, temperature),
+                    env_name=env_name,
+                    advantages=np.where(trained, advantages[place.rollout_id], 0.0).tolist(),
+                    trace_id=place.rollout_id,
+                    branch_index=index,
+                )
+            )
+    return samples
+
+
+def _temperatures(row: Row, default: float) -> list[float]:
+    """Returns the temperature per token, from the calls that sampled them."""
+    by_call = {
+        call.call_id: call.completion.sampling_used.temperature
+        for call in row.trajectory.calls
+        if call.completion is not None and call.completion.sampling_used is not None
+    }
+    temperatures = np.full(len(row.sample), default)
+    for turn in row.sample.turns:
+        temperature = by_call.get(turn.call_id)
+        if temperature is not None:
+            temperatures[turn.start : turn.end] = temperature
+    found: list[float] = temperatures.tolist()
+    return found

@@ -1,0 +1,109 @@
+"""slime: the `Sample`s of a rollout function, as the dicts that `Sample.from_dict` accepts.
+
+Form: slime/utils/types.py (`Sample`) of https://github.com/THUDM/slime at 0d234f3, and `Sample.rollout_id`, which later
+versions have: samples that share it are one rollout, whose loss has one denominator and whose reward counts once.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import numpy as np
+
+from penstock.adapters.trainers.selection import Place, Row, Selection
+
+
+class Sample(TypedDict):
+    """The fields of a `Sample`; `Sample.from_dict(it)` makes it."""
+
+    group_index: int
+    index: int
+    rollout_id: int
+    prompt: str
+    tokens: list[int]
+    response: str
+    response_length: int
+    reward: float
+    loss_mask: list[int]
+    weight_versions: list[str]
+    rollout_log_probs: list[float]
+    remove_sample: bool
+    status: str
+    session_id: str
+    metadata: dict[str, Any]
+
+
+def samples(
+    selection: Selection,
+    *,
+    filler_token_id: int,
+    first_group_index: int = 0,
+    first_index: int = 0,
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[list[Sample]]:
+    """Returns groups of samples, a sample per sequence.
+
+    slime normalises rewards over groups of a fixed size, so a dropped rollout keeps its place: a masked sample
+    (`remove_sample`, status "aborted") with the mean reward of its group's kept rollouts, which moves no baseline.
+
+    Args:
+        selection: of any number of groups. slime before `Sample.rollout_id` treats each sample as a rollout: there, use
+            `select(results, one_sequence=True)`.
+        filler_token_id: for dropped rollouts; the tokenizer's padding.
+        first_group_index, first_index: of the first group and rollout; the others count on.
+        decode: the tokenizer's, for texts; None = empty ones.
+    """
+    groups: dict[str, list[Sample]] = {place.group: [] for place in selection.places}
+    numbers = {group: number for number, group in enumerate(groups, first_group_index)}
+    for index, place in enumerate(selection.places, first_index):
+        members = groups[place.group]
+        for row in place.rows:
+            members.append(_sample(row, numbers[place.group], index, decode))
+        if not place.rows:
+            members.append(_filler(selection, place, numbers[place.group], index, filler_token_id))
+    return list(groups.values())
+
+
+def _sample(row: Row, group_index: int, index: int, decode: Callable[[list[int]], str] | None) -> Sample:
+    response = row.response_ids.tolist()
+    return Sample(
+        group_index=group_index,
+        index=index,
+        rollout_id=index,
+        prompt=decode(row.prompt_ids.tolist()) if decode else "",
+        tokens=row.sample.input_ids.tolist(),
+        response=decode(response) if decode else "",
+        response_length=len(response),
+        reward=row.reward,
+        loss_mask=row.response_mask.astype(int).tolist(),
+        weight_versions=[str(version) for version in row.policy_versions],
+        rollout_log_probs=row.response_logprobs.tolist(),
+        remove_sample=False,
+        status="truncated" if row.sample.truncated else "completed",
+        session_id=row.trajectory.rollout_id,
+        metadata={
+            "sample_id": row.sample.sample_id,
+            "branch_class": row.sample.branch_class,
+            "weight": row.sample.weight,
+            "trained_tokens": int(np.count_nonzero(row.sample.loss_mask)),
+        },
+    )
+
+
+def _filler(selection: Selection, place: Place, group_index: int, index: int, filler_token_id: int) -> Sample:
+    return Sample(
+        group_index=group_index,
+        index=index,
+        rollout_id=index,
+        prompt="",
+        tokens=[filler_token_id, filler_token_id],
+        response="",
+        response_length=1,
+        reward=selection.group_reward(place.group),
+        loss_mask=[0],
+        weight_versions=[],
+        rollout_log_probs=[0.0],
+        remove_sample=True,
+        status="aborted",
+        session_id=place.rollout_id,
+        metadata={"dropped": str(place.dropped)},
+    )

@@ -1,0 +1,1 @@
+"""Work with trajectories: exports, recordings, comparisons, verification."""

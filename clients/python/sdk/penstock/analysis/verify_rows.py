@@ -1,0 +1,180 @@
+"""Checks the form of exported rows before verification: their columns, their digests, and completeness per rollout."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from penstock.analysis.export_columns import COLUMNS, Kind, Row, Table, row_digest
+from penstock.client.errors import InvalidArgument
+
+_SEALED_SINCE: Final = 3
+"""The first schema version whose rows have a digest."""
+_NEEDED: Final = MappingProxyType(
+    {
+        Table.TURNS: (
+            *("rollout_id", "call_id", "chain_index", "chain_sha256", "capture_level", "prompt_token_ids"),
+            *("completion_token_ids", "completion_logprobs", "logprobs_mode", "policy_spans", "sampling_used"),
+        ),
+        Table.SEQUENCES: ("rollout_id", "sample_id", "input_ids", "loss_mask", "logprobs", "turn_spans"),
+        Table.TOOL_CALLS: ("rollout_id", "tool_call_id", "result_json", "result_sha256"),
+    }
+)
+"""The columns that a check reads, for each schema version."""
+_NEVER_NULL: Final = frozenset(
+    ("rollout_id", "call_id", "capture_level", "policy_spans", "sample_id", "input_ids", "loss_mask", "turn_spans")
+)
+_OF_ROLLOUT: Final = (
+    *("run_id", "group_id", "group_index", "task_id", "agent", "labels", "tokenizer_sha256", "error", "error_cause"),
+    *("error_caused_by", "rollout_chain_sha256", "reward", "reward_components", "grade", "findings"),
+)
+"""Columns in which all rows of a rollout agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A failed check. `call_id` is empty where it concerns the whole rollout."""
+
+    rollout_id: str
+    call_id: str
+    message: str
+
+
+@dataclass(slots=True)
+class Proof:
+    """The result of a verification. It holds when `problems` is empty and `calls` is not 0.
+
+    Attributes:
+        rollouts: with at least one call.
+        calls: whose chain hash was computed and was right, or has a problem.
+        tokens: sampled tokens among them.
+        unproven: delivered calls without exact tokens (text only): their hashes are taken as stated.
+        samples: rows of `sequences` that were compared with the calls.
+        tool_calls: rows of `tool_calls` that were checked.
+        undigested: rows written before digests existed: fields that no chain covers are unchecked.
+    """
+
+    rollouts: int = 0
+    calls: int = 0
+    tokens: int = 0
+    unproven: int = 0
+    samples: int = 0
+    tool_calls: int = 0
+    undigested: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+def checked_rows(rows: Iterable[Row], table: Table, proof: Proof) -> dict[str, list[Row]]:
+    """Groups the rows by rollout; invalid rows become problems of the proof.
+
+    Raises:
+        InvalidArgument: `ROW_INVALID`, a row is not of the table.
+    """
+    rollouts: dict[str, list[Row]] = defaultdict(list)
+    for number, row in enumerate(rows, 1):
+        _check_form(row, table, number)
+        rollouts[row["rollout_id"]].append(row)
+        message = _altered(row)
+        if message:
+            proof.problems.append(Problem(row["rollout_id"], row.get("call_id") or "", f"a row of {table} {message}"))
+        proof.undigested += _version(row) < _SEALED_SINCE
+    for rollout_id, own in rollouts.items():
+        proof.problems += [Problem(rollout_id, "", message) for message in _together(own, table)]
+    return rollouts
+
+
+def unlike(one: Row, other: Row) -> list[str]:
+    """Returns the rollout-wide columns in which two rows differ although both have them."""
+    return [name for name in _OF_ROLLOUT if name in one and name in other and one[name] != other[name]]
+
+
+def _version(row: Row) -> int:
+    version = row.get("schema_version")
+    return version if isinstance(version, int) else 1
+
+
+def _altered(row: Row) -> str:
+    if "row_sha256" not in row and _version(row) < _SEALED_SINCE:
+        return ""
+    return "" if row.get("row_sha256") == row_digest(row) else "was changed after the export: its digest differs"
+
+
+def _together(rows: list[Row], table: Table) -> list[str]:
+    """Returns the problems of a rollout's rows of one table, taken together."""
+    first = rows[0]
+    found = [f"its rows of {table} differ in {name}" for row in rows for name in unlike(row, first)][:1]
+    stated = {row.get("rollout_rows") for row in rows if _version(row) >= _SEALED_SINCE} - {len(rows)}
+    if stated:
+        found.append(f"{len(rows)} rows of {table} are in the file, but the export had {stated.pop()}")
+    return found
+
+
+def _check_form(row: Row, table: Table, number: int) -> None:
+    columns = COLUMNS[table]
+    for name in _NEEDED[table]:
+        if name not in row:
+            _refuse(f"A row has no {name}: it is not from the table {table}, or an older version wrote it")
+        if row[name] is None and name in _NEVER_NULL:
+            _refuse(f"Row {number} of {table}: {name} is null")
+    for name, value in row.items():
+        kind = columns.get(name)
+        if kind is not None and value is not None and not _FORMS[kind](value):
+            _refuse(f"Row {number} of {table}: {name} is not a {kind}")
+    if table is Table.TURNS and not isinstance(row["sampling_used"], dict | None):
+        _refuse(f"Row {number} of {table}: sampling_used is not an object")
+    if table is Table.SEQUENCES:
+        lengths = {len(row[name]) for name in ("input_ids", "loss_mask", "logprobs") if row[name] is not None}
+        if len(lengths) > 1:
+            _refuse(f"Row {number} of {table}: input_ids, loss_mask and logprobs have several lengths")
+
+
+def _refuse(message: str) -> None:
+    raise InvalidArgument(message, reason="ROW_INVALID")
+
+
+def _is_int(bits: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and -(1 << bits - 1) <= value < 1 << bits - 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(test, value))
+
+
+def _spans_of(**fields: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Checks records for these fields; fields that an older version lacks are not required here."""
+    return _list_of(
+        lambda item: isinstance(item, dict) and all(name in item and test(item[name]) for name, test in fields.items())
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _or_null(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or test(value)
+
+
+_FORMS: Final[Mapping[Kind, Callable[[Any], bool]]] = MappingProxyType(
+    {
+        Kind.TEXT: _is_text,
+        Kind.BOOL: lambda value: isinstance(value, bool),
+        Kind.INT32: _is_int(32),
+        Kind.INT64: _is_int(64),
+        Kind.DOUBLE: _is_number,
+        Kind.JSON: lambda value: True,
+        Kind.TEXTS: _list_of(_is_text),
+        Kind.IDS: _list_of(_is_int(32)),
+        Kind.FLOATS: _list_of(_or_null(_is_number)),
+        Kind.DOUBLES: _list_of(_or_null(_is_number)),
+        Kind.MASK: _list_of(lambda value: type(value) is int and value in (0, 1)),
+        Kind.VERSIONS: _spans_of(policy_version=_is_int(64), start=_is_int(32), end=_is_int(32)),
+        Kind.TURN_SPANS: _spans_of(call_id=_is_text, start=_is_int(32), end=_is_int(32)),
+        Kind.FINDINGS: _spans_of(severity=_is_text, reason=_is_text, message=_is_text),
+    }
+)

@@ -1,0 +1,124 @@
+"""Verifies samples against their calls: the gate's rules, applied again (docs/trajectories.md#samples).
+
+A span of a sample is one call's completion, or, where the branch shares only its beginning, that much of it (PARTIAL,
+never trained). Everything in a row about its tokens follows from its calls and from which spans are trained.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import orjson
+
+from penstock.analysis.export_columns import Row
+
+Found = tuple[str, str]
+"""The id of a call, empty where it concerns the whole sample, and the problem."""
+_TRUNCATED: Final = ("length", "abort")
+"""Finish reasons of a turn that was cut off."""
+
+
+def check_samples(rows: Sequence[Row], calls: Mapping[str, Row]) -> Iterator[Found]:
+    """Yields the problems of one rollout's rows of `sequences`; `calls` are its rows of `turns` by id."""
+    trained: dict[str, str] = {}
+    whole = sum(sum(row["loss_mask"]) for row in rows)
+    for row in rows:
+        for call_id, message in _check(row, calls, trained, whole):
+            yield call_id, f"sample {row['sample_id']}: {message}"
+
+
+def _check(row: Row, calls: Mapping[str, Row], trained: dict[str, str], whole: int) -> Iterator[Found]:
+    ids, mask, position = row["input_ids"], row["loss_mask"], 0
+    for span in row["turn_spans"]:
+        call_id, start, end = span["call_id"], span["start"], span["end"]
+        if not position <= start < end <= len(ids):
+            yield call_id, "its span overlaps another, or is outside of the tokens"
+            return
+        if any(mask[position:start]):
+            yield "", "trains tokens that no call sampled"
+        call = calls.get(call_id)
+        if call is None or call["completion_token_ids"] is None or call["prompt_token_ids"] is None:
+            yield call_id, "the call is not in turns"
+            return
+        yield from ((call_id, what) for what in _check_span(row, span, call))
+        if any(mask[start:end]) and trained.setdefault(call_id, row["sample_id"]) != row["sample_id"]:
+            yield call_id, f"trained in sample {trained[call_id]} too"
+        position = end
+    if any(mask[position:]):
+        yield "", "trains tokens that no call sampled"
+    if row["logprobs"] is not None and any(p != 0 for p, m in zip(row["logprobs"], mask, strict=True) if not m):
+        yield "", "has logprobs where nothing is trained"
+    yield from (("", what) for what in _check_whole(row, calls, whole))
+
+
+def _check_span(row: Row, span: Mapping[str, Any], call: Row) -> Iterator[str]:
+    """Yields the differences between a call and one span with everything before it."""
+    start, end = span["start"], span["end"]
+    sampled, mask = call["completion_token_ids"], row["loss_mask"][start:end]
+    if row["input_ids"][start:end] != sampled[: end - start] or row["input_ids"][:start] != call["prompt_token_ids"]:
+        yield "its tokens differ from the call's"
+        return
+    partial, why = end - start < len(sampled), span.get("untrained_reason")
+    if any(mask) and (partial or not all(mask)):
+        yield "trains only a part of the call's sampled tokens"
+    if why is not None and (any(mask) == bool(why) or (why == "PARTIAL") != partial):
+        yield f"its mask is not that of a turn with untrained_reason {why!r}"
+    if any(mask) and call["completion_logprobs"] is not None:
+        given = None if row["logprobs"] is None else row["logprobs"][start:end]
+        if given != call["completion_logprobs"]:
+            yield "its logprobs differ from the call's"
+
+
+def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str]:
+    """Yields the row's own fields that its calls contradict. Columns that an older version lacks are not compared."""
+    turns = row["turn_spans"]
+    own = [calls[span["call_id"]] for span in turns]
+    versions = list(_versions(turns, own))
+    numbers = [span["policy_version"] for span in versions]
+    samplings = [call["sampling_used"] for call in own]
+    expected = {
+        "prompt_len": turns[0]["start"] if turns else len(row["input_ids"]),
+        "policy_spans": versions,
+        "policy_version_min": min(numbers, default=None),
+        "policy_version_max": max(numbers, default=None),
+        "samplings": samplings,
+        "temperatures": [(sampling or {}).get("temperature") for sampling in samplings],
+        "weight": sum(row["loss_mask"]) / whole if whole else 0.0,
+    }
+    leaf = calls.get(row["sample_id"].removeprefix(f"{row['rollout_id']}-"))
+    if leaf is None or leaf["completion_token_ids"] is None or leaf["prompt_token_ids"] is None:
+        yield "the call that it ends with is not in turns"
+    else:
+        expected["input_ids"] = leaf["prompt_token_ids"] + leaf["completion_token_ids"]
+        expected["truncated"] = leaf.get("finish_reason") in _TRUNCATED
+        expected |= {name: leaf[name] for name in ("branch_id", "role", "tokenizer_sha256") if name in leaf}
+    modes = {call["logprobs_mode"] for call in own if call["completion_logprobs"] is not None}
+    if len(modes) == 1:  # turns of several modes have none in common
+        expected["logprobs_mode"] = modes.pop()
+    for name, value in expected.items():
+        if name in row and not _same(row[name], value):
+            yield f"{name} does not match its calls"
+
+
+def _versions(turns: Sequence[Mapping[str, Any]], calls: Sequence[Row]) -> Iterator[dict[str, int]]:
+    """Returns the policy version of each token span of the sample; adjacent spans of one version are merged."""
+    last: dict[str, int] | None = None
+    for turn, call in zip(turns, calls, strict=True):
+        for span in call["policy_spans"]:
+            start, end = turn["start"] + span["start"], min(turn["start"] + span["end"], turn["end"])
+            if start >= end:
+                continue
+            if last is not None and (last["policy_version"], last["end"]) == (span["policy_version"], start):
+                last["end"] = end
+                continue
+            if last is not None:
+                yield last
+            last = {"policy_version": span["policy_version"], "start": start, "end": end}
+    if last is not None:
+        yield last
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compares as JSON: rows from a file have lists where rows in memory have tuples."""
+    return one == other or orjson.dumps(one, option=orjson.OPT_SORT_KEYS) == orjson.dumps(
+        other, option=orjson.OPT_SORT_KEYS
+    )

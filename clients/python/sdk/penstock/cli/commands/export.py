@@ -1,0 +1,65 @@
+"""`penstock export`: writes trajectories to a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from penstock.analysis.export import Format, Table, format_of, write
+from penstock.cli.connections import completion
+from penstock.cli.connections.options import AsJson, Labels, StateDir, directory_of, label_filter
+from penstock.cli.connections.service_selection import services
+from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, run, usage_error
+from penstock.client import InvalidArgument
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write; .parquet writes Parquet, anything else JSON Lines.")],
+    table: Annotated[Table, typer.Option(help="One row per model call, sample or host tool call.")] = Table.SEQUENCES,
+    format_: Annotated[Format | None, typer.Option("--format", help="Default: from the file's name.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
+    group_id: Annotated[
+        str | None, typer.Option(help="Only of this group.", autocompletion=completion.group_ids)
+    ] = None,
+    task_id: Annotated[str | None, typer.Option(help="Only of this task.")] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="Only of this agent.", autocompletion=completion.agent_names)
+    ] = None,
+    label: Labels = None,
+    bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
+    state_dir: StateDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the trajectories of ended rollouts to a file."""
+    labels = label_filter(label)
+    directory_of(file)
+    if state_dir is not None and not state_dir.is_dir():
+        usage_error(f"--state-dir: there is no directory {state_dir}")
+    asked = {"run id": run_id, "group id": group_id, "task id": task_id, "agent": agent}
+    asked["label"] = ", ".join(label or ())
+
+    async def work() -> int:
+        chosen = format_of(file, format_)  # before services are started for it
+        async with services(state_dir=state_dir) as ps:
+            found = ps.rollouts.export(
+                run_id=run_id, group_id=group_id, labels=labels, task_id=task_id, agent=agent, bodies=bodies
+            )
+            try:
+                count = await write(found, file, table=table, format=chosen)
+            except InvalidArgument as error:
+                if error.reason != "EMPTY":
+                    raise
+                which = "; ".join(f"{name} {value}" for name, value in asked.items() if value)
+                nothing = f"no row of {table.value}, no file written: no ended rollout" + (which and f" with {which}")
+                err.print(escape(clean(nothing + " has one")), soft_wrap=True)
+                if as_json:
+                    emit({"file": None, "table": table.value, "rows": 0})
+                return FAILED
+        if as_json:
+            emit({"file": str(file), "table": table.value, "rows": count})
+        else:
+            out.print(f"{counted(count, 'row')} of {table.value} in {escape(str(file))}", soft_wrap=True)
+        return OK
+
+    run(work())

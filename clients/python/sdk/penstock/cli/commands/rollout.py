@@ -1,0 +1,224 @@
+"""`penstock rollout`: runs an agent on a task and shows its progress."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from penstock.analysis.export import write_jsonl
+from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
+from penstock.cli.connections.options import (
+    AgentName,
+    AgentOptions,
+    AgentTimeout,
+    ApiKeyEnv,
+    AsJson,
+    Backend,
+    FilesFrom,
+    MaxCalls,
+    Seed,
+    SkipPermissions,
+    StateDir,
+    UpstreamChoice,
+    UpstreamModel,
+    agent_choice,
+    rollout_options,
+)
+from penstock.cli.terminal.console import FAILED, OK, emit, err, out, quoted, read, run
+from penstock.cli.views import events as show
+from penstock.cli.views import outcomes
+from penstock.cli.views.json_shapes import event_shape
+from penstock.client import (
+    AgentChoice,
+    ArtifactCollected,
+    Ended,
+    FailedPrecondition,
+    GroupHandle,
+    InterceptSession,
+    Mode,
+    Outcome,
+    Penstock,
+    ResultRejected,
+    RolloutEvent,
+    RolloutHandle,
+    RolloutOptions,
+    Task,
+    Trajectory,
+)
+from penstock.client.errors import first_of
+from penstock.client.transport.atomic_files import write_whole
+from penstock.tasks.images import with_image
+
+_CANCEL_S = 30.0
+
+
+def rollout(
+    agent: AgentName,
+    task: Annotated[Path, typer.Option(help="Task file, YAML or JSON.")],
+    mode: Annotated[
+        Mode | None,
+        typer.Option(help="Who answers model calls; default: the proxy with --upstream, otherwise the gate."),
+    ] = None,
+    upstream: UpstreamChoice = None,
+    model: UpstreamModel = "",
+    api_key_env: ApiKeyEnv = None,
+    option: AgentOptions = None,
+    skip_permissions: SkipPermissions = False,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, max=256, help="How many rollouts of the task.")] = 1,
+    backend: Backend = "",
+    timeout: AgentTimeout = None,
+    max_calls: MaxCalls = None,
+    seed: Seed = None,
+    run_id: Annotated[str | None, typer.Option(help="Groups rollouts of one run.")] = None,
+    attempts: Annotated[
+        int | None,
+        typer.Option(min=1, max=10, help="Limit of attempts; only failures that are not the agent's are retried."),
+    ] = None,
+    model_dir: ModelDir = None,
+    engine: Engine = "numpy",
+    script: Script = None,
+    state_dir: StateDir = None,
+    save: Annotated[Path, typer.Option(help="Directory for trajectories and artifacts.")] = Path("runs/rollouts"),
+    files_from: FilesFrom = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run an agent on a task, watch it live, and save its trajectory."""
+    answers = answerer(upstream, model, api_key_env)
+    choice = model_choice(model_dir, engine, script)
+    given = with_image(read(partial(Task.load, files_from=files_from or ()), task))
+    options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
+    options["mode"] = mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)
+    if run_id is not None:
+        options["run_id"] = run_id
+    if attempts is not None:
+        options["max_attempts"] = attempts
+    chosen = agent_choice(agent, option, skip_permissions)
+
+    async def work() -> int:
+        async with answered(choice, answers, state_dir=state_dir) as ps:
+            return await _run(ps, given, chosen, n, options, save, as_json)
+
+    run(work())
+
+
+async def _run(
+    ps: Penstock, task: Task, agent: AgentChoice, n: int, options: RolloutOptions, save: Path, as_json: bool
+) -> int:
+    name = f"{agent.name}-{task.task_id}"[:100] + f"-{secrets.token_hex(4)}"
+    async with _answers(ps, name, n, options):
+        handle: RolloutHandle | GroupHandle
+        if n == 1:
+            handle = await ps.rollouts.create(task, agent, rollout_id=name, **options)
+        else:
+            handle = await ps.groups.create(task, agent, n, group_id=name, **options)
+        try:
+            ended = await _watch(handle, n, save, as_json)
+        except asyncio.CancelledError:
+            err.print("cancelling")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CANCEL_S):
+                    await handle.cancel("interrupted")
+            raise
+    failed = False
+    for rollout_id, outcome in ended.items():
+        failed |= outcome.failure is not None
+        await _finish(ps, rollout_id, outcome, save, as_json)
+    return FAILED if failed else OK
+
+
+@asynccontextmanager
+async def _answers(ps: Penstock, name: str, n: int, options: RolloutOptions) -> AsyncIterator[None]:
+    """In gate mode the command line is the trainer: it delegates each call to the model source."""
+    if options.get("mode") != Mode.INTERCEPTION_GATE:
+        yield
+        return
+    selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
+    async with ps.intercept(**selector, credits=64, identity="penstock rollout") as session:
+        try:
+            async with asyncio.TaskGroup() as tasks:  # without a trainer the rollout would wait forever
+                delegating = tasks.create_task(_delegate(session), name="penstock-delegate")
+                yield
+                delegating.cancel()
+        except BaseExceptionGroup as group:
+            raise first_of(group) from None
+
+
+async def _delegate(session: InterceptSession) -> None:
+    async with asyncio.TaskGroup() as tasks, aclosing(session.calls()) as calls:
+        async for call in calls:
+            tasks.create_task(_pass_on(call))
+
+
+async def _pass_on(call: Any) -> None:
+    # A call that ended meanwhile needs no answer: its rollout has the reason.
+    with suppress(ResultRejected):
+        await call.delegate()
+
+
+async def _watch(handle: RolloutHandle | GroupHandle, n: int, save: Path, as_json: bool) -> dict[str, Outcome]:
+    """Shows events until all have ended; returns the outcomes in the order of their end."""
+    ended: dict[str, Outcome] = {}
+    events: AsyncGenerator[RolloutEvent, None] = handle.events()
+    async with aclosing(events):
+        async for item in events:
+            payload = item.payload
+            if isinstance(payload, ArtifactCollected):
+                _keep(save / item.rollout_id / "artifacts", payload)
+            if isinstance(payload, Ended):
+                ended[item.rollout_id] = payload.outcome
+            if as_json:
+                emit(event_shape(item))
+                continue
+            shown = show.event(item)
+            if shown is not None:
+                if n > 1:
+                    out.print(f"[dim]{escape(item.rollout_id.rpartition('-')[2])}[/] ", end="")
+                out.print(shown)
+    return ended
+
+
+async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, as_json: bool) -> None:
+    """Saves the trajectory and prints the outcome."""
+    folder = save / rollout_id
+    trajectory: Trajectory | None = None
+    with suppress(FailedPrecondition):  # it ended before there was one
+        trajectory = await ps.rollouts.trajectory(rollout_id, bodies=True)
+        write_jsonl([trajectory], folder / "turns.jsonl", "turns")
+        write_jsonl([trajectory], folder / "sequences.jsonl", "sequences")
+    if as_json:
+        emit(
+            {
+                "rollout_id": rollout_id,
+                "completed": outcome.completed,
+                "failure": None if outcome.failure is None else outcome.failure.reason,
+                "reward": None if outcome.reward is None else outcome.reward.value,
+                "saved": str(folder) if trajectory is not None else None,
+            }
+        )
+        return
+    out.print()
+    out.print(f"[bold]{escape(rollout_id)}[/] ", end="")
+    out.print(outcomes.outcome(outcome))
+    if outcome.failure is not None and outcome.agent_stderr:
+        out.print("[dim]the agent's standard error ends with:[/]")
+        out.print(quoted(outcome.agent_stderr.decode("utf-8", errors="replace"), "red"))
+    if trajectory is None:
+        out.print("[dim]no trajectory: it ended before the gate was opened[/]")
+        return
+    if trajectory.calls:
+        out.print(outcomes.calls(trajectory))
+    out.print(outcomes.totals(trajectory), style="dim")
+    out.print(f"saved in {escape(str(folder))}", style="dim")
+
+
+def _keep(folder: Path, artifact: ArtifactCollected) -> None:
+    """Writes an artifact under its name, which comes from the spec and cannot leave the directory."""
+    name = Path(artifact.name).name
+    if name:
+        write_whole(folder / name, artifact.content)

@@ -1,0 +1,59 @@
+"""`penstock verify`: checks whether an export is what the gate recorded."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from penstock.analysis.export import read_rows
+from penstock.analysis.verify_chain import verify as check
+from penstock.cli.connections.options import AsJson
+from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, out, run
+
+_SHOWN = 20
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of `penstock export --table turns`.")],
+    sequences: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="File of the table of samples, which is compared with the calls."
+        ),
+    ] = None,
+    tool_calls: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File of the table of host tool calls.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find what was altered in exported trajectories since the gate recorded them, offline."""
+
+    async def work() -> int:
+        proof = check(*(read_rows(table) if table is not None else () for table in (file, sequences, tool_calls)))
+        holds = not proof.problems and proof.calls > 0
+        if as_json:
+            emit({"holds": holds, **asdict(proof)})
+            return OK if holds else FAILED
+        for problem in proof.problems[:_SHOWN]:
+            call = f", call {problem.call_id}" if problem.call_id else ""
+            out.print(
+                f"[red]broken[/]: rollout {escape(clean(problem.rollout_id + call))}: {escape(clean(problem.message))}",
+                soft_wrap=True,
+            )
+        if len(proof.problems) > _SHOWN:
+            out.print(f"and {len(proof.problems) - _SHOWN} more; --json lists all")
+        if not proof.calls:
+            out.print("[red]nothing to prove[/]: no call has exact tokens")
+        rest = f"; {proof.unproven} without exact tokens are not verified" if proof.unproven else ""
+        rest += f"; {counted(proof.samples, 'sample')} compared" if sequences is not None else ""
+        rest += f"; {counted(proof.tool_calls, 'tool call')} compared" if tool_calls is not None else ""
+        if proof.undigested:
+            rest += f"; {counted(proof.undigested, 'row')} of an older version without digests"
+        verdict = "[green]holds[/]" if holds else "[red]broken[/]"
+        what = ", ".join((counted(proof.rollouts, "rollout"), counted(proof.calls, "call")))
+        out.print(f"{verdict}: {what}, {counted(proof.tokens, 'sampled token')}{rest}")
+        return OK if holds else FAILED
+
+    run(work())

@@ -1,0 +1,1 @@
+"""Connections of commands to the services, and the options for them."""

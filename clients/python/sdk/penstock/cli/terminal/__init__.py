@@ -1,0 +1,1 @@
+"""The terminal: output, whole screens and keys."""

@@ -1,0 +1,1 @@
+"""Rollouts on a terminal and as JSON."""

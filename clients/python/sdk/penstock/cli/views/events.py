@@ -1,0 +1,81 @@
+"""A rollout's events on a terminal."""
+
+import orjson
+from rich.console import RenderableType
+from rich.text import Text
+
+from penstock.cli.terminal.console import clean, counted, quoted
+from penstock.client import (
+    AgentEvent,
+    AgentExited,
+    ArtifactCollected,
+    AttemptFailed,
+    Call,
+    CallFinished,
+    CommandFinished,
+    Ended,
+    PhaseChanged,
+    Progress,
+    RolloutEvent,
+)
+
+_MARKS = {"assistant": "", "reasoning": "thinks", "tool_call": "calls", "tool_result": "got", "error": "error"}
+
+
+def event(item: RolloutEvent) -> RenderableType | None:
+    """Returns a few lines for an event; None when it is not for people."""
+    match item.payload:
+        case PhaseChanged(phase):
+            return Text(f"== {phase.value.replace('_', ' ')}", style="bold cyan")
+        case Progress(message):
+            return quoted(message, "dim", lines=2) if message.strip() else None
+        case CommandFinished():
+            return _command(item.payload)
+        case AgentEvent():
+            return _agent(item.payload)
+        case CallFinished(call):
+            return Text(f"   model call {_call(call)}", style="dim")
+        case AgentExited(end):
+            return Text(clean(f"   agent: {end}, {end.duration:.1f} s"), style="dim")
+        case AttemptFailed(attempt, failure):
+            line = f"attempt {attempt} failed: {failure.reason} ({failure.caused_by or failure.cause}); it is retried"
+            return Text(clean(line), style="yellow")
+        case ArtifactCollected(name, _, truncated, size):
+            return Text(clean(f"   artifact {name}: {size} bytes{' (cut)' if truncated else ''}"), style="dim")
+        case Ended():
+            return None
+
+
+def _command(finished: CommandFinished) -> RenderableType:
+    first, _, rest = finished.command.strip("\n").partition("\n")
+    more = f" ... and {counted(rest.count(chr(10)) + 1, 'line')}" if rest else ""
+    line = Text.assemble(
+        ("$ ", "bold"),
+        quoted(first, lines=1),
+        (clean(f"{more}  [{finished.exit}, {finished.exit.duration:.1f} s]"), "dim"),
+    )
+    if finished.exit.ok:
+        return line
+    tail = (finished.stdout_tail + finished.stderr_tail).decode("utf-8", errors="replace")
+    return Text.assemble(line, "\n", quoted(tail, "red"))
+
+
+def _agent(event: AgentEvent) -> RenderableType | None:
+    if event.kind not in _MARKS:
+        return None
+    data = event.data
+    body = data.get("text") or data.get("message")
+    if body is None:
+        name = str(data.get("name", ""))
+        content = data.get("arguments", data.get("output", ""))
+        text = content if isinstance(content, str) else orjson.dumps(content, default=str).decode()
+        body = f"{name} {text}".strip()
+    if not str(body).strip():
+        return None  # a model may write nothing beside its tool call
+    style = {"reasoning": "dim italic", "tool_call": "yellow", "tool_result": "dim", "error": "red"}.get(event.kind, "")
+    mark = _MARKS[event.kind]
+    return Text.assemble((f"{mark}: ", f"bold {style}") if mark else "", quoted(str(body), style))
+
+
+def _call(call: Call) -> str:
+    return f"{call.index} ({call.call_class}): {call.prompt_count} + {call.sampled_count} tokens, {call.state}"

@@ -1,0 +1,408 @@
+"""The inference service: tokens in, tokens and logprobs out; weights and their versions."""
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.chat.v1 import completion_pb2
+from penstock.client.errors import DataLoss, Internal, InvalidArgument
+from penstock.client.inference import engine_info, weights
+from penstock.client.inference.engine_info import EngineInfo, EngineStats
+from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
+from penstock.client.transport.rpc import Service
+from penstock.client.types import chat
+from penstock.client.types.logprob_diff import GapReport
+from penstock.client.wire import chat as wire
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt as messages, rendered by the model's own template."""
+
+    messages: Sequence[chat.Message]
+    tools: Sequence[chat.Tool] = ()
+    thinking: bool | None = None
+
+
+class InferenceClient:
+    """`ps.inference`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stub = pb_grpc.InferenceServiceStub(service.channel)
+
+    async def info(self) -> EngineInfo:
+        """Returns the model, its capabilities and the weights in force."""
+        return engine_info.info_from(await self._service.call(self._stub.GetInfo, pb.GetInfoRequest(), repeatable=True))
+
+    async def tokenizer(self) -> dict[str, bytes]:
+        """Returns the tokenizer's files by name (`tokenizer.json`, `chat_template.jinja`, ...).
+
+        Raises:
+            DataLoss: `DIGEST_MISMATCH`, a file was damaged on the way.
+        """
+        files: dict[str, bytearray] = {}
+        for part in await self._service.collect(self._stub.GetTokenizer, pb.GetTokenizerRequest(), timeout=60.0):
+            content = files.setdefault(part.file_name, bytearray())
+            content += part.chunk
+            if part.sha256 and sha256(content).digest() != part.sha256:
+                raise DataLoss(f"{part.file_name} arrived damaged: its digest differs", reason="DIGEST_MISMATCH")
+        return {name: bytes(content) for name, content in files.items()}
+
+    async def generate(
+        self,
+        prompt: ArrayLike | Prompt,
+        sampling: chat.Sampling | None = None,
+        *,
+        seed: int | None = None,
+        session_id: str = "",
+        adapter: str = "",
+        min_version: int | None = None,
+        exact_version: int | None = None,
+        timeout: float | None = None,
+    ) -> chat.Completion:
+        """Samples one completion. Cancelling it aborts the generation.
+
+        Args:
+            prompt: token ids (any array-like), or messages.
+            sampling: None = the engine's defaults.
+            seed: replaces `sampling.seed`.
+            session_id: requests of one session reuse its cache.
+            adapter: a loaded adapter; empty = the base weights.
+            min_version: wait until at least these weights are in force.
+            exact_version: refuse unless exactly these are.
+            timeout: seconds; None = none.
+
+        Raises:
+            PenstockError: the service's error.
+        """
+        request = self._request(prompt, sampling, seed, session_id, adapter, min_version, exact_version)
+        done: chat.Completion | None = None
+        async with aclosing(self._service.stream(self._stub.Generate, request, timeout=timeout)) as events:
+            async for event in events:
+                if event.HasField("done"):
+                    done = wire.completion_from(event.done.completion)
+        if done is None:
+            raise Internal("The generation ended without its result", reason="STREAM_CUT")
+        return done
+
+    async def stream(
+        self,
+        prompt: ArrayLike | Prompt,
+        sampling: chat.Sampling | None = None,
+        *,
+        seed: int | None = None,
+        session_id: str = "",
+        adapter: str = "",
+        min_version: int | None = None,
+        exact_version: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[chat.Completion, None]:
+        """As `generate`, but streamed: yields partial completions as they come, then the whole one as the last."""
+        request = self._request(prompt, sampling, seed, session_id, adapter, min_version, exact_version)
+        request.stream = True
+        async with aclosing(self._service.stream(self._stub.Generate, request, timeout=timeout)) as events:
+            async for event in events:
+                if event.HasField("delta"):
+                    yield wire.completion_from(completion_pb2.Completion(span=event.delta.span))
+                elif event.HasField("done"):
+                    yield wire.completion_from(event.done.completion)
+
+    async def score(
+        self,
+        token_ids: ArrayLike,
+        start: int,
+        *,
+        adapter: str = "",
+        temperature: float | None = None,
+        exact_version: int | None = None,
+    ) -> chat.Logprobs:
+        """Returns logprobs, float32 of shape (n - start,), of the tokens from `start` (at least 1) on.
+
+        Args:
+            token_ids: the whole sequence (any array-like).
+            start: the first token that is scored.
+            adapter: a loaded adapter; empty = the base weights.
+            temperature: of the distribution; None = 1.
+            exact_version: refuse unless exactly these weights score; None = those that are in force.
+
+        Raises:
+            FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`.
+        """
+        request = pb.ScoreRequest(
+            token_ids=wire.token_bytes(token_ids),
+            start=start,
+            adapter=adapter,
+            temperature=temperature,
+            exact_version=exact_version,
+        )
+        answer = await self._service.call(self._stub.Score, request, timeout=300.0, repeatable=True)
+        return wire.logprobs(answer.logprobs)
+
+    async def update_weights(
+        self,
+        version: int,
+        tensors: Mapping[str, NDArray[Any]],
+        *,
+        partial: bool = False,
+        mode: PauseMode | str = PauseMode.KEEP,
+        timeout: float | None = 600.0,
+    ) -> WeightUpdate:
+        """Replaces the weights by those of `version`, atomically: a push that fails leaves the old ones in force.
+
+        Args:
+            version: greater than the one in force.
+            tensors: by name, as in the model's safetensors file; numpy arrays of any order.
+            partial: only some tensors are given, the others stay.
+            mode: aborts, finishes or keeps generations in flight; kept ones go on under the new weights.
+            timeout: seconds for the whole push.
+
+        Raises:
+            FailedPrecondition: `POLICY_VERSION_NOT_NEWER`, `TENSOR_UNKNOWN`, `TENSOR_MISSING`, `TENSOR_SHAPE`.
+            Aborted: `UPDATE_IN_PROGRESS`.
+        """
+        return await weights.push_tensors(
+            self._service, self._stub, version, tensors, partial=partial, mode=mode, timeout=timeout
+        )
+
+    async def update_weights_from(
+        self,
+        version: int,
+        path: str,
+        *,
+        partial: bool = False,
+        mode: PauseMode | str = PauseMode.KEEP,
+        timeout: float | None = 600.0,
+    ) -> WeightUpdate:
+        """As `update_weights`, from files that the service reads itself.
+
+        Args:
+            version: greater than the one in force.
+            path: of a safetensors file, or of a directory of them, under the service's `weights_dir`. The files must
+                not change while their weights are in force.
+            partial: only some tensors are there, the others stay.
+            mode: aborts, finishes or keeps generations in flight.
+            timeout: seconds.
+
+        Raises:
+            FailedPrecondition: `PATHS_OFF`, the service has no `weights_dir`; and the errors of `update_weights`.
+            InvalidArgument: `PATH_REFUSED`.
+        """
+        return await weights.push_path(
+            self._service, self._stub, version, path, partial=partial, mode=mode, timeout=timeout
+        )
+
+    async def init_transfer(
+        self, backend: str, options: Mapping[str, Any] | None = None, *, timeout: float | None = 600.0
+    ) -> None:
+        """Sets up transfers in which the trainer moves weights itself; once, before the first `start_transfer`.
+
+        Args:
+            backend: one of `EngineInfo.transfer_backends`, such as "nccl".
+            options: of the backend, such as a rendezvous address.
+            timeout: seconds.
+
+        Raises:
+            Unsupported: `CAPABILITY_MISSING`.
+            InvalidArgument: `TRANSFER_REFUSED`.
+        """
+        request = pb.InitTransferRequest(backend=backend, options_json=weights.as_json(dict(options or {}), "options"))
+        await self._service.call(self._stub.InitTransfer, request, timeout=timeout)
+
+    async def start_transfer(
+        self,
+        version: int,
+        *,
+        mode: PauseMode | str = PauseMode.KEEP,
+        idle_timeout: float | None = None,
+        timeout: float | None = 600.0,
+    ) -> WeightTransfer:
+        """Pauses the engine for the weights of `version`, which the trainer moves itself.
+
+        Args:
+            version: greater than the one in force.
+            mode: aborts, finishes or keeps generations in flight.
+            idle_timeout: seconds without tensors after which the transfer is abandoned; None = 5 minutes.
+            timeout: seconds for the engine to stop.
+
+        Raises:
+            Aborted: `UPDATE_IN_PROGRESS`.
+            FailedPrecondition: `POLICY_VERSION_NOT_NEWER`.
+        """
+        request = pb.StartTransferRequest(
+            request_id=secrets.token_hex(16),
+            policy_version=version,
+            mode=weights.pause_mode(mode),
+            idle_timeout=wire.duration(idle_timeout),
+        )
+        answer = await self._service.call(self._stub.StartTransfer, request, timeout=timeout, repeatable=True)
+        return WeightTransfer(self._service, self._stub, answer.transfer_id)
+
+    async def load_adapter(
+        self,
+        name: str,
+        version: int,
+        tensors: Mapping[str, NDArray[Any]],
+        config: Mapping[str, Any],
+        *,
+        mode: PauseMode | str = PauseMode.KEEP,
+        timeout: float | None = 600.0,
+    ) -> Adapter:
+        """Loads a LoRA adapter, or a newer version of one, beside the base weights, atomically.
+
+        Args:
+            name: for `generate(adapter=...)`.
+            version: of the adapter; greater than the one of this name in force.
+            tensors: by name, as PEFT saves them in `adapter_model.safetensors`.
+            config: the content of PEFT's `adapter_config.json`: `r`, `lora_alpha`, `target_modules`, ...
+            mode: aborts, finishes or keeps completions by the replaced version; kept ones go on by that version.
+            timeout: seconds.
+
+        Raises:
+            Unsupported: `CAPABILITY_MISSING`, the engine does not support adapters, or they are not enabled.
+            FailedPrecondition: `POLICY_VERSION_NOT_NEWER`.
+            InvalidArgument: `ADAPTER_INVALID`.
+            ResourceExhausted: `ADAPTER_LIMIT`.
+        """
+        begin = pb.LoadAdapterRequest.AdapterBegin(
+            name=name,
+            policy_version=version,
+            adapter_config_json=weights.as_json(dict(config), "config"),
+            mode=weights.pause_mode(mode),
+        )
+        return await weights.load_adapter(self._service, self._stub, begin, tensors, timeout)
+
+    async def load_adapter_from(
+        self,
+        name: str,
+        version: int,
+        path: str,
+        *,
+        mode: PauseMode | str = PauseMode.KEEP,
+        timeout: float | None = 600.0,
+    ) -> Adapter:
+        """As `load_adapter`, from a directory as PEFT saves it, under the service's `adapters_dir`.
+
+        Raises:
+            FailedPrecondition: `PATHS_OFF`, and the errors of `load_adapter`.
+            InvalidArgument: `PATH_REFUSED`.
+        """
+        begin = pb.LoadAdapterRequest.AdapterBegin(
+            name=name, policy_version=version, path=path, mode=weights.pause_mode(mode)
+        )
+        return await weights.load_adapter(self._service, self._stub, begin, None, timeout)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter; its completions in flight go on. Does nothing if it is not loaded."""
+        request = pb.UnloadAdapterRequest(name=name)
+        await self._service.call(self._stub.UnloadAdapter, request, timeout=600.0, repeatable=True)
+
+    async def adapters(self) -> list[Adapter]:
+        """Returns the loaded adapters, sorted by name.
+
+        Raises:
+            Unsupported: `CAPABILITY_MISSING`.
+        """
+        pages = self._service.pages(self._stub.ListAdapters, pb.ListAdaptersRequest())
+        return [weights.adapter_from(item) async for page in pages for item in page.adapters]
+
+    async def report_gap(self, report: GapReport) -> None:
+        """Reports the gap of each version in a report to the service, for monitoring.
+
+        Versions that are unknown, or that another version scored, are left out.
+
+        Raises:
+            FailedPrecondition: `POLICY_VERSION_UNAVAILABLE`, a version that was never in force here.
+        """
+        names = [field.name for field in pb.LogprobGap.DESCRIPTOR.fields]
+        for gap in report.versions:
+            if gap.policy_version is not None and gap.scored_version is None:
+                figures = pb.LogprobGap(**{name: getattr(gap, name) for name in names})
+                request = pb.ReportGapRequest(gap=figures)
+                await self._service.call(self._stub.ReportGap, request, repeatable=True)
+
+    async def abort(self, *, session_id: str = "", everything: bool = False) -> int:
+        """Aborts a session's generations, or all; returns how many."""
+        if bool(session_id) == everything:
+            raise InvalidArgument("Abort either a session or everything", reason="ABORT_TARGET")
+        request = pb.AbortRequest(session_id=session_id) if session_id else pb.AbortRequest(all=True)
+        answer = await self._service.call(self._stub.Abort, request, repeatable=True)
+        return answer.aborted_count
+
+    async def pause(self, mode: PauseMode | str = PauseMode.KEEP) -> int:
+        """Stops generating until `resume`; new requests wait.
+
+        Args:
+            mode: `keep` freezes generations in flight between two tokens, `wait` lets them finish first, `abort` ends
+                them with the tokens so far.
+
+        Returns:
+            The number of generations in flight or waiting.
+        """
+        request = pb.PauseRequest(mode=weights.pause_mode(mode))
+        answer = await self._service.call(self._stub.Pause, request, timeout=600.0, repeatable=True)
+        return answer.in_flight_count
+
+    async def resume(self) -> None:
+        """Resumes generating."""
+        await self._service.call(self._stub.Resume, pb.ResumeRequest(), repeatable=True)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Frees the accelerator's memory once running requests have finished; new requests wait for `wake`.
+
+        Args:
+            level: 1 = the weights are kept in the host's memory, 2 = they are read again at `wake`.
+
+        Raises:
+            Unsupported: `CAPABILITY_MISSING`.
+        """
+        await self._service.call(self._stub.Sleep, pb.SleepRequest(level=level), timeout=600.0, repeatable=True)
+
+    async def wake(self) -> None:
+        """Allocates the memory again and resumes."""
+        await self._service.call(self._stub.Wake, pb.WakeRequest(), timeout=600.0, repeatable=True)
+
+    async def watch_stats(self, interval: float = 1.0) -> AsyncGenerator[EngineStats, None]:
+        """Yields the engine's load, at once and then every `interval` seconds (0.1 to 60), until cancelled."""
+        request = pb.WatchStatsRequest(interval=wire.duration(interval))
+        async with aclosing(self._service.stream(self._stub.WatchStats, request)) as messages:
+            async for message in messages:
+                yield engine_info.stats_from(message)
+
+    def _request(
+        self,
+        prompt: ArrayLike | Prompt,
+        sampling: chat.Sampling | None,
+        seed: int | None,
+        session_id: str,
+        adapter: str,
+        min_version: int | None,
+        exact_version: int | None,
+    ) -> pb.GenerateRequest:
+        request = pb.GenerateRequest(
+            request_id=secrets.token_hex(16),
+            session_id=session_id,
+            sampling=wire.sampling_to(sampling),
+            adapter=adapter,
+        )
+        if isinstance(prompt, Prompt):
+            request.chat.messages.extend(map(wire.message_to, prompt.messages))
+            request.chat.tools.extend(map(wire.tool_to, prompt.tools))
+            if prompt.thinking is not None:
+                request.chat.thinking = prompt.thinking
+        else:
+            request.token_ids = wire.token_bytes(prompt)
+        if seed is not None:
+            request.sampling.seed = seed
+        if min_version is not None:
+            request.version.min_version = min_version
+        if exact_version is not None:
+            request.version.exact_version = exact_version
+        return request

@@ -1,0 +1,1 @@
+"""Answering agents' model calls: `ps.intercept`."""

@@ -1,0 +1,73 @@
+"""A session's wanted flow state (paused or flowing), and its unanswered pause and resume requests.
+
+The gate answers requests in order, and also reports resumed flow when a pause expires. So an answer belongs to the
+oldest request if it is of its kind, and the wanted state ends only when no request is open.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.client.errors import PenstockError
+from penstock.client.wire.chat import duration
+from penstock.interception.v1 import intercept_service_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    frame: pb.InterceptRequest
+    answer: asyncio.Future[int]
+    """The number of open calls; 0 where calls flow again."""
+
+
+class Pauses:
+    """Pauses and resumes of one session; `send` queues a frame for the gate."""
+
+    def __init__(self, send: Callable[[pb.InterceptRequest], None]) -> None:
+        self._send = send
+        self._wanted: pb.InterceptRequest | None = None
+        self._asked: deque[_Asked] = deque()
+
+    async def pause(self, reason: str, max_duration: float | None) -> int:
+        """Returns the number of open calls when the gate began to hold the others."""
+        pause = pb.PauseCalls(reason=reason, max_duration=duration(max_duration))
+        self._wanted = pb.InterceptRequest(pause=pause)
+        return await self._answer(self._wanted)
+
+    async def resume(self) -> None:
+        """Returns when calls flow."""
+        self._wanted = None
+        await self._answer(pb.InterceptRequest(resume=pb.ResumeCalls()))
+
+    def taken_up(self, *, resumed: bool) -> Iterator[pb.InterceptRequest]:
+        """Yields the requests that a gate may not have received, or has forgotten."""
+        yield from (asked.frame for asked in self._asked)
+        if not self._asked and not resumed and self._wanted is not None:
+            yield self._wanted
+
+    def paused(self, open_calls: int) -> None:
+        """The gate reports a pause in force."""
+        self._answered("pause", open_calls)
+
+    def resumed(self) -> None:
+        """The gate reports that calls flow: on request, or because a pause expired."""
+        self._answered("resume", 0)
+        if not self._asked:
+            self._wanted = None
+
+    def end(self, error: PenstockError) -> None:
+        """Fails all open requests."""
+        while self._asked:
+            self._asked.popleft().answer.set_exception(error)
+
+    async def _answer(self, frame: pb.InterceptRequest) -> int:
+        """Joins an identical newest request: only the newest one decides the final state."""
+        if not self._asked or self._asked[-1].frame != frame:
+            self._asked.append(_Asked(frame, asyncio.get_running_loop().create_future()))
+            self._send(frame)
+        return await asyncio.shield(self._asked[-1].answer)
+
+    def _answered(self, kind: str, open_calls: int) -> None:
+        if self._asked and self._asked[0].frame.WhichOneof("frame") == kind:
+            self._asked.popleft().answer.set_result(open_calls)

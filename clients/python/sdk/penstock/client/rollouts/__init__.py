@@ -1,0 +1,1 @@
+"""Rollouts and groups: `ps.rollouts`, `ps.groups`."""

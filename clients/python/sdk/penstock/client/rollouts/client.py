@@ -1,0 +1,345 @@
+"""Rollouts and groups: creating, listing, exporting. Everything else is done through their handles."""
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import fields, replace
+from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
+
+from penstock.client.errors import InvalidArgument
+from penstock.client.rollouts.driver_rpc import Driver
+from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
+from penstock.client.tasks import spec as tasks
+from penstock.client.tasks.task import Task
+from penstock.client.types import results
+from penstock.client.types.chat import Sampling
+from penstock.client.types.trajectories import Trajectory
+from penstock.client.wire import chat, specs
+from penstock.client.wire import results as wire_results
+from penstock.driver.v1 import rollout_pb2
+from penstock.driver.v1 import rollout_service_pb2 as pb
+from penstock.trajectory.v1 import trajectory_pb2
+
+_D = TypeVar("_D", tasks.SandboxChoice, tasks.Limits, tasks.Budgets)
+
+CREATE_TIMEOUT_S: Final = 120.0
+"""Timeout of a create in seconds: the driver checks what it can before it answers."""
+
+
+class RolloutOptions(TypedDict, total=False):
+    """The options of a rollout beside its task; see each value's class. They take precedence over the task's."""
+
+    mode: tasks.Mode | str
+    """Default: interception_gate."""
+    source: tasks.ModelSource
+    """Answers calls that the trainer does not, and has the tokenizer. Default: the default inference service."""
+    options: Mapping[str, Any]
+    """Options of the agent's spec, when `agent` is a name."""
+    skip_permissions: bool
+    """Whether the agent's permission prompts are skipped, when `agent` is a name."""
+    sandbox: tasks.SandboxChoice
+    limits: tasks.Limits
+    budgets: tasks.Budgets
+    policy: tasks.PolicyConstraint
+    run_id: str
+    run_budgets: tasks.RunBudgets
+    """For all rollouts with this run_id; fixed by the first rollout that sets them."""
+    token_terms: tasks.AgentKeyTerms
+    labels: Mapping[str, str]
+    seed: int
+    """For the agent's option `seed`; in a group, seed + index."""
+    sampling: Sampling
+    """Overrides, field by field, the agent's sampling."""
+    max_attempts: int
+    """Maximum attempts, where a failure says nothing about the policy; 1 to 10, default 1."""
+
+
+def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) -> rollout_pb2.RolloutSpec:
+    """Returns the proto with everything that defines a rollout."""
+    given = set(options) - set(RolloutOptions.__annotations__)
+    if given:
+        raise TypeError(f"unknown options: {', '.join(sorted(given))}")
+    if isinstance(agent, str):
+        agent = tasks.AgentChoice(
+            name=agent,
+            options=options.get("options", {}),
+            skip_permissions=options.get("skip_permissions", False),
+        )
+    elif "options" in options or "skip_permissions" in options:
+        raise TypeError("set options and skip_permissions with the agent's name, or in the AgentChoice")
+    message = rollout_pb2.RolloutSpec(
+        task=specs.task(task),
+        agent=specs.agent(agent),
+        mode=specs.mode(options.get("mode", tasks.Mode.INTERCEPTION_GATE)),
+        run_id=options.get("run_id"),
+        labels={**task.labels, **options.get("labels", {})},
+        seed=options.get("seed"),
+        sampling_override=chat.sampling_to(options.get("sampling")),
+        max_attempts=options.get("max_attempts"),
+    )
+    if "source" in options:
+        message.source.CopyFrom(specs.source(options["source"]))
+    sandbox = sandbox_of(task, options.get("sandbox"))
+    if sandbox is not None:
+        message.sandbox.CopyFrom(specs.sandbox_choice(sandbox))
+    limits = over(options.get("limits"), task.limits)
+    if limits is not None:
+        message.limits.CopyFrom(specs.limits(limits))
+    budgets = over(options.get("budgets"), task.budgets)
+    if budgets is not None:
+        message.budgets.CopyFrom(specs.budgets(budgets))
+    if "run_budgets" in options:
+        message.run_budgets.CopyFrom(specs.run_budgets(options["run_budgets"]))
+    if "token_terms" in options:
+        message.token_terms.CopyFrom(specs.token_terms(options["token_terms"]))
+    if "policy" in options:
+        message.policy.CopyFrom(specs.policy(options["policy"]))
+    return message
+
+
+def sandbox_of(task: Task, given: tasks.SandboxChoice | None) -> tasks.SandboxChoice | None:
+    """Returns the requested sandbox, completed from the task's. Raises `TASK_IMAGE`."""
+    sandbox = over(given, task.sandbox)
+    if task.build is not None and (sandbox is None or not sandbox.image):
+        raise InvalidArgument(
+            f"{task.task_id} has a Dockerfile: pass penstock.tasks.images.with_image(task)", reason="TASK_IMAGE"
+        )
+    return sandbox
+
+
+def over(given: _D | None, of_task: _D | None) -> _D | None:
+    """Merges field by field: the rollout's values, and the task's where the rollout has none."""
+    if given is None or of_task is None:
+        return given or of_task
+    chosen = {item.name: value for item in fields(given) if (value := getattr(given, item.name)) != item.default}
+    return replace(of_task, **chosen)
+
+
+class RolloutsClient:
+    """`ps.rollouts`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    @overload
+    async def create(
+        self,
+        task: Task,
+        agent: str | tasks.AgentChoice,
+        *,
+        n: None = None,
+        rollout_id: str = "",
+        **options: Unpack[RolloutOptions],
+    ) -> RolloutHandle: ...
+
+    @overload
+    async def create(
+        self,
+        task: Task,
+        agent: str | tasks.AgentChoice,
+        *,
+        n: int,
+        rollout_id: str = "",
+        **options: Unpack[RolloutOptions],
+    ) -> GroupHandle: ...
+
+    async def create(
+        self,
+        task: Task,
+        agent: str | tasks.AgentChoice,
+        *,
+        n: int | None = None,
+        rollout_id: str = "",
+        **options: Unpack[RolloutOptions],
+    ) -> RolloutHandle | GroupHandle:
+        """Starts a rollout, or with `n` a group of n, and returns at once.
+
+        Args:
+            task: what to do.
+            agent: a registered agent's name, or a choice with options.
+            n: makes it a group, as `ps.groups.create`.
+            rollout_id: chosen by you; empty = assigned.
+            **options: see `RolloutOptions`.
+
+        Raises:
+            InvalidArgument: `violations` name the fields.
+            NotFound: `AGENT_UNKNOWN`.
+            Unavailable: a service that it needs cannot be reached; see `reason`.
+        """
+        if n is not None:
+            return await GroupsClient(self._driver).create(task, agent, n, group_id=rollout_id, **options)
+        request = pb.CreateRolloutRequest(
+            request_id=secrets.token_hex(16), spec=spec(task, agent, options), rollout_id=rollout_id
+        )
+        answer = await self._driver.service.call(
+            self._driver.stub.CreateRollout, request, timeout=CREATE_TIMEOUT_S, repeatable=True
+        )
+        return RolloutHandle(self._driver, wire_results.rollout(answer.rollout))
+
+    async def get(self, rollout_id: str) -> results.Rollout:
+        """Fetches a rollout's current state. Raises NotFound `ROLLOUT_UNKNOWN`."""
+        return await self._driver.get(rollout_id)
+
+    async def attach(self, rollout_id: str) -> RolloutHandle:
+        """Returns a handle of a rollout that was started elsewhere. Raises NotFound `ROLLOUT_UNKNOWN`."""
+        return RolloutHandle(self._driver, await self.get(rollout_id))
+
+    async def list(
+        self,
+        *,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ended: bool | None = None,
+        task_id: str | None = None,
+        agent: str | None = None,
+    ) -> AsyncGenerator[results.Rollout, None]:
+        """Yields the rollouts that match every given condition, newest first."""
+        request = pb.ListRolloutsRequest(filter=_filter(run_id, group_id, labels, ended, task_id, agent))
+        async for page in self._driver.service.pages(self._driver.stub.ListRollouts, request):
+            for item in page.rollouts:
+                yield wire_results.rollout(item)
+
+    async def watch(
+        self,
+        *,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ended: bool | None = None,
+        task_id: str | None = None,
+        agent: str | None = None,
+        ended_limit: int | None = None,
+        interval: float | None = None,
+    ) -> AsyncGenerator[results.RolloutChanges, None]:
+        """Yields summaries of the matching rollouts: first all current ones, then changes. Endless.
+
+        An empty message comes where nothing changes. A broken stream is not resumed: a new watch begins with everything
+        that was missed.
+
+        Args:
+            run_id, group_id, labels, ended, task_id, agent: as in `list`.
+            ended_limit: how many already ended rollouts to include, the newest; 0 to 10,000, None = 1,000.
+            interval: minimum seconds between two messages with changes; 0.1 to 60, None = 0.25.
+
+        Raises:
+            Unavailable: the driver went away.
+            Unsupported: an older driver without this RPC.
+        """
+        request = pb.WatchRolloutsRequest(
+            filter=_filter(run_id, group_id, labels, ended, task_id, agent),
+            ended_limit=ended_limit,
+            interval=chat.duration(interval),
+        )
+        async with aclosing(self._driver.service.stream(self._driver.stub.WatchRollouts, request)) as messages:
+            async for message in messages:
+                yield results.RolloutChanges(
+                    rollouts=tuple(wire_results.summary(item) for item in message.rollouts),
+                    gone=tuple(message.gone_rollout_ids),
+                    complete=message.snapshot_complete,
+                )
+
+    async def trajectory(self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False) -> Trajectory:
+        """See `RolloutHandle.trajectory`."""
+        return await self._driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies)
+
+    async def export(
+        self,
+        *,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        task_id: str | None = None,
+        agent: str | None = None,
+        bodies: bool = False,
+    ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
+        """Yields the trajectories of all matching ended rollouts."""
+        request = pb.ExportTrajectoriesRequest(
+            filter=_filter(run_id, group_id, labels, None, task_id, agent), include_bodies=bodies
+        )
+        whole: trajectory_pb2.Trajectory | None = None
+        outcome = rollout_pb2.Outcome()
+        async with aclosing(self._driver.service.stream(self._driver.stub.ExportTrajectories, request)) as fragments:
+            async for fragment in fragments:
+                part = fragment.trajectory
+                if whole is not None and part.rollout_id and part.rollout_id != whole.rollout_id:
+                    yield wire_results.trajectory(whole), wire_results.outcome(outcome)
+                    whole = None
+                if whole is None:
+                    whole, outcome = trajectory_pb2.Trajectory(), fragment.outcome
+                whole.MergeFrom(part)
+        if whole is not None:
+            yield wire_results.trajectory(whole), wire_results.outcome(outcome)
+
+
+class GroupsClient:
+    """`ps.groups`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def create(
+        self,
+        task: Task,
+        agent: str | tasks.AgentChoice,
+        n: int,
+        *,
+        spares: int = 0,
+        quorum: int | None = None,
+        straggler_grace: float | None = None,
+        group_id: str = "",
+        **options: Unpack[RolloutOptions],
+    ) -> GroupHandle:
+        """Starts n rollouts of one spec, which share one prepared state, and returns at once.
+
+        Args:
+            task: what to do.
+            agent: a registered agent's name, or a choice with options.
+            n: wanted results, 1 to 256.
+            spares: further rollouts started at once, so that n results come although some fail.
+            quorum: results with which the group counts as complete; None = n.
+            straggler_grace: seconds that the others get after the quorum-th result; None = no limit.
+            group_id: chosen by you, at most 120 characters; its rollouts are GROUP_ID-INDEX. Empty = assigned.
+            **options: see `RolloutOptions`.
+
+        Raises:
+            As `ps.rollouts.create`.
+        """
+        request = pb.CreateGroupRequest(
+            request_id=secrets.token_hex(16),
+            spec=spec(task, agent, options),
+            size=n,
+            spares=spares,
+            quorum=quorum,
+            group_id=group_id,
+        )
+        if straggler_grace is not None:
+            request.stragglers.CopyFrom(rollout_pb2.StragglerPolicy(grace=chat.duration(straggler_grace)))
+        answer = await self._driver.service.call(
+            self._driver.stub.CreateGroup, request, timeout=CREATE_TIMEOUT_S, repeatable=True
+        )
+        return GroupHandle(self._driver, wire_results.group(answer.group))
+
+    async def attach(self, group_id: str) -> GroupHandle:
+        """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
+        return GroupHandle(self._driver, await self._driver.get_group(group_id))
+
+    async def list(self, *, run_id: str | None = None) -> AsyncGenerator[results.Group, None]:
+        """Yields groups, newest first."""
+        request = pb.ListGroupsRequest(run_id=run_id)
+        async for page in self._driver.service.pages(self._driver.stub.ListGroups, request):
+            for item in page.groups:
+                yield wire_results.group(item)
+
+
+def _filter(
+    run_id: str | None,
+    group_id: str | None,
+    labels: Mapping[str, str] | None,
+    ended: bool | None,
+    task_id: str | None,
+    agent: str | None,
+) -> pb.RolloutFilter:
+    return pb.RolloutFilter(
+        run_id=run_id, group_id=group_id, labels=labels or {}, ended=ended, task_id=task_id, agent=agent
+    )

@@ -1,0 +1,1 @@
+"""Standalone sandboxes: `ps.sandboxes`."""

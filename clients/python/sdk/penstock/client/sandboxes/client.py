@@ -1,0 +1,137 @@
+"""Standalone sandboxes: created, listed, snapshotted; without agents or models."""
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final
+
+from penstock.client.errors import FailedPrecondition, Unavailable
+from penstock.client.sandboxes.handle import Fork, SandboxHandle, forks
+from penstock.client.tasks import spec as tasks
+from penstock.client.transport.endpoints import Endpoints
+from penstock.client.transport.rpc import Service
+from penstock.client.types.sandboxes import Backend, RunResult, SandboxSpec, Snapshot
+from penstock.client.wire import chat, sandboxes, specs
+from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2_grpc
+from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+
+_ANY: Final = SandboxSpec()
+_NOTE_BYTES: Final = 2000
+"""Maximum length of a failed setup command's output in the error."""
+
+
+class SandboxesClient:
+    """`ps.sandboxes`."""
+
+    def __init__(self, service: Service, endpoints: Endpoints) -> None:
+        self._service = service
+        self._stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
+        self._endpoints = endpoints
+
+    async def create(self, spec: SandboxSpec = _ANY) -> SandboxHandle:
+        """Creates a sandbox and returns when it is ready: `async with await ps.sandboxes.create() as sandbox`.
+
+        Args:
+            spec: the sandbox; by default an empty one, completed by the operator's settings.
+        """
+        request = pb.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=sandboxes.spec(spec))
+        answer = await self._service.call(self._stub.CreateSandbox, request, timeout=300.0, repeatable=True)
+        return SandboxHandle(
+            self._service, self._endpoints, answer.sandbox, answer.data_plane if answer.HasField("data_plane") else None
+        )
+
+    async def prepare(
+        self,
+        spec: SandboxSpec = _ANY,
+        *,
+        files: Sequence[tasks.SeedFile] = (),
+        setup: Sequence[tasks.Command] = (),
+    ) -> Snapshot:
+        """Returns the snapshot of a sandbox with these files after this setup; made once and shared by all callers.
+
+        Args:
+            spec: the sandbox; its limits also apply to the sandboxes made from the snapshot.
+            files: written first.
+            setup: then run in order; the first failure fails the snapshot.
+
+        Raises:
+            FailedPrecondition: `SETUP_FAILED`, with the end of the command's output; `CAPABILITY_MISSING`.
+        """
+        request = pb.PrepareSnapshotRequest(
+            spec=pb.SnapshotSpec(
+                sandbox=sandboxes.spec(spec),
+                files=map(specs.seed_file, files),
+                setup=map(specs.command, setup),
+            )
+        )
+        ran: list[RunResult] = []
+        try:
+            async with aclosing(self._service.stream(self._stub.PrepareSnapshot, request)) as events:
+                async for event in events:
+                    if event.HasField("command_finished"):
+                        ran.append(sandboxes.run_result(event.command_finished.result))
+                    elif event.HasField("snapshot"):
+                        return replace(sandboxes.snapshot(event.snapshot), setup=tuple(ran))
+        except FailedPrecondition as error:
+            if error.reason == "SETUP_FAILED" and ran:
+                error.add_note((ran[-1].stdout + ran[-1].stderr)[-_NOTE_BYTES:].decode("utf-8", errors="replace"))
+            raise
+        raise Unavailable("The service ended the preparation without a snapshot", reason="STREAM_ENDED")
+
+    async def fork(
+        self,
+        snapshot_id: str,
+        count: int,
+        *,
+        network: tasks.Network | None = None,
+        env: Mapping[str, str] | None = None,
+        lease: float | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator["Fork", None]:
+        """Creates sandboxes from a snapshot, yielded in order of completion. Arguments as for `SandboxHandle.fork`.
+
+        Raises:
+            NotFound: `SNAPSHOT_UNKNOWN`.
+        """
+        request = pb.ForkSandboxesRequest(snapshot_id=snapshot_id)
+        child = SandboxSpec(network=network, env=env or {}, lease=lease, labels=labels or {})
+        async with aclosing(forks(self._service, self._endpoints, request, count, child)) as made:
+            async for fork in made:
+                yield fork
+
+    async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
+        """Yields the existing snapshots, newest first."""
+        request = pb.ListSnapshotsRequest()
+        async for page in self._service.pages(self._stub.ListSnapshots, request):
+            for item in page.snapshots:
+                yield sandboxes.snapshot(item)
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """Deletes a snapshot; sandboxes made from it live on. Idempotent."""
+        request = pb.DeleteSnapshotRequest(snapshot_id=snapshot_id)
+        await self._service.call(self._stub.DeleteSnapshot, request, timeout=60.0, repeatable=True)
+
+    async def attach(self, sandbox_id: str) -> SandboxHandle:
+        """Returns a handle of an existing sandbox. Raises NotFound `SANDBOX_UNKNOWN`."""
+        found = await self._service.call(
+            self._stub.GetSandbox, pb.GetSandboxRequest(sandbox_id=sandbox_id), repeatable=True
+        )
+        where = await self._service.call(
+            self._stub.GetDataPlane, pb.GetDataPlaneRequest(sandbox_id=sandbox_id), repeatable=True
+        )
+        return SandboxHandle(
+            self._service, self._endpoints, found.sandbox, where.data_plane if where.HasField("data_plane") else None
+        )
+
+    async def list(self, *, labels: Mapping[str, str] | None = None) -> AsyncGenerator[tuple[str, str], None]:
+        """Yields ids and states (creating, ready, paused, lost) of sandboxes with all these labels, newest first."""
+        request = pb.ListSandboxesRequest(labels=labels or {})
+        async for page in self._service.pages(self._stub.ListSandboxes, request):
+            for item in page.sandboxes:
+                yield item.sandbox_id, chat.word(sandbox_pb2.SandboxState, item.state, "SANDBOX_STATE_")
+
+    async def backends(self) -> Sequence[Backend]:
+        """Returns the capabilities of the service's backends on its machine."""
+        answer = await self._service.call(self._stub.ListBackends, pb.ListBackendsRequest(), repeatable=True)
+        return tuple(map(sandboxes.backend, answer.backends))

@@ -1,0 +1,301 @@
+"""One sandbox: its commands, its files, its forks, its deletion."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
+from typing import Final, Self
+
+from penstock.client.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable, wrong_type
+from penstock.client.tasks import spec as tasks
+from penstock.client.transport.endpoints import Endpoints
+from penstock.client.transport.rpc import Service
+from penstock.client.types.sandboxes import Diff, FileInfo, RunResult, SandboxSpec, Stats
+from penstock.client.wire import chat, sandboxes, specs
+from penstock.sandbox.v1 import (
+    file_service_pb2,
+    file_service_pb2_grpc,
+    process_service_pb2,
+    process_service_pb2_grpc,
+    sandbox_pb2,
+    sandbox_service_pb2_grpc,
+)
+from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+
+_CHUNK_BYTES: Final = 256 * 1024
+
+
+class SandboxHandle:
+    """One sandbox. `async with` deletes it at the end; otherwise it lives until its lease expires."""
+
+    def __init__(
+        self,
+        service: Service,
+        endpoints: Endpoints,
+        message: sandbox_pb2.Sandbox,
+        data_plane: sandbox_pb2.DataPlane | None,
+    ) -> None:
+        self._service = service
+        self._endpoints = endpoints
+        self._stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
+        self._data = service
+        if data_plane is not None:
+            where = Endpoints(
+                sandbox=data_plane.address,
+                token=data_plane.token or None,
+                tls=endpoints.tls,
+                token_origin="the sandbox service, with this sandbox",  # noqa: S106 - no token
+            )
+            self._data = Service("sandbox", where)
+        self._processes = process_service_pb2_grpc.ProcessServiceStub(self._data.channel)
+        self._files = file_service_pb2_grpc.FileServiceStub(self._data.channel)
+        self.sandbox_id = message.sandbox_id
+        self.backend = message.spec.backend
+        """Name of its backend."""
+        self.home = message.home
+        """Home directory inside."""
+        self.workdir = message.workdir
+        """Working directory of commands, and base of relative paths."""
+
+    def __repr__(self) -> str:
+        return f"SandboxHandle({self.sandbox_id}, backend={self.backend}, workdir={self.workdir})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.delete()
+
+    async def run(
+        self,
+        command: tasks.Command | Sequence[str],
+        *,
+        stdin: bytes = b"",
+        output_limit_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> RunResult:
+        """Runs a small command to its end. A command that times out exits as `timed_out`; cancelling kills it.
+
+        Args:
+            command: a `Command`, or an argument vector.
+            stdin: written to it, then closed.
+            output_limit_bytes: of each stream; None = 1 MiB, at most 10 MiB.
+            timeout: seconds for the call; None = none.
+        """
+        given = command if isinstance(command, tasks.Command) else tasks.Command(command)
+        if not isinstance(stdin, bytes):
+            raise wrong_type("stdin", "bytes (text.encode())", stdin)
+        request = process_service_pb2.RunRequest(
+            sandbox_id=self.sandbox_id,
+            command=specs.command(given),
+            stdin=stdin,
+            output_limit_bytes=output_limit_bytes,
+            process_id=secrets.token_hex(16),
+        )
+        answer = await self._data.call(self._processes.Run, request, timeout=timeout)
+        return sandboxes.run_result(answer.result)
+
+    async def read_file(self, path: str) -> bytes:
+        """Returns a file's content.
+
+        Raises:
+            NotFound: `FILE_NOT_FOUND`.
+            DataLoss: the data was damaged on the way.
+        """
+        return await self._data.repeat(partial(self._read, path))
+
+    async def _read(self, path: str) -> bytes:
+        request = file_service_pb2.ReadFileRequest(sandbox_id=self.sandbox_id, path=path)
+        content = bytearray()
+        found, announced = sha256(), b""
+        async with aclosing(self._data.stream(self._files.ReadFile, request)) as messages:
+            async for message in messages:
+                content += message.chunk
+                announced = message.sha256 or announced
+                # Off the loop, and while the next one is on its way.
+                await asyncio.to_thread(found.update, message.chunk)
+        if found.digest() != announced:
+            raise DataLoss(f"{path} arrived damaged: its digest differs", reason="DIGEST_MISMATCH")
+        return bytes(content)
+
+    async def write_file(self, path: str, content: bytes, *, mode: int | None = None) -> None:
+        """Writes a whole file at once; creates parent directories. `mode` are permission bits, None = 0644.
+
+        Raises:
+            InvalidArgument: `ARGUMENT_TYPE`, the content is no bytes: text has to be encoded.
+        """
+        if not isinstance(content, bytes):
+            raise wrong_type("content", "bytes (text.encode())", content)
+        await self._data.push(self._files.WriteFile, partial(self._frames, path, content, mode))
+
+    async def _frames(
+        self, path: str, content: bytes, mode: int | None
+    ) -> AsyncIterator[file_service_pb2.WriteFileRequest]:
+        frame = file_service_pb2.WriteFileRequest
+        yield frame(start=frame.WriteFileStart(sandbox_id=self.sandbox_id, path=path, mode=mode))
+        digest = sha256()
+        for start in range(0, len(content), _CHUNK_BYTES):
+            chunk = content[start : start + _CHUNK_BYTES]
+            yield frame(chunk=chunk)
+            # Off the loop, and while it is on its way.
+            await asyncio.to_thread(digest.update, chunk)
+        yield frame(end=frame.WriteFileEnd(sha256=digest.digest()))
+
+    async def files(self, path: str = ".") -> AsyncGenerator[FileInfo, None]:
+        """Yields a directory's entries, sorted by name."""
+        request = file_service_pb2.ListRequest(sandbox_id=self.sandbox_id, path=path)
+        async for page in self._data.pages(self._files.List, request):
+            for item in page.entries:
+                yield sandboxes.file_info(item)
+
+    async def remove(self, path: str, *, recursive: bool = False) -> None:
+        """Removes a file or, recursively, a directory. A missing path is a success."""
+        request = file_service_pb2.RemoveRequest(sandbox_id=self.sandbox_id, path=path, recursive=recursive)
+        await self._data.call(self._files.Remove, request, repeatable=True)
+
+    async def renew(self, lease: float) -> datetime:
+        """Extends its lease to `lease` seconds from now; returns the granted end.
+
+        The end is sooner if the operator's `max_lifetime_s` comes first.
+        """
+        request = pb.RenewLeaseRequest(sandbox_id=self.sandbox_id, lease=chat.duration(lease))
+        answer = await self._service.call(self._stub.RenewLease, request, repeatable=True)
+        return answer.expire_time.ToDatetime(tzinfo=UTC)
+
+    async def narrow_network(self, network: tasks.Network | None) -> None:
+        """Restricts its network; None = no access. Connections that are no longer allowed are cut.
+
+        Raises:
+            FailedPrecondition: `POLICY_WIDER`, a network can only be narrowed; `CAPABILITY_MISSING`.
+        """
+        policy = specs.network(network) or sandbox_pb2.NetworkPolicy(none=sandbox_pb2.NoNetwork())
+        request = pb.SetNetworkPolicyRequest(sandbox_id=self.sandbox_id, network=policy)
+        await self._service.call(self._stub.SetNetworkPolicy, request, repeatable=True)
+
+    async def stats(self) -> Stats:
+        """Returns its current and peak resource usage."""
+        request = pb.GetStatsRequest(sandbox_id=self.sandbox_id)
+        answer = await self._service.call(self._stub.GetStats, request, repeatable=True)
+        return sandboxes.stats(answer)
+
+    async def diff(self, *, max_bytes: int | None = None) -> Diff:
+        """Returns the files that differ from its base, in memory.
+
+        Args:
+            max_bytes: maximum size of the tar, not negative; None = 1 GiB.
+
+        Raises:
+            FailedPrecondition: `CAPABILITY_MISSING` if its backend has no diffs; `FILE_REPLACED` if a file became
+                shorter meanwhile.
+            ResourceExhausted: `TREE_TOO_LARGE`, before the excess is read.
+            DataLoss: the data was damaged on the way.
+        """
+        return await self._service.repeat(lambda: self._diff(max_bytes))
+
+    async def _diff(self, max_bytes: int | None) -> Diff:
+        request = pb.DiffSandboxRequest(sandbox_id=self.sandbox_id, max_bytes=max_bytes)
+        content, end = bytearray(), pb.DiffSandboxResponse.DiffEnd()
+        async with aclosing(self._service.stream(self._stub.DiffSandbox, request)) as messages:
+            async for message in messages:
+                content += message.tar_chunk
+                if message.HasField("end"):
+                    end = message.end
+        tar = bytes(content)
+        if (await asyncio.to_thread(sha256, tar)).digest() != end.sha256:
+            raise DataLoss("The diff arrived damaged: its digest differs", reason="DIGEST_MISMATCH")
+        return Diff(tar, tuple(end.deleted_paths))
+
+    async def pause(self) -> None:
+        """Freezes every process in it; returns when all are stopped. Idempotent; the lease runs on.
+
+        Raises:
+            FailedPrecondition: `CAPABILITY_MISSING` if its backend cannot pause, `SANDBOX_LOST`.
+        """
+        request = pb.PauseSandboxRequest(sandbox_id=self.sandbox_id)
+        await self._service.call(self._stub.PauseSandbox, request, repeatable=True)
+
+    async def resume(self) -> None:
+        """Thaws it. Idempotent."""
+        request = pb.ResumeSandboxRequest(sandbox_id=self.sandbox_id)
+        await self._service.call(self._stub.ResumeSandbox, request, repeatable=True)
+
+    async def fork(
+        self,
+        count: int,
+        *,
+        network: tasks.Network | None = None,
+        env: Mapping[str, str] | None = None,
+        lease: float | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator["Fork", None]:
+        """Creates sandboxes with its current files, yielded in order of completion; without its processes and /tmp.
+
+        It is frozen while its files are copied, once for all children, and then runs on.
+
+        Args:
+            count: number of children, 1 to 256.
+            network: what each may reach; None = nothing.
+            env: in addition to its own.
+            lease: seconds that each lives without `renew`; None = 15 min.
+            labels: of the children; they do not inherit its own.
+
+        Raises:
+            FailedPrecondition: `CAPABILITY_MISSING` if its backend cannot fork a live sandbox, `SANDBOX_LOST`.
+        """
+        request = pb.ForkSandboxesRequest(sandbox_id=self.sandbox_id)
+        child = SandboxSpec(network=network, env=env or {}, lease=lease, labels=labels or {})
+        async with aclosing(forks(self._service, self._endpoints, request, count, child)) as made:
+            async for fork in made:
+                yield fork
+
+    async def delete(self) -> None:
+        """Kills everything in it and removes it. Idempotent."""
+        request = pb.DeleteSandboxRequest(sandbox_id=self.sandbox_id)
+        try:
+            await self._service.call(self._stub.DeleteSandbox, request, timeout=60.0, repeatable=True)
+        finally:
+            if self._data is not self._service:
+                await self._data.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """One child of a fork: a sandbox, or the error."""
+
+    index: int
+    sandbox: SandboxHandle | None
+    failure: PenstockError | None
+
+    def made(self) -> SandboxHandle:
+        """Returns the sandbox, or raises the error."""
+        if self.sandbox is None:
+            assert self.failure is not None
+            raise self.failure
+        return self.sandbox
+
+
+async def forks(
+    service: Service,
+    endpoints: Endpoints,
+    request: pb.ForkSandboxesRequest,
+    count: int,
+    child: SandboxSpec,
+) -> AsyncGenerator[Fork, None]:
+    """Yields the children of the request's source, a snapshot or a live sandbox; `child` is the spec of each."""
+    request.request_id = secrets.token_hex(16)
+    request.count = count
+    request.spec.CopyFrom(sandboxes.spec(child))
+    stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
+    async with aclosing(service.stream(stub.ForkSandboxes, request)) as answers:
+        async for answer in answers:
+            if answer.HasField("failure"):
+                failure = answer.failure
+                kind = Unavailable if failure.retriable else FailedPrecondition
+                yield Fork(answer.index, None, kind(failure.message, reason=failure.reason))
+                continue
+            where = answer.data_plane if answer.HasField("data_plane") else None
+            yield Fork(answer.index, SandboxHandle(service, endpoints, answer.sandbox, where), None)

@@ -1,0 +1,132 @@
+"""The services' rules for tasks, as types of the task file's fields: a file is refused if its rollout would be.
+
+The driver has the same rules, for tasks that never were a file: a test keeps the two in step.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field
+
+MAX_INSTRUCTION_BYTES: Final = 1 << 20
+MAX_FILE_BYTES: Final = 16 << 20
+MAX_COMMANDS: Final = 1000
+MAX_PATHS: Final = 256
+MAX_COMPONENTS: Final = 256
+MAX_LIMIT_S: Final = 7 * 86_400
+_MAX_PERIOD_S: Final = 86_400
+_MAX_SECONDS: Final = 100 * 366 * 86_400
+FILE_PATH: Final = "must be the path of a file, without '..'"
+WORKING_DIRECTORY: Final = (".", "./")
+_RESERVED_LABEL: Final = "penstock_"
+_JSON_DEPTH: Final = 24
+
+
+def _check(holds: Callable[[str], object], otherwise: str) -> AfterValidator:
+    def checked(value: str) -> str:
+        if not holds(value):
+            raise ValueError(otherwise)
+        return value
+
+    return AfterValidator(checked)
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]
+
+
+def is_file_path(path: str) -> bool:
+    """Whether a file may be put there; a directory's may end with a slash, which is checked elsewhere."""
+    return bool(_names(path)) and "\0" not in path and ".." not in path.split("/")
+
+
+def is_seed_path(path: str) -> bool:
+    """As `is_file_path`; or the working directory itself, for a directory's content."""
+    return path in WORKING_DIRECTORY or is_file_path(path)
+
+
+def instruction_problem(text: str) -> str:
+    """Returns why a rollout would refuse the instruction, or an empty string."""
+    if not text.strip():
+        return "is empty: describe what the agent shall do"
+    size = len(text.encode())
+    return f"has {size} bytes; at most {MAX_INSTRUCTION_BYTES} are allowed" if size > MAX_INSTRUCTION_BYTES else ""
+
+
+def _instruction(text: str) -> str:
+    if problem := instruction_problem(text):
+        raise ValueError(problem)
+    return text
+
+
+def _pattern(pattern: str) -> str:
+    names = _names(pattern)
+    if not names or "\0" in pattern or ".." in names:
+        raise ValueError("must be a path or a pattern of paths, without '..'")
+    if any("**" in name and name != "**" for name in names):
+        raise ValueError("'**' must stand alone between slashes")
+    if set(names) <= {"**", "~"}:
+        raise ValueError("would restore everything, the agent's work too")
+    return pattern
+
+
+def _range(values: list[float]) -> list[float]:
+    if len(values) == 2 and not values[0] < values[1]:
+        raise ValueError("must be the lowest and the highest, the lowest first")
+    return values
+
+
+Instruction = Annotated[str, AfterValidator(_instruction)]
+SeedPath = Annotated[str, _check(is_seed_path, FILE_PATH)]
+Plain = Annotated[str, _check(lambda text: "\0" not in text, "must not have NUL in it")]
+ShellLine = Annotated[str, _check(lambda text: text.strip() and "\0" not in text, "must not be empty, nor have NUL")]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+Directory = Annotated[str, _check(is_file_path, "must be a directory that is not the root, without '..'")]
+Variable = Annotated[
+    str,
+    _check(re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}").fullmatch, "must be the name of an environment variable"),
+]
+Environment = dict[Variable, Plain]
+LabelKey = Annotated[
+    str,
+    _check(
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}").fullmatch,
+        "must have a name of letters, digits and . _ / -, at most 63",
+    ),
+    _check(
+        lambda name: not name.startswith(_RESERVED_LABEL),
+        f"must not begin with {_RESERVED_LABEL}, which is reserved",
+    ),
+]
+LabelValue = Annotated[
+    str,
+    _check(re.compile(r"[A-Za-z0-9._/-]{0,128}").fullmatch, "must be letters, digits and . _ / -, at most 128"),
+]
+Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+Range = Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator(_range)]
+Seconds = Annotated[float, Field(gt=0, le=_MAX_SECONDS, strict=False, allow_inf_nan=False)]
+Limit = Annotated[float, Field(gt=0, le=MAX_LIMIT_S, strict=False, allow_inf_nan=False)]
+Period = Annotated[float, Field(gt=0, le=_MAX_PERIOD_S, strict=False, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+LargeCount = Annotated[int, Field(ge=1, lt=1 << 63)]
+
+
+def not_json(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yields the values that JSON cannot represent, by their place."""
+    if len(place) > _JSON_DEPTH:
+        yield place, f"must not be nested deeper than {_JSON_DEPTH}"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from not_json(item, (*place, key))
+            else:
+                yield place, f"must have text as keys, but has {key!r}: put it in quotes"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from not_json(item, (*place, index))
+    elif isinstance(value, float) and not isfinite(value):
+        yield place, "must be a finite number"
+    elif not isinstance(value, str | int | float | None):
+        yield place, f"must be text, a number, true, false, a list or a mapping: put {value} in quotes"

@@ -1,0 +1,311 @@
+"""The parts of a rollout: task, verifier, agent, sandbox, limits. All values; times are seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from penstock.client.errors import InvalidArgument
+
+_EMPTY: Mapping[str, Any] = {}  # no proxy: tasks are pickled for worker processes
+
+
+class Mode(StrEnum):
+    """The source of the answers to an agent's model calls, and what is captured."""
+
+    BLACK_BOX = "black_box"
+    TRANSPARENT_PROXY = "transparent_proxy"
+    INTERCEPTION_GATE = "interception_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class SeedFile:
+    """A file to write: absolute or relative to the working directory; `mode` are permission bits."""
+
+    path: str
+    content: bytes = field(repr=False)
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: an argument vector, or `shell`, a text for the sandbox's shell. Exactly one of the two.
+
+    `secret_env` appears in no log and no listing. `timeout` in seconds; None = none, or the context's.
+    """
+
+    argv: Sequence[str] = ()
+    shell: str | None = None
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    secret_env: Mapping[str, str] = field(default_factory=lambda: _EMPTY, repr=False)
+    cwd: str = ""
+    timeout: float | None = None
+    user: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.argv, str):
+            raise InvalidArgument(
+                f"argv must be a list of arguments; for a shell line use Command(shell={self.argv!r})", reason="COMMAND"
+            )
+        if bool(self.argv) == (self.shell is not None):
+            raise InvalidArgument("A command must have either argv or shell", reason="COMMAND")
+        object.__setattr__(self, "argv", tuple(self.argv))
+
+    def __str__(self) -> str:
+        return self.shell if self.shell is not None else " ".join(self.argv)
+
+
+class RewardFrom(StrEnum):
+    """How the verifier's commands make the reward: by a file that they write, or by the share that passed."""
+
+    FILE = "file"
+    PASSED_SHARE = "passed_share"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """How a reward is computed, after the agent is dead.
+
+    With `RewardFrom.FILE` the commands write one number, or `{"reward": n, "components": {...}}`, to the file that
+    `PENSTOCK_REWARD_FILE` names. `range` is the reward's (default [0, 1]). `command_timeout` in seconds, for commands
+    without their own. `component_ranges`: the required components and their ranges; others are then refused.
+
+    Where the backend can, it runs in a fork of the prepared state with the agent's changes in the directories
+    `changes_below` (default: the working directory) and nothing else of the agent's. `fresh_fork` true refuses a
+    backend that cannot, and false grades in the agent's sandbox, as the agent left it. `restore` first puts paths and
+    globs (`tests/**`) back into the prepared state. docs/guides/rewards.md describes what each resists.
+    """
+
+    commands: Sequence[Command]
+    files: Sequence[SeedFile] = ()
+    reward: RewardFrom = RewardFrom.PASSED_SHARE
+    range: tuple[float, float] | None = None
+    command_timeout: float | None = None
+    fresh_fork: bool | None = None
+    restore: Sequence[str] = ()
+    changes_below: Sequence[str] = ()
+    component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A solution of the task, which proves that its verifier can be satisfied. No agent's rollout ever has it."""
+
+    commands: Sequence[Command]
+    files: Sequence[SeedFile] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """An MCP server for the agent: a program in the sandbox (`args`), or a `url`."""
+
+    name: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    secret_env: Mapping[str, str] = field(default_factory=lambda: _EMPTY, repr=False)
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentChoice:
+    """The agent and its setup: `options` are those of its spec (JSON values)."""
+
+    name: str
+    spec_sha256: str = ""
+    options: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    skip_permissions: bool = False
+    mcp_servers: Sequence[McpServer] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Limits of a sandbox; None = the operator's default. One that the backend cannot enforce is refused."""
+
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+    inodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneEndpoint:
+    """A network of one endpoint: `local_port` on 127.0.0.1 inside leads to `upstream` (`host:port`), nothing else."""
+
+    local_port: int
+    upstream: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowlist:
+    """A network of named hosts (or CIDR blocks) and ports."""
+
+    hosts: Sequence[str]
+    ports: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNetwork:
+    """Unrestricted network; refused unless the operator allows it."""
+
+
+Network: TypeAlias = OneEndpoint | Allowlist | OpenNetwork
+"""Allowed network access; None = nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxChoice:
+    """A rollout's choices about its sandbox, within the operator's policy.
+
+    `user` is the account that executes agent, setup and verifier; empty = the backend's ordinary user. `own_kernel`:
+    fail rather than run on the kernel of the backend's machine (gVisor and virtual machines have their own).
+    """
+
+    backend: str = ""
+    image: str = ""
+    resources: Resources | None = None
+    setup_network: Network | None = None
+    user: str = ""
+    own_kernel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds for each part of a rollout; None = the driver's default."""
+
+    prepare: float | None = None
+    setup: float | None = None
+    agent: float | None = None
+    verify: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRate:
+    """A rate limit: `calls` per `period` seconds, evenly; `burst` (None = calls) of them at once."""
+
+    calls: int
+    period: float = 1.0
+    burst: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Limits of one rollout at the gate; None = unlimited, call_timeout (1 h) and max_tool_calls (the operator's) not.
+
+    Times in seconds, sizes in bytes. A call over `call_rate` is refused with a retry time, a body over
+    `max_request_bytes_per_call` is refused; any other exhausted limit ends the rollout's calls.
+    """
+
+    max_calls: int | None = None
+    max_prompt_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_tokens_per_call: int | None = None
+    max_request_bytes: int | None = None
+    max_request_bytes_per_call: int | None = None
+    call_timeout: float | None = None
+    wall_time: float | None = None
+    call_rate: CallRate | None = None
+    max_tool_calls: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBudgets:
+    """Limits of all rollouts of a run together; None = unlimited. Times in seconds, sizes in bytes.
+
+    The first rollout of a run that sets them fixes them. An exhausted limit ends the calls of all its rollouts.
+    """
+
+    max_calls: int | None = None
+    max_prompt_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_request_bytes: int | None = None
+    wall_time: float | None = None
+    call_rate: CallRate | None = None
+
+
+class TokenScope(StrEnum):
+    """What a rollout's agent key allows: completions; counting tokens and reading models; host tools."""
+
+    COMPLETIONS = "completions"
+    READ = "read"
+    TOOLS = "tools"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentKeyTerms:
+    """RolloutKeys of an agent key for the gate: no scopes = all; `ttl` in seconds, None = until its rollout's end."""
+
+    scopes: Sequence[TokenScope | str] = ()
+    ttl: float | None = None
+
+
+# The name before agent keys had one; programs import it from `penstock.client`.
+TokenTerms = AgentKeyTerms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConstraint:
+    """Allowed policy versions: at least `min_version`, at most `max_staleness` behind the newest announced.
+
+    Checked when a call is handed out; a version announced while it is held does not make its answer too old.
+    """
+
+    min_version: int | None = None
+    max_staleness: int | None = None
+
+
+class ControlTokens(StrEnum):
+    """How control tokens spelled in user texts, tool results, system prompts or tool definitions are encoded."""
+
+    PLAIN = "plain"
+    """As plain text: no content of a conversation opens or closes a turn."""
+    PARSE = "parse"
+    """As control tokens, as engines commonly do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """An inference service answers: one that the operator configured by name (empty = the default one).
+
+    `tool_call_parser` parses tool calls, for templates that do not show their format (empty = the service's);
+    `control_tokens` is how control tokens spelled in a conversation's texts are encoded.
+    """
+
+    name: str = ""
+    adapter: str = ""
+    tool_call_parser: str = ""
+    control_tokens: ControlTokens = ControlTokens.PLAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upstream:
+    """An OpenAI-compatible endpoint answers: `name` of the operator's, or `base_url` with your own `api_key`."""
+
+    name: str = ""
+    base_url: str = ""
+    api_key: str = field(default="", repr=False)
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.name) == bool(self.base_url):
+            raise InvalidArgument("An upstream must have either a name or a base_url", reason="UPSTREAM")
+        if self.name and self.api_key:
+            raise InvalidArgument("A named upstream uses the operator's key: unset api_key", reason="UPSTREAM")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A tokenizer without an engine, as the operator configured it; the trainer answers every call.
+
+    `tool_call_parser` and `control_tokens` as for Inference; an empty parser is detected from the template.
+    """
+
+    name: str
+    tool_call_parser: str = ""
+    control_tokens: ControlTokens = ControlTokens.PLAIN
+
+
+ModelSource: TypeAlias = Inference | Upstream | Tokenizer
+"""The source of answers where the trainer gives none, and of the tokenizer for the prompts."""

@@ -1,0 +1,137 @@
+"""A task, and reading it from a file."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.client.tasks.file import TASK_FILES, File, TaskFile, identifier, read_text, refused, task_file_of
+from penstock.client.tasks.named_files import Beside, CannotRead
+from penstock.client.tasks.spec import (
+    Budgets,
+    Command,
+    Limits,
+    RewardFrom,
+    SandboxChoice,
+    SeedFile,
+    Solution,
+    Verifier,
+)
+from penstock.client.tasks.yaml import YamlFile
+
+_EMPTY: Mapping[str, Any] = {}  # no proxy: tasks are pickled for worker processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """An agent's task and its verification.
+
+    `files` and `setup` are prepared once for all rollouts of the task; `metadata` (JSON values) is carried through to
+    the trajectory. `sandbox`, `limits`, `budgets` and `labels` are its rollouts' defaults; a rollout's own values take
+    precedence, field by field. `build` is the directory of the Dockerfile for its image. `Task.load` reads a file.
+    `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
+    files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`.
+    """
+
+    task_id: str
+    instruction: str
+    files: Sequence[SeedFile] = ()
+    setup: Sequence[Command] = ()
+    verifier: Verifier | None = None
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    sandbox: SandboxChoice | None = None
+    limits: Limits | None = None
+    budgets: Budgets | None = None
+    labels: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    solution: Solution | None = None
+    build: Path | None = None
+    keep_diff: bool = False
+    keep_files: bool = False
+
+    @staticmethod
+    def load(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> "Task":
+        """Reads a task from a YAML or JSON file, or from a directory with a `task.yaml`: docs/guides/tasks.md.
+
+        The files that it names must be in its directory, or in one of `files_from`: their content goes to the agent.
+
+        Raises:
+            InvalidArgument: it cannot be read or is invalid; `violations` name the fields and lines.
+        """
+        return load_task(Path(path), map(Path, files_from))
+
+
+def load_task(path: Path, files_from: Iterable[Path] = ()) -> Task:
+    """Reads a task file, or the one of a task's directory; `files_from` as in `Task.load`.
+
+    Raises:
+        InvalidArgument: `TASK_FILE`; `violations` name the fields and lines.
+    """
+    if path.is_dir():
+        path = task_file_of(path) or path / TASK_FILES[0]
+    return build_task(YamlFile(path, files_from))
+
+
+def build_task(source: YamlFile, content: Any = None) -> Task:
+    """Builds the task of a file; `content`, made from the file's, replaces it.
+
+    Raises:
+        InvalidArgument: `TASK_FILE`; as `load_task`.
+    """
+    file = source.validated(TaskFile, "task", content)
+    path, beside = source.path, source.beside
+    try:
+        instruction = file.instruction or read_text(beside, file.instruction_file or "")
+    except CannotRead as error:
+        raise refused("instruction_file", str(error)) from None
+    build = None if file.build is None else path.parent / file.build
+    verifier = solution = None
+    if file.verifier is not None:
+        given = file.verifier
+        verifier = Verifier(
+            commands=[item.made() for item in given.commands],
+            files=_files(given.files, beside, "verifier.files"),
+            reward=RewardFrom(given.reward),
+            range=None if given.range is None else (given.range[0], given.range[1]),
+            command_timeout=given.command_timeout,
+            fresh_fork=given.fresh_fork,
+            restore=given.restore,
+            changes_below=given.changes_below,
+            component_ranges={name: (low, high) for name, (low, high) in given.component_ranges.items()},
+        )
+    if file.solution is not None:
+        commands = [item.made() for item in file.solution.commands]
+        solution = Solution(commands=commands, files=_files(file.solution.files, beside, "solution.files"))
+    return Task(
+        task_id=file.task_id or identifier(_name(path)),
+        instruction=instruction,
+        files=_files(file.files, beside, "files"),
+        setup=[item.made() for item in file.setup],
+        verifier=verifier,
+        env=file.env,
+        metadata=file.metadata,
+        sandbox=_sandbox(file),
+        limits=None if file.limits is None else file.limits.made(),
+        budgets=None if file.budgets is None else file.budgets.made(),
+        labels=file.labels,
+        solution=solution,
+        build=build,
+        keep_diff=file.keep_diff,
+        keep_files=file.keep_files,
+    )
+
+
+def _sandbox(file: TaskFile) -> SandboxChoice | None:
+    if file.sandbox is not None:
+        return file.sandbox.made(file.image)
+    return SandboxChoice(image=file.image) if file.image else None
+
+
+def _files(files: list[File], beside: Beside, where: str) -> list[SeedFile]:
+    return [item for index, file in enumerate(files) for item in file.read(beside, f"{where}.{index}")]
+
+
+def _name(path: Path) -> str:
+    """Returns the name of a file's task: greet for both `greet/task.yaml` and `greet.yaml`."""
+    own = path.absolute().parent.name if path.name in TASK_FILES else ""
+    return own or path.stem

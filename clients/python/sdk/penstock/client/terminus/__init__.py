@@ -1,0 +1,1 @@
+"""Terminal episodes with the API of Terminus."""

@@ -1,0 +1,1 @@
+"""Connections to the services: addresses, tokens, retries, tracing."""

@@ -1,0 +1,320 @@
+"""Finds the services' addresses and the token to call them with.
+
+Looked up in this order: the caller's arguments; the environment (`PENSTOCK_<SERVICE>_ADDRESS`, `PENSTOCK_TOKEN` or
+`PENSTOCK_TOKEN_FILE`, `PENSTOCK_CA_FILE`); the connection file that `penstock up` or `penstock credentials` writes; the
+loopback defaults. A token is never sent to an address that it was not given for: the connection file's token goes to
+the connection file's addresses only, and none goes in clear beyond this machine.
+"""
+
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import orjson
+
+from penstock.client.errors import ConfigurationError
+from penstock.client.transport.atomic_files import writing
+from penstock.client.transport.private_files import private_directory
+
+ServiceName = Literal["sandbox", "driver", "interception", "inference"]
+"""The four services."""
+
+SERVICES: Final[tuple[ServiceName, ...]] = get_args(ServiceName)
+"""The four services' names."""
+
+DEFAULT_PORTS: Final[Mapping[ServiceName, int]] = {
+    "sandbox": 7701,
+    "driver": 7702,
+    "interception": 7703,
+    "inference": 7704,
+}
+"""Default ports of the gRPC servers."""
+
+DEFAULT_INGRESS_PORT: Final = 7780
+"""Default port of the interception service's HTTP ingress."""
+
+DEFAULT_DASHBOARD_PORT: Final = 7790
+"""Default port of the dashboard."""
+
+
+_GIVEN: Final = "the calling program"
+
+CONNECTION_FILE: Final = "connection.json"
+"""Name of the connection file in a state directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Certificates, as PEM files: without `ca` the system's roots are trusted; `cert` and `key` are the client's."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """The addresses (`host:port`) of the four services, and how to call them. Empty = there is no such service."""
+
+    sandbox: str = f"127.0.0.1:{DEFAULT_PORTS['sandbox']}"
+    driver: str = f"127.0.0.1:{DEFAULT_PORTS['driver']}"
+    interception: str = f"127.0.0.1:{DEFAULT_PORTS['interception']}"
+    inference: str = f"127.0.0.1:{DEFAULT_PORTS['inference']}"
+    token: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
+    origin: str = "the defaults"
+    """Origin of the addresses, for people."""
+    token_origin: str = _GIVEN
+    """Origin of the token, for people."""
+
+    def __post_init__(self) -> None:
+        if self.token is not None:
+            _check_token(self.token, self.token_origin)
+        for service in SERVICES:
+            address = self.address(service)
+            if address and self.token is not None and self.tls is None and not is_local(address):
+                raise ConfigurationError(
+                    f"A token must not be sent in cleartext to {address}: pass tls=, or an address on this machine.",
+                    reason="TOKEN_IN_CLEAR",
+                )
+
+    def address(self, service: ServiceName) -> str:
+        """Returns the address of one service."""
+        value: str = getattr(self, service)
+        return value
+
+    @property
+    def token_advice(self) -> str:
+        """Advice for the case that the services refuse the token, or there is none."""
+        file = connection_file()
+        if self.token is None:
+            state = "is from services that have ended" if file.exists() else "does not exist"
+            return (
+                "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or"
+                " PENSTOCK_CONNECTION to a connection file; or, for services of `penstock up --state-dir DIR`, give the"
+                f" command the same --state-dir. (The default is {file}, which {state}.)"
+            )
+        advice = "the services may have been restarted since"
+        if self.token_origin.startswith("PENSTOCK_TOKEN"):
+            variable = self.token_origin.partition(" ")[0]
+            advice = f"set it to a token of these services, or unset {variable} to use the token of {file}."
+        return f"The token that was sent is from {self.token_origin}: {advice}"
+
+
+Target = str | Path | Mapping[str, str] | Endpoints
+"""Target of `connect`: a host that has all four services on their default ports, a connection file, or addresses."""
+
+
+def resolve(target: Target | None = None, token: str | None = None, tls: Tls | None = None) -> Endpoints:
+    """Finds the endpoints by the order in this module's docstring.
+
+    Raises:
+        ConfigurationError: an address, a token or the connection file is invalid; the message names it.
+    """
+    if isinstance(target, Endpoints):
+        return target
+    if isinstance(target, Path):
+        return read_connection(target, token, tls)
+    chosen_tls = tls or _environment_tls()
+    sent, token_origin = (token, _GIVEN) if token else _environment_token()
+    if target is not None:
+        origin = "the target argument"
+        return Endpoints(**_addresses(target), token=sent, tls=chosen_tls, origin=origin, token_origin=token_origin)
+    environment: dict[str, str] = {
+        service: value for service in SERVICES if (value := os.environ.get(f"PENSTOCK_{service.upper()}_ADDRESS"))
+    }
+    if environment:
+        origin = "the environment"
+        return Endpoints(
+            **_addresses(environment), token=sent, tls=chosen_tls, origin=origin, token_origin=token_origin
+        )
+    file = connection_file()
+    if os.environ.get("PENSTOCK_CONNECTION") and not file.exists():
+        raise ConfigurationError(
+            f"PENSTOCK_CONNECTION names {file}, which does not exist: set it to the connection.json in the state "
+            "directory of a running `penstock up`, or unset it",
+            reason="CONNECTION_FILE_ABSENT",
+        )
+    if _is_live(file):
+        return read_connection(file, sent, tls, token_origin=token_origin)
+    return Endpoints(token=sent, tls=chosen_tls, token_origin=token_origin)
+
+
+def of_state_dir(directory: Path) -> Endpoints | None:
+    """Returns the endpoints of a running `penstock up --state-dir`; None if nothing runs there.
+
+    Raises:
+        ConfigurationError: its connection file is invalid.
+    """
+    file = directory / CONNECTION_FILE
+    return read_connection(file) if _is_live(file) else None
+
+
+def connection_file() -> Path:
+    """Path of the connection file that `penstock up` writes: `$XDG_STATE_HOME/penstock/connection.json`.
+
+    The environment variable `PENSTOCK_CONNECTION` names another, such as one made by `penstock credentials`.
+    """
+    named = os.environ.get("PENSTOCK_CONNECTION")
+    if named:
+        return Path(named)
+    return state_dir() / CONNECTION_FILE
+
+
+def state_dir() -> Path:
+    """Default state directory of the user's services: `$XDG_STATE_HOME/penstock`, or `~/.local/state/penstock`."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "penstock"
+
+
+def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> None:
+    """Writes the connection file atomically, readable by its owner only.
+
+    Args:
+        file: its path; its directory is created.
+        endpoints: its content. A CA's relative path is relative to the file; a client's certificate is not written.
+        pid: of the process whose end makes the file void; None = it is valid until removed.
+    """
+    content: dict[str, object] = {
+        "version": 1,
+        "pid": pid,
+        "addresses": {service: endpoints.address(service) for service in SERVICES},
+        "token": endpoints.token,
+    }
+    if endpoints.tls is not None and endpoints.tls.ca is not None:
+        content["ca"] = str(endpoints.tls.ca)
+    data = orjson.dumps(content)
+    private_directory(file.parent)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with writing(file):
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+            temporary.replace(file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def read_connection(
+    file: Path, token: str | None = None, tls: Tls | None = None, *, token_origin: str = _GIVEN
+) -> Endpoints:
+    """Reads a connection file; `token`, which comes from `token_origin`, and `tls` replace the file's.
+
+    Raises:
+        ConfigurationError: it cannot be read, is not ours alone, or is malformed.
+    """
+    try:
+        info = file.stat()
+        if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
+            raise ConfigurationError(
+                f"{file} has a token, so only you may read it: chmod 600 {file}", reason="CONNECTION_FILE_OPEN"
+            )
+        content = orjson.loads(file.read_bytes())
+        if tls is None and (ca := content.get("ca")) is not None:
+            tls = Tls(file.parent / ca)
+        addresses = _addresses(content["addresses"])
+        sent, found = (token, token_origin) if token else (content["token"], str(file))
+        return Endpoints(**addresses, token=sent, tls=tls, origin=str(file), token_origin=found)
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}", reason="CONNECTION_FILE") from None
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise ConfigurationError(
+            f"{file} is not a connection file: remove it, or start `penstock up` again", reason="CONNECTION_FILE"
+        ) from None
+
+
+def _addresses(target: str | Mapping[str, str]) -> dict[ServiceName, str]:
+    if isinstance(target, str):
+        if not target.strip() or "/" in target or (target.count(":") == 1 and "[" not in target):
+            raise ConfigurationError(
+                f"{target!r} is not a host name: pass a host (for the default ports), or a mapping of"
+                f" {', '.join(SERVICES)} to host:port",
+                reason="TARGET",
+            )
+        host = f"[{target}]" if ":" in target and not target.startswith("[") else target
+        return {service: f"{host}:{port}" for service, port in DEFAULT_PORTS.items()}
+    known = {item.name for item in fields(Endpoints)} & set(SERVICES)
+    unknown = sorted(set(target) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"No such service: {', '.join(unknown)}; services: {', '.join(SERVICES)}", reason="TARGET"
+        )
+    for service, address in target.items():
+        if address and not _is_address(address):
+            raise ConfigurationError(f"The address of {service} is not host:port: {address!r}", reason="TARGET")
+    return {service: target[service] for service in SERVICES if service in target}
+
+
+def _is_address(address: str) -> bool:
+    if address.startswith("unix:"):
+        return len(address) > len("unix:")
+    host, colon, port = address.rpartition(":")
+    return bool(host and colon and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port) < 65536)
+
+
+def is_local(address: str) -> bool:
+    """Whether traffic to an address stays on this machine; a name other than localhost may resolve anywhere."""
+    if address.startswith("unix:"):
+        return True
+    return is_loopback(address.rpartition(":")[0].strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine itself; a name other than localhost may resolve anywhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _environment_token() -> tuple[str | None, str]:
+    """Returns the token from the environment, and the variable's name."""
+    token, file = os.environ.get("PENSTOCK_TOKEN"), os.environ.get("PENSTOCK_TOKEN_FILE")
+    if token is not None:
+        return token, "PENSTOCK_TOKEN"
+    if file is None:
+        return None, ""
+    try:
+        found = Path(file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigurationError(f"PENSTOCK_TOKEN_FILE names {file}, which cannot be read", reason="TOKEN") from None
+    return found, f"PENSTOCK_TOKEN_FILE ({file})"
+
+
+def _environment_tls() -> Tls | None:
+    file = os.environ.get("PENSTOCK_CA_FILE")
+    return Tls(Path(file)) if file else None
+
+
+def _check_token(token: str, origin: str) -> None:
+    if not token or token != token.strip() or not token.isascii() or not token.isprintable():
+        raise ConfigurationError(
+            f"A token must be printable ASCII, not blank and without whitespace around it; this one is from {origin}",
+            reason="TOKEN",
+        )
+
+
+def _is_live(file: Path) -> bool:
+    """Whether the file exists and the stack that wrote it still runs: a killed one leaves its file behind."""
+    try:
+        content = orjson.loads(file.read_bytes())
+        pid = content["pid"]
+    except FileNotFoundError:
+        return False
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return True  # reading it again gives the user the error
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, TypeError, ValueError, OverflowError):
+        return True
+    return True

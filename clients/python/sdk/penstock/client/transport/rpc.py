@@ -1,0 +1,291 @@
+"""Calls to one service: its channel, its token, deadlines, retries, typed errors.
+
+A call is retried only if it failed with UNAVAILABLE and repeating it is harmless: reads, and creates with a request id.
+The delay grows with jitter; a service's RetryInfo is obeyed.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+
+import grpc
+
+from penstock.client.errors import (
+    ConfigurationError,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
+from penstock.client.transport import tracing
+from penstock.client.transport.endpoints import Endpoints, ServiceName, Tls
+
+if TYPE_CHECKING:
+    Unary = grpc.aio.UnaryUnaryMultiCallable
+    UnaryStream = grpc.aio.UnaryStreamMultiCallable
+    StreamUnary = grpc.aio.StreamUnaryMultiCallable
+    StreamStream = grpc.aio.StreamStreamMultiCallable
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Largest message in both directions, as the services have it."""
+
+_MAX_CONNECTIONS: Final = 64
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # The services allow a ping every 10 s; a dead peer is noticed in 40 s.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.enable_http_proxy", 0),
+    # A service bounds the calls per connection; a client with more calls opens more connections.
+    ("grpc.max_connections_per_subchannel_cap", _MAX_CONNECTIONS),
+    ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {_MAX_CONNECTIONS}}}}}'),
+)
+
+_ATTEMPTS: Final = 5
+_PATIENCE_S: Final = 10.0
+"""Seconds after which no new attempt is begun: callers soon learn that a service is down."""
+
+
+class Backoff:
+    """Exponential backoff: 0.1 s, doubled up to 5 s, each delay drawn from its upper half."""
+
+    def __init__(self, first: float = 0.1, cap: float = 5.0) -> None:
+        self._first = first
+        self._cap = cap
+        self._attempt = 0
+
+    def reset(self) -> None:
+        """Call after a success: the next delay is short again."""
+        self._attempt = 0
+
+    def next(self, error: PenstockError | None = None) -> float:
+        """Returns the seconds to wait before the next attempt; a service's RetryInfo is obeyed."""
+        ceiling = min(self._cap, self._first * 2.0**self._attempt)
+        self._attempt = min(self._attempt + 1, 16)
+        delay = random.uniform(ceiling / 2, ceiling)  # noqa: S311 - jitter is no secret
+        wish = error.retry_after if error is not None else None
+        return delay if wish is None else max(delay, wish)
+
+
+class Service:
+    """Client of one service. Created inside a running event loop, closed with `close`."""
+
+    def __init__(self, name: ServiceName, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
+        self.address = endpoints.address(name)
+        self.peer = f"the {name} service at {self.address}"
+        self.channel = _open(self.address, endpoints.tls)
+        self.metadata: Sequence[tuple[str, str]] = (
+            () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
+        )
+        """Metadata of every request; the tracing ids are added."""
+
+    def _metadata(self) -> Sequence[tuple[str, str]]:
+        return (*self.metadata, *tracing.metadata())
+
+    def error(self, failure: grpc.aio.AioRpcError) -> PenstockError:
+        """Returns the typed error of a failed call; if the token was refused, with the token's origin."""
+        error = from_rpc_error(failure, self.peer)
+        if isinstance(error, Unauthenticated):
+            message = f"{error.message.rstrip('.')}, says {self.peer}. {self._endpoints.token_advice}"
+        elif error.reason == "ROLE_NOT_ALLOWED":
+            message = f"{error.message} The token that was sent is from {self._endpoints.token_origin}."
+        else:
+            return error
+        return type(error)(message, reason=error.reason, metadata=error.metadata)
+
+    async def close(self) -> None:
+        """Closes the channel; calls that are open end."""
+        await self.channel.close()
+
+    async def call(
+        self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0, repeatable: bool = False
+    ) -> A:
+        """Makes one unary call.
+
+        Args:
+            method: of a stub.
+            request: its request.
+            timeout: seconds for each attempt; None = no limit.
+            repeatable: whether to retry on UNAVAILABLE, for ten seconds at most.
+
+        Raises:
+            PenstockError: the service's error.
+        """
+
+        async def attempt() -> A:
+            try:
+                answer: A = await method(request, timeout=timeout, metadata=self._metadata())
+                return answer
+            except grpc.aio.AioRpcError as failure:
+                raise self.error(failure) from None
+
+        return await (self.repeat(attempt) if repeatable else attempt())
+
+    def pages(self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0) -> AsyncIterator[A]:
+        """Yields the pages of a list, fetched on demand: one call each, retried as a read.
+
+        Args:
+            method: of a stub; its request has a `page_token`, its answer a `next_page_token`.
+            request: for the first page; it is modified for the following ones.
+            timeout: seconds for each attempt at a page; None = no limit.
+
+        Raises:
+            PenstockError: the service's error.
+        """
+        return _Pages(self, method, request, timeout)
+
+    async def stream(
+        self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None
+    ) -> AsyncGenerator[A, None]:
+        """Yields the messages of one server stream; leaving it early cancels the call. Not retried.
+
+        Raises:
+            PenstockError: the error that ended the stream.
+        """
+        call: Any = method(request, timeout=timeout, metadata=self._metadata())
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as failure:
+            raise self.error(failure) from None
+        finally:
+            call.cancel()
+
+    async def exchange(self, method: "StreamStream[Q, A]", request: Q, *, timeout: float | None = None) -> A:
+        """Sends one message and receives one over a bidirectional stream. Not retried.
+
+        Raises:
+            PenstockError: the service's error.
+        """
+        call: Any = method(iter((request,)), timeout=timeout, metadata=self._metadata())
+        try:
+            async for message in call:
+                answer: A = message
+                return answer
+        except grpc.aio.AioRpcError as failure:
+            raise self.error(failure) from None
+        finally:
+            call.cancel()
+        raise Unavailable(f"{self.peer} ended the stream", reason="STREAM_ENDED")
+
+    async def collect(self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None) -> list[A]:
+        """Returns all messages of a short server stream; retried as a read when the service is unavailable."""
+
+        async def attempt() -> list[A]:
+            async with aclosing(self.stream(method, request, timeout=timeout)) as messages:
+                return [message async for message in messages]
+
+        return await self.repeat(attempt)
+
+    async def repeat(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Returns the result of `read`; restarts it when the service is unavailable, for ten seconds at most."""
+        backoff, loop = Backoff(), asyncio.get_running_loop()
+        until = loop.time() + _PATIENCE_S
+        for attempt in range(_ATTEMPTS):
+            try:
+                return await read()
+            except Unavailable as error:
+                delay = backoff.next(error)
+                if attempt + 1 == _ATTEMPTS or loop.time() + delay > until:
+                    raise
+            await asyncio.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def push(
+        self, method: "StreamUnary[Q, A]", frames: Callable[[], AsyncIterator[Q]], *, timeout: float | None = None
+    ) -> A:
+        """Sends one client stream; retried at most twice where grpc.aio lost the service's status.
+
+        Args:
+            method: of a stub; sending the same twice must change nothing.
+            frames: makes the requests of one attempt.
+            timeout: seconds for each attempt; None = no limit.
+
+        Raises:
+            PenstockError: the service's error.
+            Exception: an exception of `frames`, unchanged.
+        """
+        attempts = 3
+        while True:
+            attempts -= 1
+            source = _Source(frames())
+            try:
+                answer: A = await method(source.frames(), timeout=timeout, metadata=self._metadata())
+                return answer
+            except grpc.aio.AioRpcError as failure:
+                if source.failure is not None:
+                    raise source.failure from None
+                error = self.error(failure)
+                if error.reason != "STREAM_BROKEN" or not attempts:
+                    raise error from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if source.failure is None or (task is not None and task.cancelling()):
+                    raise
+                raise source.failure from None
+
+
+class _Pages(Generic[Q, A]):
+    """Holds no resources between two pages: the caller may stop at any point."""
+
+    def __init__(self, service: Service, method: "Unary[Q, A]", request: Q, timeout: float | None) -> None:
+        self._service = service
+        self._method = method
+        self._request: Any = request
+        self._timeout = timeout
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> A:
+        if self._is_over:
+            raise StopAsyncIteration
+        page: Any = await self._service.call(self._method, self._request, timeout=self._timeout, repeatable=True)
+        self._request.page_token = page.next_page_token
+        self._is_over = not page.next_page_token
+        answer: A = page
+        return answer
+
+
+class _Source(Generic[Q]):
+    """The requests of a client stream, and the exception that making them raised.
+
+    grpc.aio does not report it: it cancels the call, which looks as if the caller itself had been cancelled.
+    """
+
+    def __init__(self, requests: AsyncIterator[Q]) -> None:
+        self._requests = requests
+        self.failure: Exception | None = None
+
+    async def frames(self) -> AsyncIterator[Q]:
+        try:
+            async for request in self._requests:
+                yield request
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    try:
+        ca, key, cert = (None if file is None else file.read_bytes() for file in (tls.ca, tls.key, tls.cert))
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}", reason="TLS_FILE") from None
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=_OPTIONS)

@@ -1,0 +1,349 @@
+"""The state, events and outcome of rollouts and groups. All values; times are UTC."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from penstock.client.types.trajectories import Call, Reward, Trajectory
+
+
+class Phase(StrEnum):
+    """A rollout's phase; ENDED is terminal."""
+
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    CONFIGURING = "configuring"
+    SETTING_UP = "setting_up"
+    RUNNING = "running"
+    VERIFYING = "verifying"
+    COLLECTING = "collecting"
+    ENDED = "ended"
+
+
+class FailureCause(StrEnum):
+    """The kind of a failure. INFRASTRUCTURE and MODEL say nothing about the policy: keep them out of a baseline."""
+
+    INFRASTRUCTURE = "infrastructure"
+    TASK = "task"
+    AGENT = "agent"
+    TIMEOUT = "timeout"
+    BUDGET = "budget"
+    VERIFIER = "verifier"
+    MODEL = "model"
+    CANCELLED = "cancelled"
+
+
+class Party(StrEnum):
+    """The component at fault for a failed rollout. ENGINE is the source of the answers, the trainer included."""
+
+    AGENT = "agent"
+    TASK = "task"
+    VERIFIER = "verifier"
+    SANDBOX = "sandbox"
+    GATE = "gate"
+    ENGINE = "engine"
+    OPERATOR = "operator"
+    BUDGET = "budget"
+    DRIVER = "driver"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rollout did not complete. `reason` is stable UPPER_SNAKE. `caused_by` None: an older driver."""
+
+    cause: FailureCause
+    reason: str
+    message: str
+    retriable: bool
+    phase: Phase | None
+    caused_by: Party | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. `reason` is exited, signaled, timed_out, killed, oom, sandbox_lost or start_failed.
+
+    `code` is 0 to 255, `signal` a POSIX number; `duration` in seconds. `stdout_bytes` and `stderr_bytes` are the total
+    output, kept or not.
+    """
+
+    reason: str
+    code: int | None
+    signal: int | None
+    message: str
+    duration: float
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it exited by itself with 0."""
+        return self.reason == "exited" and self.code == 0
+
+    def __str__(self) -> str:
+        if self.reason == "exited":
+            return f"exit {self.code}"
+        tail = f" {self.signal}" if self.signal is not None else f": {self.message}" if self.message else ""
+        return self.reason + tail
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierCommand:
+    """A verifier command that ran, with the ends of its outputs (1 KiB of each)."""
+
+    exit: Exit
+    stdout_tail: bytes
+    stderr_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The agent's changes that a fresh fork applied; `left_out_paths` are the first 32 of those left out."""
+
+    entries: int
+    size_bytes: int
+    removed: int
+    left_out: int
+    left_out_paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """How a rollout was graded: `passed` of `total` verifier commands. `changes` with a fresh fork only.
+
+    `restored` counts the paths that the verifier's `restore` put back or removed. `commands` are the first 64.
+    """
+
+    fresh_fork: bool
+    passed: int
+    total: int
+    commands: tuple[VerifierCommand, ...]
+    restored: int
+    changes: Changes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rollout ended. No `failure` = it completed; no `reward` = not graded, which is not zero."""
+
+    failure: Failure | None = None
+    reward: Reward | None = None
+    agent_exit: Exit | None = None
+    agent_stderr: bytes = field(default=b"", repr=False)
+    grading: Grading | None = None
+    """Set when a verifier began, whether or not it produced a reward."""
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ended without a failure."""
+        return self.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout as the driver reported it."""
+
+    rollout_id: str
+    group_id: str | None
+    index: int
+    phase: Phase
+    outcome: Outcome | None
+    agent: str
+    agent_spec_sha256: str
+    task_id: str
+    labels: Mapping[str, str]
+    create_time: datetime | None
+    end_time: datetime | None
+    phase_times: Mapping[Phase, float]
+    """Seconds spent in each phase so far, in all attempts."""
+    last_sequence: int
+    attempts: int = 1
+    """Number of attempts; `outcome` is the last attempt's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group as the driver reported it."""
+
+    group_id: str
+    size: int
+    spares: int
+    quorum: int
+    rollout_ids: tuple[str, ...]
+    ended_count: int
+    ended: bool
+    complete: bool
+    result_rollout_ids: tuple[str, ...]
+    create_time: datetime | None
+    end_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """A rollout's summary, as yielded by `ps.rollouts.watch`: its phase, and sums over its model calls so far.
+
+    The sums cover all attempts and may lack the agent's last moment; the trajectory is complete. `min_version` and
+    `max_version` are policy versions of the answers; None = unknown.
+    """
+
+    rollout_id: str
+    group_id: str | None
+    index: int
+    run_id: str | None
+    task_id: str
+    agent: str
+    labels: Mapping[str, str]
+    phase: Phase
+    create_time: datetime | None
+    end_time: datetime | None
+    failure: Failure | None
+    reward: Reward | None
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    min_version: int | None
+    max_version: int | None
+    attempts: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self.phase is Phase.ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutChanges:
+    """Changes among the watched rollouts: current summaries, and ids of deleted ones.
+
+    `complete`: all initial summaries have been sent.
+    """
+
+    rollouts: tuple[RolloutSummary, ...] = ()
+    gone: tuple[str, ...] = ()
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """The rollout entered a phase; `previous_duration` is the previous phase's in seconds, None for the first."""
+
+    phase: Phase
+    previous_duration: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentExited:
+    """The agent's process has ended, and all its descendants are dead; `stderr_tail` are its last lines."""
+
+    exit: Exit
+    stderr_tail: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """An attempt, counted from 1, failed transiently: the rollout starts again, within `max_attempts`."""
+
+    attempt: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFinished:
+    """A setup or verifier command ended; the tails are the last 4 KiB of its output."""
+
+    phase: Phase
+    index: int
+    command: str
+    exit: Exit
+    stdout_tail: bytes
+    stderr_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEvent:
+    """An event reported by the agent. `kind` is assistant, reasoning, tool_call, tool_result, error, done or other."""
+
+    kind: str
+    data: Mapping[str, Any]
+    raw_line: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished:
+    """A model call ended; without tokens and bodies."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactCollected:
+    """A file was collected."""
+
+    name: str
+    content: bytes = field(repr=False)
+    truncated: bool
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A progress message for people."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rollout ended: always its last event."""
+
+    outcome: Outcome
+
+
+EventPayload: TypeAlias = (
+    PhaseChanged
+    | CommandFinished
+    | AgentEvent
+    | AgentExited
+    | CallFinished
+    | ArtifactCollected
+    | Progress
+    | AttemptFailed
+    | Ended
+)
+"""The content of an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEvent:
+    """One event of a rollout; `sequence` counts from 1 without gaps."""
+
+    sequence: int
+    rollout_id: str
+    time: datetime | None
+    payload: EventPayload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutResult:
+    """An ended rollout, with its trajectory if requested and available."""
+
+    rollout: Rollout
+    outcome: Outcome
+    trajectory: Trajectory | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        """The rollout's id."""
+        return self.rollout.rollout_id
+
+    @property
+    def reward(self) -> Reward | None:
+        """None = not graded, which is not zero."""
+        return self.outcome.reward
+
+    @property
+    def failure(self) -> Failure | None:
+        """None = it completed."""
+        return self.outcome.failure

@@ -1,0 +1,223 @@
+"""Converts conversations, sampling and completions to and from protos; helpers that the other conversions share.
+
+Enums are lower-case words here and `PREFIX_WORD` there.
+"""
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from penstock.chat.v1 import chat_pb2, completion_pb2
+from penstock.client.errors import InvalidArgument
+from penstock.client.types import chat
+from penstock.values import reader, writer
+
+_sampling_to: Final = writer(chat.Sampling, chat_pb2.Sampling)
+_version_to: Final = writer(chat.VersionSpan, completion_pb2.PolicyVersionSpan)
+_version_from: Final = reader(chat.VersionSpan, completion_pb2.PolicyVersionSpan)
+_timings_to: Final = writer(chat.Timings, completion_pb2.Timings)
+_timings_from: Final = reader(chat.Timings, completion_pb2.Timings)
+_usage_to: Final = writer(chat.Usage, chat_pb2.Usage)
+_usage_from: Final = reader(chat.Usage, chat_pb2.Usage)
+sampling_from: Final = reader(chat.Sampling, chat_pb2.Sampling)
+"""Converts sampling; unset becomes None."""
+tool_to: Final = writer(chat.Tool, chat_pb2.Tool)
+tool_from: Final = reader(chat.Tool, chat_pb2.Tool)
+"""Convert a tool."""
+tool_choice_from: Final = reader(chat.ToolChoice, chat_pb2.ToolChoice)
+"""Converts the tool choice."""
+
+
+def word(enum: Any, number: int, prefix: str) -> str:
+    """Returns the lower-case word of an enum's value; `unspecified` for its zero, the number itself if unknown."""
+    try:
+        return str(enum.Name(number)).removeprefix(prefix).lower()
+    except ValueError:
+        return str(number)
+
+
+def number(enum: Any, value: str, prefix: str) -> Any:
+    """Returns the enum's value for a word.
+
+    Raises:
+        InvalidArgument: there is no such word; lists the valid ones.
+    """
+    try:
+        return enum.Value(prefix + str(value).upper())
+    except ValueError:
+        words = [name.removeprefix(prefix).lower() for name, number in enum.items() if number]
+        raise InvalidArgument(f"{value!r} is not one of {', '.join(words)}", reason="ENUM_VALUE") from None
+
+
+def optional(message: ProtoMessage, name: str) -> Any:
+    """Returns a field's value, or None when it is unset."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def duration(seconds: float | None) -> Duration | None:
+    """Returns seconds as a Duration; None stays unset."""
+    if seconds is None:
+        return None
+    result = Duration()
+    result.FromNanoseconds(round(seconds * 1e9))
+    return result
+
+
+def seconds(message: ProtoMessage, name: str) -> float | None:
+    """Returns a Duration field in seconds, or None when it is unset."""
+    return getattr(message, name).ToNanoseconds() / 1e9 if message.HasField(name) else None
+
+
+def time(message: ProtoMessage, name: str) -> datetime | None:
+    """Returns a Timestamp field in UTC, or None when it is unset."""
+    if not message.HasField(name):
+        return None
+    stamp: Timestamp = getattr(message, name)
+    return stamp.ToDatetime(tzinfo=UTC)
+
+
+def token_ids(data: bytes) -> chat.TokenIds:
+    """Decodes token ids to a read-only view."""
+    return np.frombuffer(data, "<i4")
+
+
+def logprobs(data: bytes) -> chat.Logprobs:
+    """Decodes logprobs to a read-only view."""
+    return np.frombuffer(data, "<f4")
+
+
+def token_bytes(ids: Any) -> bytes:
+    """Encodes token ids for the wire; accepts any array-like.
+
+    Raises:
+        InvalidArgument: not one dimension of integers that fit into 32 bits.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InvalidArgument("Token ids must be a list of integers or a one-dimensional array", reason="TOKEN_IDS")
+    if array.size and array.dtype != np.int32 and (array.min() < 0 or array.max() > 2**31 - 1):
+        raise InvalidArgument("A token id is not in [0, 2^31)", reason="TOKEN_IDS")
+    return array.astype("<i4", copy=False).tobytes()
+
+
+def sampling_to(value: chat.Sampling | None) -> chat_pb2.Sampling | None:
+    """Converts sampling; None becomes unset."""
+    return None if value is None else _sampling_to(value)
+
+
+def part_to(part: chat.Part) -> chat_pb2.Part:
+    """Converts one part of a message."""
+    match part:
+        case chat.Text(text):
+            return chat_pb2.Part(text=chat_pb2.Text(text=text))
+        case chat.Reasoning(text, signature):
+            return chat_pb2.Part(reasoning=chat_pb2.Reasoning(text=text, signature=signature))
+        case chat.Image(media_type, data, url):
+            image = chat_pb2.Image(media_type=media_type, **({"url": url} if url else {"data": data}))
+            return chat_pb2.Part(image=image)
+        case chat.ToolCall(id=call_id, name=name, arguments_json=arguments):
+            return chat_pb2.Part(tool_call=chat_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments))
+        case chat.ToolResult(call_id, parts, is_error):
+            result = chat_pb2.ToolResult(
+                tool_call_id=call_id, parts=[part_to(item) for item in parts], is_error=is_error
+            )
+            return chat_pb2.Part(tool_result=result)
+
+
+def part_from(part: chat_pb2.Part) -> chat.Part:
+    """Converts one part of a message."""
+    match part.WhichOneof("part"):
+        case "reasoning":
+            return chat.Reasoning(part.reasoning.text, part.reasoning.signature)
+        case "image":
+            return chat.Image(part.image.media_type, part.image.data, part.image.url)
+        case "tool_call":
+            return chat.ToolCall(part.tool_call.id, part.tool_call.name, part.tool_call.arguments_json)
+        case "tool_result":
+            result = part.tool_result
+            return chat.ToolResult(result.tool_call_id, tuple(map(part_from, result.parts)), result.is_error)
+        case _:
+            return chat.Text(part.text.text)
+
+
+def message_to(message: chat.Message) -> chat_pb2.Message:
+    """Converts one message."""
+    role = number(chat_pb2.Role, message.role, "ROLE_")
+    return chat_pb2.Message(role=role, parts=[part_to(part) for part in message.parts], name=message.name)
+
+
+def message_from(message: chat_pb2.Message) -> chat.Message:
+    """Converts one message."""
+    role = chat.Role(word(chat_pb2.Role, message.role, "ROLE_"))
+    return chat.Message(role, tuple(map(part_from, message.parts)), message.name)
+
+
+def completion_to(value: chat.Completion) -> completion_pb2.Completion:
+    """Converts a completion."""
+    message = completion_pb2.Completion(
+        finish_reason=number(chat_pb2.FinishReason, value.finish_reason, "FINISH_REASON_"),
+        sampling_used=sampling_to(value.sampling_used),
+        engine=value.engine,
+        engine_version=value.engine_version,
+        model=value.model,
+    )
+    if value.token_ids is not None:
+        message.span.CopyFrom(_span_to(value))
+    if value.message is not None:
+        message.message.CopyFrom(message_to(value.message))
+    if value.stop_token_id is not None:
+        message.stop_token_id = value.stop_token_id
+    elif value.stop_text is not None:
+        message.stop_text = value.stop_text
+    if value.timings is not None:
+        message.timings.CopyFrom(_timings_to(value.timings))
+    if value.usage is not None:
+        message.usage.CopyFrom(_usage_to(value.usage))
+    return message
+
+
+def completion_from(message: completion_pb2.Completion) -> chat.Completion:
+    """Converts a completion."""
+    span = message.span
+    stop = message.WhichOneof("matched_stop")
+    top = span.top_count if message.HasField("span") else 0
+    left_out = span.count > 0 and not span.token_ids  # as in events: only the count is sent
+    return chat.Completion(
+        token_ids=token_ids(span.token_ids) if message.HasField("span") and not left_out else None,
+        logprobs=logprobs(span.logprobs) if span.logprobs else None,
+        logprobs_mode=chat.LogprobsMode(word(completion_pb2.LogprobsMode, span.logprobs_mode, "LOGPROBS_MODE_")),
+        versions=tuple(map(_version_from, span.versions)),
+        message=message_from(message.message) if message.HasField("message") else None,
+        finish_reason=chat.FinishReason(word(chat_pb2.FinishReason, message.finish_reason, "FINISH_REASON_")),
+        stop_token_id=message.stop_token_id if stop == "stop_token_id" else None,
+        stop_text=message.stop_text if stop == "stop_text" else None,
+        sampling_used=sampling_from(message.sampling_used) if message.HasField("sampling_used") else None,
+        engine=message.engine,
+        engine_version=message.engine_version,
+        model=message.model,
+        timings=_timings_from(message.timings) if message.HasField("timings") else None,
+        usage=_usage_from(message.usage) if message.HasField("usage") else None,
+        top_token_ids=token_ids(span.top_token_ids).reshape(-1, top) if top else None,
+        top_logprobs=logprobs(span.top_logprobs).reshape(-1, top) if top else None,
+    )
+
+
+def _span_to(value: chat.Completion) -> completion_pb2.TokenSpan:
+    ids = np.asarray(value.token_ids)
+    span = completion_pb2.TokenSpan(
+        token_ids=token_bytes(ids),
+        count=len(ids),
+        logprobs_mode=number(completion_pb2.LogprobsMode, value.logprobs_mode, "LOGPROBS_MODE_"),
+        versions=map(_version_to, value.versions),
+    )
+    if value.logprobs is not None:
+        span.logprobs = np.asarray(value.logprobs).astype("<f4", copy=False).tobytes()
+    if value.top_token_ids is not None and value.top_logprobs is not None:
+        span.top_count = value.top_token_ids.shape[1]
+        span.top_token_ids = value.top_token_ids.astype("<i4", copy=False).tobytes()
+        span.top_logprobs = value.top_logprobs.astype("<f4", copy=False).tobytes()
+    return span

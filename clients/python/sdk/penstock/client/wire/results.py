@@ -1,0 +1,168 @@
+"""Converts the services' reports (rollouts, events, trajectories) to values."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+
+from penstock.client.types import results, trajectories
+from penstock.client.wire.chat import completion_from, logprobs, time, token_ids, word
+from penstock.driver.v1 import rollout_pb2
+from penstock.sandbox.v1 import process_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import from_proto, reader
+
+
+def values(message: Struct) -> dict[str, Any]:
+    """Returns a Struct as JSON values; whole numbers become int."""
+    result = MessageToDict(message)
+    return {name: _whole(value) for name, value in result.items()}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return value
+
+
+def phase(number: int) -> results.Phase:
+    """Converts a phase."""
+    return results.Phase(word(rollout_pb2.Phase, number, "PHASE_"))
+
+
+exit_from: Final = reader(
+    results.Exit,
+    process_service_pb2.Exit,
+    left_out=(
+        *("cpu_time", "max_rss_bytes", "stdout_truncated", "stderr_truncated", "pipes_open", "end_time"),
+        "ended_inside",
+    ),
+)
+"""Converts the exit of a process."""
+
+reward: Final = reader(trajectories.Reward, trajectory_pb2.Reward)
+"""Converts a reward."""
+
+_grading: Final = reader(
+    results.Grading,
+    rollout_pb2.Grading,
+    left_out=("place",),
+    by={"fresh_fork": lambda message: message.place == rollout_pb2.GRADING_PLACE_FRESH_FORK},
+)
+
+failure: Final = reader(results.Failure, rollout_pb2.Failure)
+"""Converts the failure of a rollout or an attempt."""
+
+outcome: Final = reader(
+    results.Outcome,
+    rollout_pb2.Outcome,
+    renamed={"agent_stderr": "agent_exit.stderr_tail"},
+    by={"agent_exit": lambda message: exit_from(message.agent_exit.exit) if message.HasField("agent_exit") else None},
+)
+"""Converts the outcome of a rollout."""
+
+rollout: Final = reader(
+    results.Rollout,
+    rollout_pb2.Rollout,
+    renamed={"agent": "spec.agent.name", "task_id": "spec.task.task_id", "labels": "spec.labels"},
+    left_out=("fork_kind",),
+    by={
+        "phase_times": lambda message: {
+            phase(item.phase): item.duration.ToNanoseconds() / 1e9 for item in message.phase_times
+        },
+        "attempts": lambda message: message.attempts or 1,
+    },
+)
+"""Converts a rollout."""
+
+summary: Final = reader(
+    results.RolloutSummary,
+    rollout_pb2.RolloutSummary,
+    renamed={
+        "calls": "calls.calls",
+        "prompt_tokens": "calls.prompt_tokens",
+        "completion_tokens": "calls.completion_tokens",
+        "min_version": "calls.oldest_policy_version",
+        "max_version": "calls.newest_policy_version",
+    },
+    by={"attempts": lambda message: message.attempts or 1},
+)
+"""Converts a rollout's summary."""
+
+group: Final = reader(results.Group, rollout_pb2.Group, left_out=("spec", "stragglers"))
+"""Converts a group."""
+
+
+def _line(message: rollout_pb2.CommandFinished) -> str:
+    command = message.command
+    return command.shell if command.WhichOneof("command") == "shell" else shlex.join(command.argv.args)
+
+
+command_finished: Final = reader(results.CommandFinished, rollout_pb2.CommandFinished, by={"command": _line})
+"""Converts a finished command."""
+
+reader(results.AgentEvent, rollout_pb2.AgentEvent, by={"data": lambda message: values(message.data)})
+
+_PAYLOADS: Final[Mapping[str, type[results.EventPayload]]] = {
+    "phase_changed": results.PhaseChanged,
+    "command_finished": results.CommandFinished,
+    "agent_event": results.AgentEvent,
+    "agent_exited": results.AgentExited,
+    "attempt_failed": results.AttemptFailed,
+    "call_finished": results.CallFinished,
+    "artifact": results.ArtifactCollected,
+    "progress": results.Progress,
+}
+
+
+def event(message: rollout_pb2.RolloutEvent) -> results.RolloutEvent | None:
+    """Converts an event; returns None for a kind that this client does not know."""
+    kind = message.WhichOneof("event")
+    payload: results.EventPayload
+    if kind == "ended":
+        payload = results.Ended(outcome(message.ended))
+    elif kind is None or kind not in _PAYLOADS:
+        return None
+    else:
+        payload = from_proto(_PAYLOADS[kind], getattr(message, kind))
+    return results.RolloutEvent(message.sequence, message.rollout_id, time(message, "time"), payload)
+
+
+reader(
+    trajectories.Call,
+    trajectory_pb2.Call,
+    left_out=("agent_session",),
+    by={
+        "prompt_suffix_token_ids": lambda message: token_ids(message.prompt_suffix_token_ids),
+        "completion": lambda message: completion_from(message.completion) if message.HasField("completion") else None,
+        "sampled_count": lambda message: message.completion.span.count or message.completion.usage.completion_tokens,
+    },
+)
+
+sample: Final = reader(
+    trajectories.Sample,
+    trajectory_pb2.Sample,
+    left_out=("count",),
+    by={
+        "input_ids": lambda message: token_ids(message.input_ids),
+        "loss_mask": lambda message: np.frombuffer(message.loss_mask, np.bool_),
+        "logprobs": lambda message: logprobs(message.logprobs) if message.logprobs else None,
+    },
+)
+"""Converts a sample."""
+
+reader(trajectories.RecordedToolCall, trajectory_pb2.HostToolCall, left_out=("rollout_id",))
+
+trajectory: Final = reader(
+    trajectories.Trajectory,
+    trajectory_pb2.Trajectory,
+    by={"task_metadata": lambda message: values(message.task_metadata)},
+)
+"""Converts a trajectory whose fragments were all merged."""

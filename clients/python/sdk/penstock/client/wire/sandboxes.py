@@ -1,0 +1,57 @@
+"""Converts sandboxes, their files and snapshots to and from protos."""
+
+from typing import Final
+
+from penstock.client.types.sandboxes import Backend, FileInfo, RunResult, SandboxSpec, Snapshot, Stats
+from penstock.client.wire import specs
+from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_pb2
+from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+from penstock.values import reader, writer
+
+
+def _base(value: SandboxSpec) -> sandbox_pb2.Base | None:
+    if value.snapshot_id:
+        return sandbox_pb2.Base(snapshot_id=value.snapshot_id)
+    return sandbox_pb2.Base(image=value.image) if value.image else None
+
+
+spec: Final = writer(
+    SandboxSpec,
+    sandbox_pb2.SandboxSpec,
+    left_out=("image", "snapshot_id", "toolbox_ids"),
+    by={"base": _base, "network": lambda value: specs.network(value.network)},
+)
+"""Converts a sandbox's spec; empty and None stay unset."""
+
+
+run_result: Final = reader(RunResult, process_service_pb2.RunResult)
+"""Converts the outcome of a command."""
+
+snapshot: Final = reader(Snapshot, pb.Snapshot, renamed={"fork": "fork_kind"}, left_out=("setup",))
+"""Converts a snapshot, without the results of its setup."""
+
+file_info: Final = reader(FileInfo, file_service_pb2.FileInfo)
+"""Converts metadata of a file."""
+
+stats: Final = reader(Stats, pb.GetStatsResponse)
+"""Converts a sandbox's usage."""
+
+backend: Final = reader(
+    Backend,
+    sandbox_pb2.Backend,
+    renamed={
+        "networks": "capabilities.networks",
+        "fork": "capabilities.fork",
+        "disk_limit": "capabilities.disk_limit",
+    },
+    left_out=(
+        *("default_lease", "max_lease", "default_resources", "max_lifetime", "max_sandboxes_per_owner"),
+        "max_resources",
+    ),
+    by={
+        "capabilities": lambda message: frozenset(
+            field.name for field, value in message.capabilities.ListFields() if value is True
+        )
+    },
+)
+"""Converts a backend and its capabilities."""

@@ -1,0 +1,158 @@
+"""Converts the client's requests (tasks, agents, limits) to protos."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from google.protobuf.struct_pb2 import Struct
+
+from penstock.client.errors import InvalidArgument
+from penstock.client.tasks import spec as tasks
+from penstock.client.tasks.task import Task
+from penstock.client.wire.chat import number
+from penstock.driver.v1 import rollout_pb2
+from penstock.interception.v1 import interception_pb2
+from penstock.sandbox.v1 import process_service_pb2, sandbox_pb2, sandbox_service_pb2
+from penstock.values import writer
+
+
+def struct(values: Mapping[str, Any], what: str) -> Struct:
+    """Converts JSON values to a Struct.
+
+    Raises:
+        InvalidArgument: a value has no JSON form.
+    """
+    message = Struct()
+    try:
+        message.update(dict(values))
+    except (ValueError, TypeError, AttributeError):
+        raise InvalidArgument(f"{what} has a value that JSON cannot represent", reason="NOT_JSON") from None
+    return message
+
+
+command: Final = writer(tasks.Command, process_service_pb2.Command, renamed={"argv": "argv.args"})
+"""Converts a command."""
+
+seed_file: Final = writer(tasks.SeedFile, sandbox_service_pb2.SeedFile)
+"""Converts a file to write."""
+
+verifier: Final = writer(
+    tasks.Verifier,
+    rollout_pb2.Verifier,
+    left_out=("reward", "range"),
+    by={
+        "reward_file": lambda value: rollout_pb2.RewardFile() if value.reward is tasks.RewardFrom.FILE else None,
+        "passed_share": lambda value: (
+            None if value.reward is tasks.RewardFrom.FILE else rollout_pb2.RewardPassedShare()
+        ),
+        "range_min": lambda value: value.range and value.range[0],
+        "range_max": lambda value: value.range and value.range[1],
+        "component_ranges": lambda value: {
+            name: rollout_pb2.RewardRange(min=low, max=high) for name, (low, high) in value.component_ranges.items()
+        },
+    },
+)
+"""Converts a verifier."""
+
+task: Final = writer(
+    Task,
+    rollout_pb2.Task,
+    left_out=("sandbox", "limits", "budgets", "labels", "solution", "build"),
+    by={"metadata": lambda value: struct(value.metadata, "metadata") if value.metadata else None},
+)
+"""Converts a task; the rollout's terms have what it says of its sandbox, limits, budgets and labels."""
+
+_mcp_server: Final = writer(
+    tasks.McpServer,
+    rollout_pb2.McpServer,
+    left_out=("args", "env", "secret_env"),
+    by={
+        "stdio": lambda value: (
+            None
+            if value.url
+            else rollout_pb2.McpServer.Stdio(args=value.args, env=value.env, secret_env=value.secret_env)
+        )
+    },
+)
+
+agent: Final = writer(
+    tasks.AgentChoice,
+    rollout_pb2.AgentChoice,
+    by={"options": lambda value: struct(value.options, "options") if value.options else None},
+)
+"""Converts an agent and its options."""
+
+_CONTROL_TOKENS = {
+    tasks.ControlTokens.PLAIN: interception_pb2.CONTROL_TOKENS_UNSPECIFIED,
+    tasks.ControlTokens.PARSE: interception_pb2.CONTROL_TOKENS_PARSE,
+}
+
+
+def source(value: tasks.ModelSource) -> interception_pb2.ModelSource:
+    """Converts the source of answers."""
+    match value:
+        case tasks.Inference(name, adapter, parser, control_tokens):
+            return interception_pb2.ModelSource(
+                inference=interception_pb2.ModelSource.Inference(name=name, adapter=adapter),
+                tool_call_parser=parser,
+                control_tokens=_CONTROL_TOKENS[control_tokens],
+            )
+        case tasks.Tokenizer(name, parser, control_tokens):
+            return interception_pb2.ModelSource(
+                tokenizer=interception_pb2.ModelSource.Tokenizer(name=name),
+                tool_call_parser=parser,
+                control_tokens=_CONTROL_TOKENS[control_tokens],
+            )
+        case tasks.Upstream():
+            upstream = interception_pb2.Upstream(model=value.model)
+            if value.name:
+                upstream.name = value.name
+            else:
+                upstream.caller.base_url = value.base_url
+                upstream.caller.api_key = value.api_key
+            return interception_pb2.ModelSource(upstream=upstream)
+
+
+def network(value: tasks.Network | None) -> sandbox_pb2.NetworkPolicy | None:
+    """Converts a network policy; None stays unset, which is no network."""
+    match value:
+        case None:
+            return None
+        case tasks.OneEndpoint():
+            one = sandbox_pb2.OneEndpoint(local_port=value.local_port, upstream=value.upstream)
+            return sandbox_pb2.NetworkPolicy(one_endpoint=one)
+        case tasks.Allowlist():
+            return sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist(hosts=value.hosts, ports=value.ports))
+        case tasks.OpenNetwork():
+            return sandbox_pb2.NetworkPolicy(open=sandbox_pb2.OpenNetwork())
+
+
+sandbox_choice: Final = writer(
+    tasks.SandboxChoice,
+    rollout_pb2.SandboxChoice,
+    by={"setup_network": lambda value: network(value.setup_network)},
+)
+"""Converts a rollout's sandbox choice."""
+
+limits: Final = writer(tasks.Limits, rollout_pb2.Limits)
+"""Converts time limits in seconds."""
+
+budgets: Final = writer(tasks.Budgets, interception_pb2.Budgets)
+"""Converts a rollout's limits at the gate."""
+
+run_budgets: Final = writer(tasks.RunBudgets, interception_pb2.RunBudgets)
+"""Converts a run's limits at the gate."""
+
+token_terms: Final = writer(
+    tasks.AgentKeyTerms,
+    interception_pb2.TokenTerms,
+    by={"scopes": lambda value: [number(interception_pb2.TokenScope, scope, "TOKEN_SCOPE_") for scope in value.scopes]},
+)
+"""Converts the terms of the agent key; InvalidArgument for a scope that there is not."""
+
+policy: Final = writer(tasks.PolicyConstraint, interception_pb2.PolicyVersionConstraint)
+"""Converts the constraint on policy versions."""
+
+
+def mode(value: tasks.Mode | str) -> Any:
+    """Returns a mode's number."""
+    return number(interception_pb2.Mode, value, "MODE_")

@@ -1,0 +1,55 @@
+"""Compares two evaluations of the same tasks: the difference of their pass rates, task by task, with its interval.
+
+Tasks are paired (E. Miller, "Adding Error Bars to Evals", arXiv:2411.00640): differences in difficulty between tasks
+cancel out.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.evaluation.statistics import mean
+from penstock.evaluation.summary import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDifference:
+    """A task's pass@1 in both."""
+
+    task_id: str
+    before: float
+    after: float
+
+    @property
+    def difference(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The comparison; `difference` is the mean over tasks with its 95 % half-width, None without a common task."""
+
+    tasks: tuple[TaskDifference, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    difference: float | None
+    half_width: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values, for programs."""
+        return asdict(self)
+
+
+def compare(before: Summary, after: Summary) -> Comparison:
+    """Compares two evaluations over the tasks that were graded in both."""
+    first = {task.task_id: task.pass_at[1] for task in before.tasks if task.attempts}
+    second = {task.task_id: task.pass_at[1] for task in after.tasks if task.attempts}
+    common = tuple(TaskDifference(name, first[name], second[name]) for name in sorted(first.keys() & second.keys()))
+    found = mean([task.difference for task in common])
+    return Comparison(
+        tasks=common,
+        only_before=tuple(sorted(first.keys() - second.keys())),
+        only_after=tuple(sorted(second.keys() - first.keys())),
+        difference=None if found is None else found[0],
+        half_width=0.0 if found is None else found[1],
+    )

@@ -1,0 +1,1 @@
+"""The services as processes on this machine."""

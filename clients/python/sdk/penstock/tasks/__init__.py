@@ -1,0 +1,1 @@
+"""Sets of tasks: images, solutions, importers of other formats."""

@@ -1,0 +1,98 @@
+"""Words that documentation, docstrings, comments and messages do not use: each with what to write instead.
+
+    python docs/words.py        a line for each use; exit code 1 when there are any
+
+Code in Markdown (blocks and `names`) is not looked at, nor are decisions, which keep the words of their day. In the
+services, the libraries and the SDK, names in code are checked too.
+"""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BANNED = {
+    r"told|tells": "returns, reports, shows, states; of a person: is asked, gets",
+    r"of passing kind": "transient",
+    r"who gives up|who asks again": "name the subject: the caller, another caller",
+    r"Conductor": "RolloutRunner",
+    r"Fleet": "RolloutManager",
+    r"ToolDesk": "HostToolBroker",
+    r"Preparations": "Environments",
+    r"heard": "received, known",
+    r"nursery": "forkserver",
+    r"keeper|keepers": "supervisor",
+}
+BANNED_NAMES = {
+    r"_*(un)?told(_\w+)?|\w+_told|(\w+_)?tells_\w+": "what it holds: sent, recorded, reported, known",
+    r"_*heard(_\w+)?|\w+_heard": "received, known",
+    r"\w*(keeper|nursery)s?": "supervisor, forkserver",
+}
+_NAMED = ("services/", "libs/", "clients/python/sdk/")
+_LEFT = ("clients/python/stubs/", "docs/decisions/", "docs/words.py", "tests/", "benchmarks/", "CHANGELOG.md")
+_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+# Texts of several words, but not SQL: columns keep their names.
+_PROSE = re.compile(r"^(?!\s*(?:CREATE|DELETE|INSERT|SELECT|UPDATE)\b).*\S \S", re.DOTALL)
+_WORDS = {re.compile(rf"\b(?:{words})\b"): instead for words, instead in BANNED.items()}
+_NAMES = {re.compile(words, re.IGNORECASE): instead for words, instead in BANNED_NAMES.items()}
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The prose of a file: a Markdown file's text, a proto's comments, a module's comments and texts of words."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield source
+        return
+    if path.suffix == ".proto":
+        yield "\n".join(re.findall(r"//.*", source))
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _PROSE.search(node.value):
+            yield node.value
+    yield from (
+        item.string for item in tokenize.generate_tokens(io.StringIO(source).readline) if item.type == tokenize.COMMENT
+    )
+
+
+def names(path: Path) -> Iterator[str]:
+    """Each name in a module's code, once."""
+    source = path.read_text(encoding="utf-8")
+    yield from sorted(
+        {item.string for item in tokenize.generate_tokens(io.StringIO(source).readline) if item.type == tokenize.NAME}
+    )
+
+
+def found() -> list[str]:
+    """A line for each use of a banned word, and for each banned name of a module."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.proto", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = []
+    for name in listed.stdout.splitlines():
+        if name.startswith(_LEFT):
+            continue
+        for text in texts(ROOT / name):
+            prose = _CODE.sub("", text)
+            for words, instead in _WORDS.items():
+                lines += [f"{name}: {match.group()!r}: write {instead}" for match in words.finditer(prose)]
+        if name.endswith(".py") and name.startswith(_NAMED):
+            lines += [
+                f"{name}: the name {used}: write {instead}"
+                for used in names(ROOT / name)
+                for words, instead in _NAMES.items()
+                if words.fullmatch(used)
+            ]
+    return lines
+
+
+if __name__ == "__main__":
+    uses = found()
+    for use in uses:
+        print(use)
+    sys.exit(bool(uses))

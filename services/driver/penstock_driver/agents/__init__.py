@@ -1,0 +1,1 @@
+"""Agents: their specs, their launch, and the parsing of their output."""

@@ -1,0 +1,1 @@
+"""Calls to the sandbox service and the gate."""

@@ -1,0 +1,180 @@
+"""The client of the gate: `ports.Gate` over gRPC, and the capture for readers of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final
+
+import grpc
+import structlog
+
+from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.aio.retry import Backoff, Delays
+from penstock_chassis.channel import typed_errors
+from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_driver.domain.failures import is_of_the_request
+from penstock_driver.domain.ports import CallEnded, CallSpent, GateClosing, GateOpening, OpenRequest
+from penstock_driver.wire.converters import DIALECTS, dialect_from_proto
+
+CALL_S: Final = 60.0
+_PROBE_S: Final = 30.0
+"""Longer than the gate's own probe of a model source, whose error is more specific than a timeout."""
+_DELAYS: Final = Delays(0.2, 10.0)
+_ENDED: Final = frozenset(
+    {
+        trajectory_pb2.CALL_STATE_DELIVERED,
+        trajectory_pb2.CALL_STATE_FAILED,
+        trajectory_pb2.CALL_STATE_CANCELLED,
+        trajectory_pb2.CALL_STATE_EXPIRED,
+    }
+)
+_log = structlog.get_logger("penstock.driver")
+
+
+class GrpcGate:
+    """Calls one interception service over a channel that the caller owns."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._gate = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(channel)
+        self._interruptions = 0
+
+    @property
+    def interruptions(self) -> int:
+        """See ports.Gate: counted by the stream of calls, which stays open while the gate is reachable."""
+        return self._interruptions
+
+    async def check(
+        self,
+        terms: rollout_gate_service_pb2.OpenRolloutRequest,
+        *,
+        rollout_id: str,
+        group_id: str | None,
+        labels: Mapping[str, str],
+    ) -> Sequence[str]:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.CheckSourceRequest(
+            mode=terms.mode,
+            rollout_id=rollout_id,
+            group_id=group_id,
+            run_id=terms.run_id if terms.HasField("run_id") else None,
+            labels=labels,
+        )
+        if terms.HasField("source"):
+            request.source.CopyFrom(terms.source)
+        if terms.HasField("run_budgets"):
+            request.run_budgets.CopyFrom(terms.run_budgets)
+        try:
+            with typed_errors():
+                answer = await self._gate.CheckSource(request, timeout=_PROBE_S)
+        except Unavailable as error:
+            if not error.reason.startswith("TRANSPORT_"):
+                raise
+            message = f"the interception service cannot be reached: {error.message}"
+            raise Unavailable(message, reason="INTERCEPTION_UNREACHABLE", retry_after_s=1.0) from error
+        return tuple(answer.host_tools)
+
+    async def open(self, opening: OpenRequest) -> GateOpening:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.OpenRolloutRequest()
+        request.MergeFrom(opening.terms)
+        request.request_id = opening.request_id
+        request.rollout_id = opening.rollout_id
+        if opening.group_id is not None:
+            request.group_id = opening.group_id
+        if opening.group_index is not None:
+            request.group_index = opening.group_index
+        if opening.task_id:
+            request.task_id = opening.task_id
+        request.dialects.extend(DIALECTS[dialect] for dialect in opening.dialects)
+        request.hints.CopyFrom(
+            interception_pb2.CallHints(
+                title_system_prompts=opening.title_system_prompts,
+                compaction_system_prompts=opening.compaction_system_prompts,
+                session_headers=opening.session_headers,
+                volatile_line_patterns=opening.volatile_line_patterns,
+            )
+        )
+        request.labels.update(opening.labels)
+        with typed_errors():
+            answer = await self._gate.OpenRollout(request, timeout=CALL_S)
+        return GateOpening(
+            ingress_address=answer.ingress_address,
+            base_paths={dialect_from_proto(item.dialect): item.base_path for item in answer.endpoints},
+            token=answer.token,
+            model_name=answer.rollout.model_name,
+            host_tools=tuple(answer.host_tools),
+            mcp_path=answer.mcp_path,
+        )
+
+    async def close(self, rollout_id: str, reason: str) -> GateClosing:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.CloseRolloutRequest(rollout_id=rollout_id, reason=reason)
+        try:
+            with typed_errors():
+                answer = await self._gate.CloseRollout(request, timeout=CALL_S)
+        except NotFound:
+            return GateClosing()
+        totals = answer.rollout.totals
+        return GateClosing(
+            exhausted_budget=answer.rollout.exhausted_budget,
+            calls=totals.calls,
+            unanswered=totals.failed + totals.expired,
+            last_failure=totals.last_failure_reason,
+            gave_up=totals.last_unanswered,
+            is_final=bool(totals.last_failure_reason) and not totals.last_failure_retriable and not totals.expired,
+            refused=sum(one.calls for one in totals.failures if is_of_the_request(one.reason, one.retriable)),
+        )
+
+    async def delete(self, rollout_id: str) -> None:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.DeleteRolloutRequest(rollout_id=rollout_id)
+        with typed_errors():
+            await self._gate.DeleteRollout(request, timeout=CALL_S)
+
+    async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
+        """See ports.Gate. A broken stream is resumed; calls that the gate has dropped meanwhile are skipped."""
+        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True)
+        backoff = Backoff(_DELAYS)
+        while True:
+            try:
+                with typed_errors():
+                    async for answer in self._gate.WatchCalls(request):
+                        backoff.reset()
+                        kind = answer.WhichOneof("event")
+                        if kind == "started":
+                            request.after_sequence = answer.started.sequence
+                        elif kind == "closed":
+                            request.after_sequence = answer.closed.sequence
+                        elif kind == "changed":
+                            request.after_sequence = answer.changed.sequence
+                            if answer.changed.call.state in _ENDED:
+                                call = answer.changed.call
+                                yield CallEnded(call.rollout_id, call, spent_by(call))
+            except PenstockError as error:
+                _log.info("the watch of calls broke", error=repr(error))
+                if error.reason == "SEQUENCE_UNKNOWN":
+                    # This watcher was too slow, or reconnected too late: start over from now.
+                    request.ClearField("after_sequence")
+                    continue
+            self._interruptions += 1
+            await backoff.wait()
+
+    async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        """Yield the rollout's trajectory as the gate recorded it, in fragments; NotFound (ROLLOUT_UNKNOWN)."""
+        request = rollout_gate_service_pb2.GetCaptureRequest(rollout_id=rollout_id, include_bodies=include_bodies)
+        with typed_errors():
+            async for answer in self._gate.GetCapture(request):
+                yield answer.trajectory
+
+
+def spent_by(call: trajectory_pb2.Call) -> CallSpent:
+    """The cost of a call: counted tokens, or the usage that a text-only source reports."""
+    answer = call.completion
+    versions = [item.policy_version for item in answer.span.versions]
+    return CallSpent(
+        prompt_tokens=call.prompt_count or answer.usage.prompt_tokens,
+        completion_tokens=answer.span.count or answer.usage.completion_tokens,
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
+    )

@@ -1,0 +1,436 @@
+"""The client of the sandbox service: `ports.Sandboxes` over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import posixpath
+import secrets
+import tarfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, Final
+
+import grpc
+
+from penstock.sandbox.v1 import (
+    file_service_pb2,
+    file_service_pb2_grpc,
+    process_service_pb2,
+    process_service_pb2_grpc,
+    sandbox_pb2,
+    sandbox_service_pb2,
+    sandbox_service_pb2_grpc,
+    toolbox_service_pb2,
+    toolbox_service_pb2_grpc,
+)
+from penstock.values import writer
+from penstock_chassis import times
+from penstock_chassis.aio.retry import Delays
+from penstock_chassis.channel import error_from_rpc, typed_errors, upload
+from penstock_chassis.errors import (
+    FailedPrecondition,
+    Internal,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
+from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.agents.specs import Toolbox
+from penstock_driver.domain.ports import (
+    BackendFacts,
+    Command,
+    CommandReport,
+    CommandResult,
+    Exit,
+    Output,
+    PathKind,
+    PreparedSnapshot,
+    PreparedToolbox,
+    SandboxFacts,
+    SandboxTerms,
+    SnapshotSpec,
+    SnapshotStep,
+)
+from penstock_driver.wire.converters import (
+    command_to_proto,
+    exit_from_proto,
+    result_from_proto,
+    seed_to_proto,
+    toolbox_to_proto,
+)
+
+CHUNK_BYTES: Final = 256 << 10
+CALL_S: Final = 60.0
+"""Deadline of small calls; calls that run a client's commands use the caller's."""
+MAKE_S: Final = 900.0
+"""Deadline of calls that create a sandbox: a provider may have to start a machine and upload files."""
+TREE_S: Final = 300.0
+"""Deadline of calls that move whole trees; the operation around them has its own limit."""
+WATCH_RETRIES: Final = 8
+_WATCH_DELAYS: Final = Delays(0.2, 5.0)
+_PAGE_SIZE: Final = 1000
+_KINDS: Final = {
+    file_service_pb2.FILE_KIND_FILE: PathKind.FILE,
+    file_service_pb2.FILE_KIND_DIRECTORY: PathKind.DIRECTORY,
+    file_service_pb2.FILE_KIND_SYMLINK: PathKind.SYMLINK,
+    file_service_pb2.FILE_KIND_OTHER: PathKind.OTHER,
+}
+_PROBE_S: Final = 5.0
+_UNTIL_JUDGED_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses while the sandbox service finds out why a sandbox ended."""
+
+
+class GrpcSandboxes:
+    """Calls one sandbox service over a channel that the caller owns."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._sandboxes = sandbox_service_pb2_grpc.SandboxServiceStub(channel)
+        self._processes = process_service_pb2_grpc.ProcessServiceStub(channel)
+        self._files = file_service_pb2_grpc.FileServiceStub(channel)
+        self._toolboxes = toolbox_service_pb2_grpc.ToolboxServiceStub(channel)
+
+    async def backends(self) -> Sequence[BackendFacts]:
+        """See ports.Sandboxes."""
+        try:
+            with typed_errors():
+                answer = await self._sandboxes.ListBackends(sandbox_service_pb2.ListBackendsRequest(), timeout=_PROBE_S)
+        except Unavailable as error:
+            message = f"the sandbox service cannot be reached: {error.message}"
+            raise Unavailable(message, reason="SANDBOX_UNREACHABLE", retry_after_s=1.0) from error
+        return [
+            BackendFacts(
+                name=backend.name,
+                available=backend.available,
+                unavailable_reason=backend.unavailable_reason,
+                is_default=backend.is_default,
+                one_endpoint=sandbox_pb2.NETWORK_KIND_ONE_ENDPOINT in backend.capabilities.networks,
+                forks=backend.capabilities.fork > sandbox_pb2.FORK_KIND_NONE,
+                root=backend.capabilities.root,
+                diff=backend.capabilities.diff,
+                toolboxes=backend.capabilities.toolboxes,
+                stdin=backend.capabilities.stdin_stream,
+                limits=frozenset(
+                    name
+                    for name, held in (
+                        ("cpu", backend.capabilities.limit_cpu),
+                        ("memory_bytes", backend.capabilities.limit_memory),
+                        ("pids", backend.capabilities.limit_pids),
+                        ("disk_bytes", backend.capabilities.limit_disk),
+                        ("inodes", backend.capabilities.limit_inodes),
+                    )
+                    if held
+                ),
+            )
+            for backend in answer.backends
+        ]
+
+    async def prepare_toolbox(
+        self, name: str, toolbox: Toolbox, backend: str, on_line: Callable[[str], None]
+    ) -> PreparedToolbox:
+        """See ports.Sandboxes."""
+        request = toolbox_service_pb2.PrepareToolboxRequest(spec=toolbox_to_proto(name, toolbox), backend=backend)
+        with typed_errors():
+            async for step in self._toolboxes.PrepareToolbox(request):
+                if step.WhichOneof("event") == "toolbox":
+                    return PreparedToolbox(step.toolbox.toolbox_id, step.toolbox.mount_path)
+                on_line(step.progress)
+        raise Internal("the sandbox service ended the installation without a toolbox", reason="PROTOCOL_BROKEN")
+
+    async def prepare_snapshot(self, spec: SnapshotSpec) -> AsyncIterator[SnapshotStep]:
+        """See ports.Sandboxes."""
+        sandbox = _sandbox_spec(spec.terms)
+        sandbox.toolbox_ids.extend(spec.toolbox_ids)
+        request = sandbox_service_pb2.PrepareSnapshotRequest(
+            spec=sandbox_service_pb2.SnapshotSpec(
+                sandbox=sandbox,
+                files=[seed_to_proto(file) for file in spec.files],
+                setup=[command_to_proto(command) for command in spec.setup],
+            )
+        )
+        with typed_errors():
+            async for step in self._sandboxes.PrepareSnapshot(request):
+                kind = step.WhichOneof("event")
+                if kind == "command_finished":
+                    yield CommandReport(step.command_finished.index, result_from_proto(step.command_finished.result))
+                elif kind == "snapshot":
+                    yield PreparedSnapshot(step.snapshot.snapshot_id, step.snapshot.fork_kind)
+
+    async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
+        """See ports.Sandboxes."""
+        spec = _sandbox_spec(terms)
+        spec.lease.CopyFrom(times.duration(lease_s))
+        spec.labels.update(labels)
+        request = sandbox_service_pb2.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
+        with typed_errors():
+            answer = await self._sandboxes.CreateSandbox(request, timeout=MAKE_S)
+        return _facts(answer.sandbox)
+
+    async def fork(
+        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+    ) -> SandboxFacts:
+        """See ports.Sandboxes."""
+        spec = sandbox_pb2.SandboxSpec(lease=times.duration(lease_s), labels=labels)
+        if upstream:
+            spec.network.one_endpoint.CopyFrom(sandbox_pb2.OneEndpoint(local_port=port, upstream=upstream))
+        request = sandbox_service_pb2.ForkSandboxesRequest(
+            request_id=request_id, snapshot_id=snapshot_id, count=1, spec=spec
+        )
+        with typed_errors():
+            async for child in self._sandboxes.ForkSandboxes(request, timeout=MAKE_S):
+                if child.WhichOneof("result") == "sandbox":
+                    return _facts(child.sandbox)
+                failure = child.failure
+                kind = ResourceExhausted if failure.retriable else FailedPrecondition
+                raise kind(failure.message or "the sandbox could not be forked", reason=failure.reason or "FORK_FAILED")
+        raise Internal("the sandbox service ended the fork without a sandbox", reason="PROTOCOL_BROKEN")
+
+    async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
+        """See ports.Sandboxes."""
+        if len(files) == 1:
+            await self._write_file(sandbox_id, files[0])
+            return
+        root = posixpath.commonpath([posixpath.dirname(file.path) for file in files])
+        tar = _tar(root, files)
+
+        def frames() -> Iterator[file_service_pb2.WriteTreeRequest]:
+            start = file_service_pb2.WriteTreeRequest.WriteTreeStart(sandbox_id=sandbox_id, path=root)
+            yield file_service_pb2.WriteTreeRequest(start=start)
+            for offset in range(0, len(tar), CHUNK_BYTES):
+                yield file_service_pb2.WriteTreeRequest(tar_chunk=tar[offset : offset + CHUNK_BYTES])
+            yield file_service_pb2.WriteTreeRequest(end=file_service_pb2.WriteTreeRequest.WriteTreeEnd())
+
+        with typed_errors():
+            await upload(self._files.WriteTree, frames, timeout=CALL_S)
+
+    async def _write_file(self, sandbox_id: str, file: FileToWrite) -> None:
+        def frames() -> Iterator[file_service_pb2.WriteFileRequest]:
+            yield file_service_pb2.WriteFileRequest(
+                start=file_service_pb2.WriteFileRequest.WriteFileStart(
+                    sandbox_id=sandbox_id, path=file.path, mode=file.mode
+                )
+            )
+            for offset in range(0, len(file.content), CHUNK_BYTES):
+                yield file_service_pb2.WriteFileRequest(chunk=file.content[offset : offset + CHUNK_BYTES])
+            yield file_service_pb2.WriteFileRequest(end=file_service_pb2.WriteFileRequest.WriteFileEnd())
+
+        with typed_errors():
+            await upload(self._files.WriteFile, frames, timeout=CALL_S)
+
+    async def put_layer(self, sandbox_id: str, path: str, tar: BinaryIO) -> None:
+        """See ports.Sandboxes."""
+        begin = tar.tell()
+
+        def frames() -> Iterator[file_service_pb2.WriteTreeRequest]:
+            tar.seek(begin)
+            start = file_service_pb2.WriteTreeRequest.WriteTreeStart(sandbox_id=sandbox_id, path=path, layer=True)
+            yield file_service_pb2.WriteTreeRequest(start=start)
+            while chunk := tar.read(CHUNK_BYTES):
+                yield file_service_pb2.WriteTreeRequest(tar_chunk=chunk)
+            yield file_service_pb2.WriteTreeRequest(end=file_service_pb2.WriteTreeRequest.WriteTreeEnd())
+
+        with typed_errors():
+            await upload(self._files.WriteTree, frames, timeout=TREE_S)
+
+    async def read_tree(self, sandbox_id: str, path: str, sink: BinaryIO, max_bytes: int) -> None:
+        """See ports.Sandboxes."""
+        request = file_service_pb2.ReadTreeRequest(sandbox_id=sandbox_id, path=path, max_bytes=max_bytes)
+        with typed_errors():
+            async for event in self._files.ReadTree(request, timeout=TREE_S):
+                if event.WhichOneof("event") == "tar_chunk":
+                    sink.write(event.tar_chunk)
+
+    async def diff(self, sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
+        """See ports.Sandboxes."""
+        request = sandbox_service_pb2.DiffSandboxRequest(sandbox_id=sandbox_id, below=below, max_bytes=max_bytes)
+        size = 0
+        with typed_errors():
+            async for event in self._sandboxes.DiffSandbox(request, timeout=TREE_S):
+                if event.WhichOneof("event") == "end":
+                    return list(event.end.deleted_paths)
+                size += len(event.tar_chunk)
+                if size > max_bytes:
+                    raise ResourceExhausted(f"the diff has more than {max_bytes} bytes", reason="TREE_TOO_LARGE")
+                sink.write(event.tar_chunk)
+        raise Internal("the sandbox service ended the diff without its end", reason="PROTOCOL_BROKEN")
+
+    async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
+        """See ports.Sandboxes."""
+        try:
+            with typed_errors():
+                request = file_service_pb2.StatRequest(sandbox_id=sandbox_id, path=path)
+                answer = await self._files.Stat(request, timeout=CALL_S)
+        except NotFound as error:
+            if error.reason != "FILE_NOT_FOUND":
+                raise
+            return None
+        return _KINDS[answer.info.kind]
+
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
+        """See ports.Sandboxes."""
+        found: dict[str, PathKind] = {}
+        token = ""
+        while True:
+            request = file_service_pb2.ListRequest(
+                sandbox_id=sandbox_id, path=path, page_size=_PAGE_SIZE, page_token=token
+            )
+            with typed_errors():
+                answer = await self._files.List(request, timeout=CALL_S)
+            found |= {info.name: _KINDS[info.kind] for info in answer.entries}
+            token = answer.next_page_token
+            if not token or len(found) > most:
+                return found
+
+    async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
+        """See ports.Sandboxes."""
+        request = file_service_pb2.ReadFileRequest(sandbox_id=sandbox_id, path=path, length=max_bytes)
+        content, size = bytearray(), 0
+        with typed_errors():
+            async for event in self._files.ReadFile(request, timeout=CALL_S):
+                kind = event.WhichOneof("event")
+                if kind == "info":
+                    size = event.info.size_bytes
+                elif kind == "chunk":
+                    content += event.chunk
+        return bytes(content), size
+
+    async def start(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        stdin: bytes | None,
+        *,
+        output_ends: tuple[int, int] | None = None,
+    ) -> None:
+        """See ports.Sandboxes."""
+        request = process_service_pb2.StartProcessRequest(
+            sandbox_id=sandbox_id, process_id=process_id, command=command_to_proto(command), stdin=stdin is not None
+        )
+        if output_ends is not None:
+            request.output_limit_bytes, request.output_tail_bytes = output_ends
+        with typed_errors():
+            await self._processes.StartProcess(request, timeout=CALL_S)
+        if stdin is None:
+            return
+        data = stdin
+
+        def frames() -> Iterator[process_service_pb2.WriteStdinRequest]:
+            start = process_service_pb2.WriteStdinRequest.StdinStart(sandbox_id=sandbox_id, process_id=process_id)
+            yield process_service_pb2.WriteStdinRequest(start=start)
+            for offset in range(0, len(data), CHUNK_BYTES):
+                yield process_service_pb2.WriteStdinRequest(data=data[offset : offset + CHUNK_BYTES])
+            yield process_service_pb2.WriteStdinRequest(end=process_service_pb2.WriteStdinRequest.StdinEnd())
+
+        try:
+            with typed_errors():
+                await upload(self._processes.WriteStdin, frames, timeout=CALL_S)
+        except FailedPrecondition as error:
+            # The process closed its input or has exited: its exit explains why.
+            if error.reason not in ("STDIN_CLOSED", "STDIN_NOT_OPEN"):
+                raise
+
+    async def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
+        """See ports.Sandboxes."""
+        offsets = {process_service_pb2.OUTPUT_STREAM_STDOUT: 0, process_service_pb2.OUTPUT_STREAM_STDERR: 0}
+        failures = 0
+        while True:
+            request = process_service_pb2.WatchProcessRequest(
+                sandbox_id=sandbox_id,
+                process_id=process_id,
+                stdout_offset=offsets[process_service_pb2.OUTPUT_STREAM_STDOUT],
+                stderr_offset=offsets[process_service_pb2.OUTPUT_STREAM_STDERR],
+            )
+            try:
+                async for event in self._processes.WatchProcess(request):
+                    failures = 0
+                    kind = event.WhichOneof("event")
+                    if kind == "chunk":
+                        chunk = event.chunk
+                        offsets[chunk.stream] = chunk.offset + len(chunk.data)
+                        yield Output(chunk.data, chunk.stream == process_service_pb2.OUTPUT_STREAM_STDERR)
+                    elif kind == "gap":
+                        offsets[event.gap.stream] = event.gap.end
+                    elif kind == "exit":
+                        yield exit_from_proto(event.exit)
+                        return
+                error: PenstockError = Unavailable("the stream ended without an exit", reason="STREAM_BROKEN")
+            except grpc.aio.AioRpcError as broken:
+                error = error_from_rpc(broken)
+            failures += 1
+            if not isinstance(error, Unavailable) or failures > WATCH_RETRIES:
+                raise error
+            await asyncio.sleep(_WATCH_DELAYS.after(failures))
+
+    async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
+        """See ports.Sandboxes."""
+        request = process_service_pb2.KillProcessRequest(
+            sandbox_id=sandbox_id, process_id=process_id, everything=everything
+        )
+        with typed_errors():
+            await self._processes.KillProcess(request, timeout=CALL_S)
+
+    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
+        """See ports.Sandboxes."""
+        request = process_service_pb2.RunRequest(
+            sandbox_id=sandbox_id,
+            process_id=process_id,
+            command=command_to_proto(command),
+            output_limit_bytes=output_limit,
+        )
+        with typed_errors():
+            answer = await self._processes.Run(request)
+        return result_from_proto(answer.result)
+
+    async def ended_inside(self, sandbox_id: str) -> bool:
+        """See ports.Sandboxes. Retries, because the loss may be visible before its cause."""
+        request = file_service_pb2.StatRequest(sandbox_id=sandbox_id, path="/")
+        for pause in _UNTIL_JUDGED_S:
+            try:
+                with typed_errors():
+                    await self._files.Stat(request, timeout=_PROBE_S)
+                return False
+            except PenstockError as error:
+                if error.metadata.get("ended_inside") == "true":
+                    return True
+                if error.reason != "SANDBOX_LOST":
+                    return False
+            await asyncio.sleep(pause)
+        return False
+
+    async def delete(self, sandbox_id: str) -> None:
+        """See ports.Sandboxes."""
+        with typed_errors():
+            request = sandbox_service_pb2.DeleteSandboxRequest(sandbox_id=sandbox_id)
+            await self._sandboxes.DeleteSandbox(request, timeout=CALL_S)
+
+    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        """See ports.Sandboxes."""
+        with typed_errors():
+            request = sandbox_service_pb2.DeleteSandboxesRequest(labels=labels)
+            answer = await self._sandboxes.DeleteSandboxes(request, timeout=CALL_S)
+        return list(answer.sandbox_ids)
+
+
+_sandbox_spec: Final = writer(
+    SandboxTerms,
+    sandbox_pb2.SandboxSpec,
+    renamed={name: f"resources.{name}" for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")}
+    | {"image": "base.image", "setup_network": "network"},
+    left_out=("env", "toolbox_ids", "lease", "labels"),
+)
+
+
+def _facts(sandbox: sandbox_pb2.Sandbox) -> SandboxFacts:
+    return SandboxFacts(sandbox.sandbox_id, sandbox.home.rstrip("/") or "/", sandbox.workdir)
+
+
+def _tar(root: str, files: Sequence[FileToWrite]) -> bytes:
+    """A tar of the files, relative to `root`."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for file in files:
+            member = tarfile.TarInfo(posixpath.relpath(file.path, root))
+            member.size, member.mode = len(file.content), file.mode
+            tar.addfile(member, io.BytesIO(file.content))
+    return buffer.getvalue()

@@ -1,0 +1,379 @@
+"""What the driver needs of the sandbox service and the gate, as two protocols: `Sandboxes` and `Gate`.
+
+Sandboxes are described by plain data; network policies, the gate's terms and its calls are the services' messages.
+
+The gRPC adapters are in `clients/`; a test may bring others. Every method raises `penstock_chassis.errors` exceptions
+and honours cancellation. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import BinaryIO, Protocol, TypeAlias
+
+from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.sandbox.v1 import sandbox_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.agents.specs import Dialect, Toolbox
+
+
+class ExitReason(StrEnum):
+    """How a process ended."""
+
+    EXITED = "EXITED"
+    SIGNALED = "SIGNALED"
+    TIMED_OUT = "TIMED_OUT"
+    KILLED = "KILLED"
+    OOM = "OOM"
+    SANDBOX_LOST = "SANDBOX_LOST"
+    START_FAILED = "START_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The end of a process. `code` is set with EXITED, `signal` with SIGNALED; `end_time` is since the epoch, 0 if
+    unknown.
+    """
+
+    reason: ExitReason
+    code: int | None = None
+    signal: int | None = None
+    message: str = ""
+    duration_s: float = 0.0
+    cpu_time_s: float = 0.0
+    max_rss_bytes: int | None = None
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    pipes_open: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    end_time: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the process exited by itself with code 0."""
+        return self.reason is ExitReason.EXITED and self.code == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run: `argv`, or `shell`, a text for the sandbox's shell.
+
+    An empty `user` is the sandbox's own; `timeout_s` None means that the command has no limit of its own.
+    """
+
+    argv: tuple[str, ...] = ()
+    shell: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = ""
+    user: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The result of a small command; the outputs are capped by the caller's limit."""
+
+    exit: Exit
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a watched process's output."""
+
+    data: bytes
+    is_stderr: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxTerms:
+    """A rollout's choices for its sandbox; empty and None mean the sandbox service's defaults."""
+
+    backend: str = ""
+    image: str = ""
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+    inodes: int | None = None
+    user: str = ""
+    own_kernel: bool = False
+    setup_network: sandbox_pb2.NetworkPolicy | None = field(default=None, hash=False)
+    """What setup may reach; None for nothing. Messages have no hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """What a backend can do on this host now."""
+
+    name: str
+    available: bool
+    unavailable_reason: str
+    is_default: bool
+    one_endpoint: bool
+    forks: bool
+    root: bool
+    diff: bool
+    toolboxes: bool
+    stdin: bool
+    limits: frozenset[str] = frozenset()
+    """Names of the resources in SandboxTerms that it can limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedToolbox:
+    """An installed toolbox and its mount path in sandboxes."""
+
+    toolbox_id: str
+    mount_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSpec:
+    """The inputs of a snapshot. Equal specs share one snapshot, in the sandbox service too."""
+
+    terms: SandboxTerms
+    toolbox_ids: tuple[str, ...]
+    files: tuple[FileToWrite, ...]
+    setup: tuple[Command, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandReport:
+    """The result of one setup command of a snapshot."""
+
+    index: int
+    result: CommandResult
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSnapshot:
+    """A snapshot that can be forked; `fork_kind` is how its sandboxes are copied, a `penstock.sandbox.v1.ForkKind`."""
+
+    snapshot_id: str
+    fork_kind: int
+
+
+class PathKind(StrEnum):
+    """What a path names."""
+
+    FILE = "FILE"
+    DIRECTORY = "DIRECTORY"
+    SYMLINK = "SYMLINK"
+    OTHER = "OTHER"
+
+
+SnapshotStep: TypeAlias = CommandReport | PreparedSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxFacts:
+    """A sandbox that is ready; paths are absolute, as seen inside."""
+
+    sandbox_id: str
+    home: str
+    workdir: str
+
+
+class Sandboxes(Protocol):
+    """The sandbox service, as far as the driver uses it."""
+
+    async def backends(self) -> Sequence[BackendFacts]:
+        """List the backends. Unavailable (SANDBOX_UNREACHABLE) if the service cannot be reached."""
+
+    async def prepare_toolbox(
+        self, name: str, toolbox: Toolbox, backend: str, on_line: Callable[[str], None]
+    ) -> PreparedToolbox:
+        """Install a toolbox unless it is installed; `on_line` receives each line of the installation."""
+
+    def prepare_snapshot(self, spec: SnapshotSpec) -> AsyncIterator[SnapshotStep]:
+        """Yield a report per command, then the snapshot; FailedPrecondition (SETUP_FAILED) after that of a failed
+        command.
+        """
+
+    async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
+        """Create a sandbox without network."""
+
+    async def fork(
+        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+    ) -> SandboxFacts:
+        """Create a sandbox whose only network access is `upstream`, at its own 127.0.0.1:`port`. It has no network at
+        all when `upstream` is empty.
+        """
+
+    async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
+        """Write files. Parents are created; all are owned by the sandbox's user."""
+
+    async def put_layer(self, sandbox_id: str, path: str, tar: BinaryIO) -> None:
+        """Unpack a tar, from its current position, over the directory `path`.
+
+        Whatever is in the way of a member is removed, links are not followed, and a member `.wh.NAME` removes NAME.
+        """
+
+    async def read_tree(self, sandbox_id: str, path: str, sink: BinaryIO, max_bytes: int) -> None:
+        """Write a tar of `path` to `sink`. Names are relative to it; a single file or link keeps its own name.
+
+        ResourceExhausted (TREE_TOO_LARGE) when its files exceed `max_bytes`.
+        """
+
+    async def diff(self, sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
+        """Write a tar of the changes at or below the given absolute paths to `sink`; return the deleted paths.
+
+        Changes are relative to the sandbox's base, names in the tar to the root. ResourceExhausted (TREE_TOO_LARGE) for
+        a tar of more than `max_bytes`.
+        """
+
+    async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
+        """The kind of `path` itself, links not followed; None if it does not exist."""
+
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
+        """List a directory by name; links on the way to it are followed.
+
+        Of more than `most` entries, more than `most` but not all are returned: the agent chooses how many it leaves.
+        """
+
+    async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
+        """Return the first `max_bytes` of a regular file and its size; NotFound or FailedPrecondition (NOT_A_FILE)."""
+
+    async def start(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        stdin: bytes | None,
+        *,
+        output_ends: tuple[int, int] | None = None,
+    ) -> None:
+        """Start a process and send it its standard input unless that is None; idempotent.
+
+        `output_ends` sets how many bytes of each output's beginning and end are kept; None keeps the first 64 MiB.
+        """
+
+    def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
+        """Yield a process's output as it comes, then its exit; a broken stream resumes at the same position."""
+
+    async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
+        """Kill the process and its descendants, or `everything` in the sandbox; all of it is dead on return."""
+
+    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
+        """Run a small command to its end; processes that it leaves live until `kill` or the end of the sandbox."""
+
+    async def ended_inside(self, sandbox_id: str) -> bool:
+        """Whether a sandbox was lost because a process in it ended it, while its host lives on. False if unknown."""
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Kill everything in a sandbox and remove it; succeeds for an unknown sandbox."""
+
+    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        """Delete every sandbox that has all of the labels; return their ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A rollout to open at the gate, once per `request_id`.
+
+    `terms` has the client's mode, source, budgets and policy, which the driver passes on unchanged; a caller's key in
+    it is kept in memory only.
+    """
+
+    rollout_id: str
+    request_id: str
+    group_id: str | None
+    group_index: int | None
+    task_id: str
+    terms: rollout_gate_service_pb2.OpenRolloutRequest = field(repr=False)
+    dialects: tuple[Dialect, ...]
+    title_system_prompts: tuple[str, ...]
+    compaction_system_prompts: tuple[str, ...]
+    session_headers: tuple[str, ...]
+    volatile_line_patterns: tuple[str, ...]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GateOpening:
+    """An open rollout: its agent's endpoint and agent key, the offered tools and their endpoint."""
+
+    ingress_address: str
+    base_paths: Mapping[Dialect, str]
+    token: str = field(repr=False)
+    model_name: str
+    host_tools: tuple[str, ...] = ()
+    mcp_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GateClosing:
+    """What became of a rollout's calls; `exhausted_budget` names the exhausted budget, empty for none.
+
+    `last_failure` is the reason of the most recent failed call, and `is_final` whether a retry of it would be useless.
+    `gave_up` means that the last call to end failed for a transient reason. `refused` counts those of the `unanswered`
+    calls that failed because of their own request.
+    """
+
+    exhausted_budget: str = ""
+    calls: int = 0
+    unanswered: int = 0
+    last_failure: str = ""
+    is_final: bool = False
+    gave_up: bool = False
+    refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpent:
+    """The cost of a call: tokens, and the policy versions that sampled them (None if not reported)."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    oldest_version: int | None = None
+    newest_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A model call of a rollout ended; `call` is the gate's own record of it, without tokens."""
+
+    rollout_id: str
+    call: trajectory_pb2.Call = field(repr=False)
+    spent: CallSpent = field(default_factory=CallSpent)
+
+
+class Gate(Protocol):
+    """The interception service, as far as the driver uses it."""
+
+    @property
+    def interruptions(self) -> int:
+        """How often so far the gate was found unreachable, or to have lost its connections, by whatever means."""
+
+    async def check(
+        self,
+        terms: rollout_gate_service_pb2.OpenRolloutRequest,
+        *,
+        rollout_id: str,
+        group_id: str | None,
+        labels: Mapping[str, str],
+    ) -> Sequence[str]:
+        """Check that a rollout with these terms has a model (R27); return the names of the tools it would be offered.
+
+        Unavailable (INTERCEPTION_UNREACHABLE, and the gate's INFERENCE_UNREACHABLE and UPSTREAM_UNREACHABLE);
+        FailedPrecondition for a source that cannot be used.
+        """
+
+    async def open(self, spec: OpenRequest) -> GateOpening:
+        """Open a rollout; from now on its agent may call."""
+
+    async def close(self, rollout_id: str, reason: str) -> GateClosing:
+        """Revoke the rollout's agent key and cancel its open calls; idempotent, succeeds for an unknown rollout."""
+
+    async def delete(self, rollout_id: str) -> None:
+        """Remove the rollout and its capture; idempotent."""
+
+    def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
+        """Yield the calls of all rollouts with these labels as they end, from now on, without end."""

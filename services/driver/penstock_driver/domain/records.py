@@ -1,0 +1,129 @@
+"""What the driver records of rollouts and groups; times are seconds since the epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from penstock.driver.v1 import rollout_pb2
+from penstock_driver.domain.rollout import Phase, RolloutSpec
+
+
+def new_id(prefix: str) -> str:
+    """A fresh identifier of 128 random bits (R25)."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """Identifies a creating request: a repeated `request_id` must come with the same digest."""
+
+    request_id: str
+    digest: str
+
+    @classmethod
+    def of(cls, request_id: str, request: Message, prefix: bytes = b"") -> RequestKey:
+        """The key of a request; a fresh id if it has none. A digest, so that no secret of a spec is stored."""
+        data = prefix + request.SerializeToString(deterministic=True)
+        return cls(request_id or new_id("q"), hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A recorded rollout. `spec` is the effective spec, without secrets and contents."""
+
+    rollout_id: str
+    group_id: str | None
+    index: int
+    run_id: str | None
+    task_id: str
+    agent: str
+    agent_sha256: str
+    labels: Mapping[str, str]
+    spec: rollout_pb2.RolloutSpec = field(repr=False)
+    create_time: float
+    end_time: float | None = None
+    phase: Phase = Phase.QUEUED
+    phase_times: Mapping[Phase, float] = field(default_factory=dict)
+    outcome: rollout_pb2.Outcome | None = None
+    is_result: bool = False
+    fork_kind: int = 0
+    last_sequence: int = 0
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """How many rollouts a group has and needs: `quorum` of `size` results complete it, after `grace_s` without the
+    stragglers; `grace_s` None waits for them. `spares` run in addition.
+    """
+
+    size: int
+    spares: int = 0
+    quorum: int = 0
+    grace_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    group_id: str
+    run_id: str | None
+    spec: rollout_pb2.RolloutSpec = field(repr=False)
+    plan: GroupPlan
+    create_time: float
+    rollout_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Selects the rollouts that match every condition that is set."""
+
+    run_id: str | None = None
+    group_id: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ended: bool | None = None
+    task_id: str | None = None
+    agent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEnd:
+    """The end of a rollout as it is recorded, with its last event.
+
+    `cleanup_pending` means that something which the rollout held in other services is not released yet.
+    """
+
+    outcome: rollout_pb2.Outcome
+    phase_times: Mapping[Phase, float]
+    last_sequence: int
+    is_result: bool = False
+    fork_kind: int = 0
+    attempts: int = 1
+    cleanup_pending: bool = False
+
+
+def new_records(
+    spec: RolloutSpec, effective: rollout_pb2.RolloutSpec, ids: Sequence[str], group_id: str | None = None
+) -> list[Record]:
+    """Records of the new rollouts of one spec; `effective` is the form that is stored, without secrets."""
+    now = time.time()
+    return [
+        Record(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            index=index,
+            run_id=spec.run_id,
+            task_id=spec.task.task_id,
+            agent=spec.agent.spec.name,
+            agent_sha256=spec.agent.sha256,
+            labels=dict(spec.labels),
+            spec=effective,
+            create_time=now,
+        )
+        for index, rollout_id in enumerate(ids)
+    ]

@@ -1,0 +1,388 @@
+"""A rollout: its spec, its phases, its outcome and its events.
+
+Plain data and one small state machine; messages are only kept and forwarded. Invariants: within an attempt phases only
+move forward, and ENDED is reached exactly once. Every failure names its cause; only failures unrelated to the policy
+may be retried. An outcome without a failure means that the agent ended by itself with a success code and that the
+verifier, if any, gave a reward. "Not graded" is `reward is None`, never zero (R74).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import Final, TypeAlias
+
+from penstock.driver.v1 import rollout_pb2
+from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_driver.agents.launch import AgentChoice, FileToWrite
+from penstock_driver.agents.output_events import AgentEvent
+from penstock_driver.agents.registry import Agent
+from penstock_driver.domain.ports import CallSpent, Command, CommandResult, Exit, SandboxTerms
+
+
+class Phase(IntEnum):
+    """The phases of a rollout, in order; a phase may be skipped.
+
+    Setup runs in PREPARING, once for all rollouts of its content. Each of them has its commands' events, marked
+    SETTING_UP, in its own PREPARING (`Attempt`); only one whose setup failed enters SETTING_UP, and ends there.
+    """
+
+    QUEUED = 1
+    PREPARING = 2
+    CONFIGURING = 3
+    SETTING_UP = 4
+    RUNNING = 5
+    VERIFYING = 6
+    COLLECTING = 7
+    ENDED = 8
+
+
+class Cause(StrEnum):
+    """The kind of a failure, which decides what a trainer does about it."""
+
+    INFRASTRUCTURE = "INFRASTRUCTURE"
+    TASK = "TASK"
+    AGENT = "AGENT"
+    TIMEOUT = "TIMEOUT"
+    BUDGET = "BUDGET"
+    VERIFIER = "VERIFIER"
+    MODEL = "MODEL"
+    CANCELLED = "CANCELLED"
+
+
+class Component(StrEnum):
+    """The component at fault: where to look first."""
+
+    AGENT = "AGENT"
+    TASK = "TASK"
+    VERIFIER = "VERIFIER"
+    SANDBOX = "SANDBOX"
+    GATE = "GATE"
+    ENGINE = "ENGINE"
+    OPERATOR = "OPERATOR"
+    BUDGET = "BUDGET"
+    DRIVER = "DRIVER"
+
+
+COMPONENT_OF: Final = {
+    Cause.TASK: Component.TASK,
+    Cause.AGENT: Component.AGENT,
+    Cause.TIMEOUT: Component.AGENT,
+    Cause.BUDGET: Component.BUDGET,
+    Cause.VERIFIER: Component.VERIFIER,
+    Cause.MODEL: Component.ENGINE,
+    Cause.CANCELLED: Component.OPERATOR,
+}
+"""The component at fault for each cause that has only one; an infrastructure failure names its own."""
+
+_SAYS_NOTHING_OF_THE_POLICY: Final = (Cause.INFRASTRUCTURE, Cause.MODEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rollout did not complete; `reason` is stable and UPPER_SNAKE, `message` is for people.
+
+    `component` is set with INFRASTRUCTURE, and only then. ValueError for a failure that contradicts itself.
+    """
+
+    cause: Cause
+    reason: str
+    message: str
+    retriable: bool
+    phase: Phase
+    component: Component | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cause is Cause.INFRASTRUCTURE) is (self.component is None):
+            raise ValueError(f"{self.reason}: only infrastructure failures name a component")
+        if self.retriable and self.cause not in _SAYS_NOTHING_OF_THE_POLICY:
+            raise ValueError(f"{self.reason}: failures of the policy or its task are not retriable")
+
+    @property
+    def caused_by(self) -> Component:
+        """The component at fault."""
+        return self.component or COMPONENT_OF[self.cause]
+
+    @property
+    def is_gradable(self) -> bool:
+        """Whether the agent's work may still be graded: the policy acted, and was cut off or crashed."""
+        return self.cause in (Cause.AGENT, Cause.TIMEOUT, Cause.BUDGET)
+
+
+class RolloutFailed(Exception):
+    """Ends a rollout's attempt; carries the failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Finite and in [range_min, range_max]."""
+
+    value: float
+    range_min: float
+    range_max: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentExit:
+    """The end of the agent's process and the last lines of its standard error."""
+
+    exit: Exit
+    stderr_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How much was copied from the agent's sandbox into a fresh fork, and how much was left out (see `overlay`)."""
+
+    entries: int
+    size_bytes: int
+    removed: int
+    left_out: int
+    left_out_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """How a rollout was graded: the verifier commands that ran, and their `total` number."""
+
+    fresh_fork: bool
+    total: int
+    commands: tuple[CommandFinished, ...] = ()
+    changes: Changes | None = None
+    restored: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rollout ended."""
+
+    failure: Failure | None = None
+    reward: Reward | None = None
+    agent_exit: AgentExit | None = None
+    grading: Grading | None = None
+
+    def is_result(self, verified: bool) -> bool:
+        """Whether a group counts it: it has a reward or, without a verifier, completed."""
+        return self.reward is not None if verified else self.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """How the reward is computed, after the agent and all processes that it started are dead."""
+
+    commands: tuple[Command, ...]
+    files: tuple[FileToWrite, ...] = ()
+    reward_by_file: bool = False
+    range_min: float = 0.0
+    range_max: float = 1.0
+    command_timeout_s: float = 120.0
+    fresh_fork: bool | None = None
+    """Whether it runs in a fresh fork or in the agent's sandbox; None until chosen by the backend's capabilities."""
+    restore: tuple[str, ...] = ()
+    """Patterns of paths that are restored to the prepared state first, see `restore`."""
+    changes_below: tuple[str, ...] = ()
+    """In a fresh fork: directories whose changes are copied, empty for the working directory."""
+    component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the agent shall do; `files` are put into the working directory before setup."""
+
+    task_id: str
+    instruction: str
+    files: tuple[FileToWrite, ...] = ()
+    setup: tuple[Command, ...] = ()
+    verifier: Verifier | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    keep_diff: bool = False
+    keep_files: bool = False
+
+
+CARRY_S: Final = 150.0
+"""Limit on saving the paths to restore, and on copying the agent's changes; a sandbox's lease has room for each."""
+DIFF_S: Final = 30.0
+"""Limit on each of the two readings of the working directory for `keep_diff` and `keep_files`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long each part may take, in seconds."""
+
+    prepare_s: float = 900.0
+    setup_s: float = 300.0
+    agent_s: float = 900.0
+    verify_s: float = 600.0
+
+    @property
+    def sandbox_s(self) -> float:
+        """How long a sandbox may be needed: everything that happens in it, and a margin for the calls between (R61)."""
+        return self.agent_s + self.verify_s + 2 * CARRY_S + 2 * DIFF_S + 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """Everything that the driver needs to run one rollout; `gate_terms` as in `ports.OpenRequest`.
+
+    `request` is the client's own spec, from which the stored one is made. Rollouts with equal `environment_key`, and
+    the same agent and backend, start from one prepared state.
+    """
+
+    agent: Agent
+    choice: AgentChoice
+    task: Task
+    limits: Limits
+    sandbox: SandboxTerms
+    gate_terms: rollout_gate_service_pb2.OpenRolloutRequest = field(repr=False)
+    request: rollout_pb2.RolloutSpec = field(repr=False)
+    environment_key: str
+    run_id: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    max_attempts: int = 1
+    reports_changes: bool = False
+    """Whether its backend reports what changed in a sandbox."""
+
+    def at(self, index: int) -> RolloutSpec:
+        """The spec of one rollout of a group: its seed is the group's plus its index."""
+        if self.choice.seed is None or index == 0:
+            return self
+        return replace(self, choice=replace(self.choice, seed=self.choice.seed + index))
+
+
+TAIL_BYTES: Final = 4096
+"""Bytes from the end of each of a command's outputs that its event carries."""
+
+# Events ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """The rollout entered a phase; `previous_duration_s` is the duration of the one before, None for the first."""
+
+    phase: Phase
+    previous_duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """An attempt, counted from 1, had a transient failure, and the rollout starts over."""
+
+    attempt: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFinished:
+    """A setup or verifier command ended; the tails are the last 4 KiB of each output."""
+
+    phase: Phase
+    index: int
+    command: Command
+    exit: Exit
+    stdout_tail: bytes
+    stderr_tail: bytes
+
+    @classmethod
+    def of(cls, phase: Phase, index: int, command: Command, result: CommandResult) -> CommandFinished:
+        """The event of a command's result, with the tails of its outputs."""
+        return cls(phase, index, command, result.exit, result.stdout[-TAIL_BYTES:], result.stderr[-TAIL_BYTES:])
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished:
+    """A model call ended; `call` and `spent` as in `ports.CallEnded`."""
+
+    call: trajectory_pb2.Call
+    spent: CallSpent = field(default_factory=CallSpent)
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactCollected:
+    """A fetched file."""
+
+    name: str
+    content: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A line about ongoing work, for people."""
+
+    message: str
+
+
+RolloutEvent: TypeAlias = (
+    PhaseChanged
+    | CommandFinished
+    | AgentEvent
+    | AgentExit
+    | CallFinished
+    | ArtifactCollected
+    | Progress
+    | AttemptFailed
+    | Outcome
+)
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """A rollout's current phase: the state machine, with the time spent in each phase over all attempts."""
+
+    phase: Phase = Phase.QUEUED
+    attempt: int = 1
+    entered: float = field(default_factory=time.monotonic)
+    seconds: dict[Phase, float] = field(default_factory=dict)
+
+    def enter(self, phase: Phase) -> float:
+        """Move forward and return the previous phase's duration; ValueError for an invalid move."""
+        if phase <= self.phase:
+            raise ValueError(f"a rollout does not go from {self.phase.name} to {phase.name}")
+        return self._move(phase)
+
+    def begin_anew(self) -> None:
+        """Return to the state before preparation, for the next attempt; ValueError for a rollout that has ended."""
+        if self.phase is Phase.ENDED:
+            raise ValueError("a rollout that has ended cannot start again")
+        self.attempt += 1
+        self._move(Phase.QUEUED)
+
+    def _move(self, phase: Phase) -> float:
+        now = time.monotonic()
+        took = now - self.entered
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + took
+        self.phase, self.entered = phase, now
+        return took
+
+    def times(self) -> dict[Phase, float]:
+        """Seconds in each phase so far, the current one included."""
+        if self.phase is Phase.ENDED:
+            return dict(self.seconds)
+        before = self.seconds.get(self.phase, 0.0)
+        return self.seconds | {self.phase: before + time.monotonic() - self.entered}
+
+
+def failed(
+    cause: Cause,
+    reason: str,
+    message: str,
+    phase: Phase,
+    *,
+    retriable: bool = False,
+    component: Component | None = None,
+) -> RolloutFailed:
+    """The exception that ends a rollout, or the current attempt."""
+    return RolloutFailed(Failure(cause, reason, message, retriable, phase, component))
+
+
+def with_failure(outcome: Outcome, failure: Failure) -> Outcome:
+    """Return the outcome with a failure, unless it has one: the first cause stays (R49)."""
+    return outcome if outcome.failure else replace(outcome, failure=failure)

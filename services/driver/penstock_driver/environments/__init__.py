@@ -1,0 +1,1 @@
+"""Environments: the prepared snapshots that rollouts are forked from, and the cleanup of sandboxes after rollouts."""

@@ -1,0 +1,41 @@
+"""Forks of prepared states: one request, and one way to wait for room (R51)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from penstock_driver.domain.ports import Sandboxes, SandboxFacts
+from penstock_driver.environments.throttle import AdaptiveThrottle
+
+
+class ThrottledForks:
+    """Forks snapshots through one throttle for each backend."""
+
+    def __init__(self, sandboxes: Sandboxes) -> None:
+        self._sandboxes = sandboxes
+        self._throttles: defaultdict[str, AdaptiveThrottle] = defaultdict(AdaptiveThrottle)
+
+    async def fork(
+        self,
+        snapshot_id: str,
+        *,
+        request_id: str,
+        backend: str,
+        lease_s: float,
+        labels: Mapping[str, str],
+        patience_s: float,
+        port: int = 0,
+        upstream: str = "",
+    ) -> SandboxFacts:
+        """Fork a snapshot of `backend` as in `ports.Sandboxes`, without network unless `upstream` is given; idempotent.
+
+        Waits `patience_s` for a full service, and the throttle's short limit for one that does not answer; then raises
+        its last error.
+        """
+        return await self._throttles[backend].run(
+            lambda: self._sandboxes.fork(
+                snapshot_id, request_id=request_id, port=port, upstream=upstream, lease_s=lease_s, labels=labels
+            ),
+            full_s=patience_s,
+        )

@@ -1,0 +1,180 @@
+"""Environments that rollouts share: each toolbox is installed and each snapshot created once.
+
+Concurrent requests for the same content share one piece of work (`SingleFlight`). A snapshot's key is its whole spec,
+so the rollouts of a group share one by construction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from penstock_chassis.aio.single_flight import SingleFlight
+from penstock_chassis.errors import FailedPrecondition
+from penstock_driver.agents.launch import check_command
+from penstock_driver.domain.ports import (
+    Command,
+    CommandReport,
+    PreparedSnapshot,
+    PreparedToolbox,
+    Sandboxes,
+    SandboxFacts,
+    SandboxTerms,
+    SnapshotSpec,
+)
+from penstock_driver.domain.rollout import TAIL_BYTES, Cause, Component, Limits, Phase, RolloutSpec, Task, failed
+
+CHECK_TIMEOUT_S: Final = 120.0
+"""For an agent's check command: the first start of a native program reads hundreds of megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEnvironment:
+    """The state that a rollout is forked from; `reports` are the results of the task's setup commands."""
+
+    toolbox: PreparedToolbox
+    snapshot: PreparedSnapshot
+    reports: tuple[CommandReport, ...]
+
+
+class SetupFailed(Exception):
+    """A setup command failed, at `reports[-1]`; with no reports, the agent's own check command failed."""
+
+    def __init__(self, message: str, reports: tuple[CommandReport, ...], check: CommandReport | None) -> None:
+        super().__init__(message)
+        self.reports = reports
+        self.check = check
+
+
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    """The output of an installation and its listeners; kept while it has any."""
+
+    lines: list[str] = field(default_factory=list)
+    listening: list[Callable[[str], None]] = field(default_factory=list)
+
+
+class Environments:
+    """Toolboxes, facts about bases, and snapshots, each made once."""
+
+    def __init__(self, sandboxes: Sandboxes) -> None:
+        self._sandboxes = sandboxes
+        self._toolboxes: SingleFlight[tuple[str, str, str], PreparedToolbox] = SingleFlight()
+        self._installations: dict[tuple[str, str, str], _Installation] = {}
+        self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
+        self._snapshots: SingleFlight[tuple[str, str, str], PreparedEnvironment] = SingleFlight()
+
+    async def get(
+        self, spec: RolloutSpec, on_line: Callable[[str], None], *, again: bool = False
+    ) -> PreparedEnvironment:
+        """Return the state that `spec` starts from: one for equal `environment_key`, agent and backend.
+
+        `on_line` receives all lines of an installation in progress, also one that another rollout started. `again`
+        discards the earlier result, for when the sandbox service no longer knows it. SetupFailed when a setup command
+        or the agent's check failed; TimeoutError after the limits of the spec that started the work.
+        """
+        agent = spec.agent.spec
+        toolbox_key = (agent.name, spec.agent.sha256, spec.sandbox.backend)
+        snapshot_key = (spec.agent.sha256, spec.sandbox.backend, spec.environment_key)
+        if again:
+            self._toolboxes.forget(toolbox_key)
+            self._snapshots.forget(snapshot_key)
+
+        async def make() -> PreparedEnvironment:
+            async with asyncio.timeout(spec.limits.prepare_s):
+                toolbox = await self._toolboxes.get(
+                    toolbox_key,
+                    lambda: self._sandboxes.prepare_toolbox(
+                        agent.name, agent.toolbox, spec.sandbox.backend, lambda line: self._forward(toolbox_key, line)
+                    ),
+                )
+                facts = await self._bases.get(spec.sandbox, lambda: self._facts(spec.sandbox))
+            async with asyncio.timeout(spec.limits.prepare_s + spec.limits.setup_s):
+                return await self._snapshot(spec, toolbox, facts)
+
+        installation = self._installations.setdefault(toolbox_key, _Installation())
+        for line in installation.lines:
+            on_line(line)
+        installation.listening.append(on_line)
+        try:
+            return await self._snapshots.get(snapshot_key, make)
+        finally:
+            installation.listening.remove(on_line)
+            if not installation.listening:
+                del self._installations[toolbox_key]
+
+    def _forward(self, toolbox_key: tuple[str, str, str], line: str) -> None:
+        installation = self._installations.get(toolbox_key)
+        if installation is not None:
+            installation.lines.append(line)
+            for on_line in installation.listening:
+                on_line(line)
+
+    async def _facts(self, terms: SandboxTerms) -> SandboxFacts:
+        """Home and working directory of a base, asked of a short-lived sandbox and never guessed (R45).
+
+        The check command must name them before the snapshot is made, from which all other sandboxes are forked.
+        """
+        facts = await self._sandboxes.create(terms, 60.0, {})
+        await self._sandboxes.delete(facts.sandbox_id)
+        return facts
+
+    async def _snapshot(self, spec: RolloutSpec, toolbox: PreparedToolbox, facts: SandboxFacts) -> PreparedEnvironment:
+        task = spec.task
+        check = check_command(spec.agent.spec, home=facts.home, workdir=facts.workdir, toolbox=toolbox.mount_path)
+        checks = [Command(argv=check, timeout_s=CHECK_TIMEOUT_S)] if check else []
+        wanted = SnapshotSpec(
+            terms=spec.sandbox,
+            toolbox_ids=(toolbox.toolbox_id,),
+            files=task.files,
+            setup=(*checks, *setup_of(task, spec.limits)),
+        )
+        reports: list[CommandReport] = []
+        try:
+            async for step in self._sandboxes.prepare_snapshot(wanted):
+                if isinstance(step, PreparedSnapshot):
+                    return PreparedEnvironment(toolbox, step, _of_task(reports, len(checks)))
+                reports.append(step)
+        except FailedPrecondition as error:
+            if error.reason != "SETUP_FAILED":
+                raise
+            is_check = bool(checks) and len(reports) <= 1
+            raise SetupFailed(
+                error.message, _of_task(reports, len(checks)), reports[0] if is_check and reports else None
+            ) from error
+        raise failed(
+            Cause.INFRASTRUCTURE,
+            "SNAPSHOT_MISSING",
+            "the sandbox service ended the preparation without a snapshot",
+            Phase.PREPARING,
+            retriable=True,
+            component=Component.SANDBOX,
+        )
+
+
+def setup_of(task: Task, limits: Limits) -> tuple[Command, ...]:
+    """A task's setup commands with its environment, each bounded by the setup limit."""
+    return tuple(
+        replace(
+            command,
+            env={**task.env, **command.env},
+            timeout_s=limits.setup_s if command.timeout_s is None else min(limits.setup_s, command.timeout_s),
+        )
+        for command in task.setup
+    )
+
+
+def _of_task(reports: list[CommandReport], checks: int) -> tuple[CommandReport, ...]:
+    """The reports of the task's own commands, cut to the tails that events carry, because they are cached."""
+    return tuple(
+        CommandReport(
+            report.index - checks,
+            replace(
+                report.result, stdout=report.result.stdout[-TAIL_BYTES:], stderr=report.result.stderr[-TAIL_BYTES:]
+            ),
+        )
+        for report in reports
+        if report.index >= checks
+    )

@@ -1,0 +1,1 @@
+"""Verification of an agent's work, in a fork of its sandbox or in place."""

@@ -1,0 +1,187 @@
+"""Grades a rollout: in the agent's sandbox, or in a fresh fork of the prepared state with the agent's changes.
+
+`verifier` runs a verifier in a sandbox; this module brings the sandbox into the right state first, and records how the
+rollout was graded.
+
+Invariants: only files below declared directories reach the fork from the agent's sandbox (R76). That sandbox is
+released whether or not the fork is ready, so graded rollouts never wait for each other's slots. In the agent's sandbox,
+no verifier starts if a program that the agent had no permission to change has changed (R90). An agent's leftovers can
+cost it its grade, as its own failure, but never count as an infrastructure failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from penstock_chassis.errors import ResourceExhausted
+from penstock_driver.domain.failures import of_the_agent
+from penstock_driver.domain.ports import Sandboxes, SandboxFacts
+from penstock_driver.domain.rollout import (
+    CARRY_S,
+    Cause,
+    CommandFinished,
+    Grading,
+    Phase,
+    Reward,
+    RolloutFailed,
+    Verifier,
+    failed,
+)
+from penstock_driver.grading import overlay, restore
+from penstock_driver.grading.verifier import verify
+
+ROOT: Final = ("root", "0")
+"""Users whose agents may change the system: grading those in place is the task's choice."""
+TAKE_S: Final = 120.0
+"""The part of CARRY_S for reading the agent's changes."""
+DEFAULT_MAX_CHANGES_BYTES: Final = 1 << 30
+SYSTEM: Final = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt/penstock", "/usr/bin", "/usr/sbin"),
+    *("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/libexec", "/usr/local"),
+)
+"""Programs, libraries and settings that a verifier relies on and a non-root agent has no reason to change."""
+_OF_THE_CONTAINER: Final = frozenset({"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"})
+"""Files that a container engine creates itself."""
+_MAX_SYSTEM_BYTES: Final = 1 << 20
+
+
+class Grader:
+    """Grades one rollout. Call `save_baseline` before the agent starts, then `take` and `put` for a fresh fork,
+    `grade`, `close`.
+
+    Copied files are kept in temporary files in `spool`, at most `max_bytes` of each kind.
+    """
+
+    def __init__(self, sandboxes: Sandboxes, verifier: Verifier, *, spool: Path | None, max_bytes: int) -> None:
+        self._sandboxes = sandboxes
+        self._verifier = verifier
+        self._spool = spool
+        self._max_bytes = max_bytes
+        self._kept: restore.Baseline | None = None
+        self._layer: BinaryIO | None = None
+        self.grading = Grading(bool(verifier.fresh_fork), len(verifier.commands))
+
+    async def save_baseline(self, sandbox: SandboxFacts) -> None:
+        """Save the paths to restore from the agent's sandbox before the agent starts. RolloutFailed (TASK).
+
+        A fresh fork still has them, so that nothing is saved for it: only the directories to copy are checked.
+        """
+        if self._verifier.fresh_fork:
+            self._roots(sandbox)  # reports bad roots before the agent has worked
+            return
+        try:
+            async with asyncio.timeout(CARRY_S):
+                await self._keep(sandbox)
+        except TimeoutError:
+            message = f"the paths to restore could not be read in {CARRY_S:g} s"
+            raise failed(Cause.TASK, "RESTORE_TOO_LARGE", message, Phase.CONFIGURING) from None
+
+    async def take(self, sandbox: SandboxFacts) -> None:
+        """Fetch the agent's changes. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
+        roots = self._roots(sandbox)
+        try:
+            async with asyncio.timeout(TAKE_S):
+                await self._take(sandbox, roots)
+        except TimeoutError:  # the agent chooses their number
+            raise _too_large(f"they could not be read in {TAKE_S:g} s") from None
+        except overlay.TooManyChanges as error:
+            raise _too_large(str(error)) from error
+
+    async def _take(self, sandbox: SandboxFacts, roots: list[str]) -> None:
+        with tempfile.TemporaryFile(dir=self._spool) as diff:
+            with of_the_agent():
+                try:
+                    deleted = await self._sandboxes.diff(sandbox.sandbox_id, roots, diff, self._max_bytes)
+                except ResourceExhausted as error:
+                    raise _too_large(error.message) from error
+            diff.seek(0)
+            self._layer = tempfile.TemporaryFile(dir=self._spool)  # noqa: SIM115 - closed by close()
+            taken = await asyncio.to_thread(overlay.layer, diff, deleted, roots, self._layer)
+        self.grading = replace(self.grading, changes=taken)
+
+    async def put(self, fork: SandboxFacts) -> None:
+        """Put the changes into a fresh fork. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
+        await self._keep(fork)
+        taken = self.grading.changes
+        assert self._layer is not None
+        assert taken is not None
+        if not taken.entries and not taken.removed:
+            return
+        self._layer.seek(0)
+        with of_the_agent():
+            try:
+                async with asyncio.timeout(CARRY_S):
+                    await self._sandboxes.put_layer(fork.sandbox_id, "/", self._layer)
+            except ResourceExhausted as error:
+                raise _too_large(error.message) from error
+            except TimeoutError:
+                raise _too_large(f"they could not be written in {CARRY_S:g} s") from None
+
+    async def grade(self, sandbox: SandboxFacts, record: Callable[[CommandFinished], None]) -> Reward:
+        """Restore the baseline, run the verifier and return its reward; RolloutFailed when it gives none."""
+
+        def report(event: CommandFinished) -> None:
+            self.grading = replace(self.grading, commands=(*self.grading.commands, event))
+            record(event)
+
+        if self._kept is not None:
+            with of_the_agent():
+                restored = await self._kept.put_back(self._sandboxes, sandbox.sandbox_id, self._spool)
+            self.grading = replace(self.grading, restored=restored)
+        return await verify(self._sandboxes, sandbox.sandbox_id, sandbox.workdir, self._verifier, report)
+
+    def close(self) -> None:
+        """Remove the temporary files; idempotent."""
+        if self._kept is not None:
+            self._kept.close()
+        if self._layer is not None:
+            with suppress(OSError):  # as in Baseline.close
+                self._layer.close()
+
+    async def _keep(self, sandbox: SandboxFacts) -> None:
+        if self._verifier.restore:
+            patterns = restore.expanded(self._verifier.restore, sandbox.home, sandbox.workdir)
+            self._kept = await restore.Baseline.keep(
+                self._sandboxes, sandbox.sandbox_id, patterns, self._spool, self._max_bytes
+            )
+
+    def _roots(self, sandbox: SandboxFacts) -> list[str]:
+        """The absolute directories whose changes are copied; RolloutFailed (TASK, CHANGES_UNBOUNDED)."""
+        given = self._verifier.changes_below or (sandbox.workdir,)
+        roots = [posixpath.normpath(posixpath.join(sandbox.workdir, path)) for path in given]
+        if any(root.strip("/") == "" for root in roots):
+            message = "the working directory is the root: name the directories to grade in verifier.changes_below"
+            raise failed(Cause.TASK, "CHANGES_UNBOUNDED", message, Phase.CONFIGURING)
+        return roots
+
+
+async def check_system(sandboxes: Sandboxes, sandbox: SandboxFacts, spool: Path | None) -> None:
+    """Check that the agent's sandbox still has its prepared system. RolloutFailed (GRADING_BLOCKED)."""
+    own = (sandbox.workdir, sandbox.home)
+    looked_at = [path for path in SYSTEM if not any(f"{place}/".startswith(f"{path}/") for place in own)]
+    with tempfile.TemporaryFile(dir=spool) as diff:
+        with of_the_agent():
+            try:
+                async with asyncio.timeout(TAKE_S):
+                    deleted = await sandboxes.diff(sandbox.sandbox_id, looked_at, diff, _MAX_SYSTEM_BYTES)
+            except TimeoutError:  # as for its changes: the time depends on the number of files
+                message = f"the system that its verifier would run on could not be searched in {TAKE_S:g} s"
+                raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING) from None
+        diff.seek(0)
+        changed = [*deleted, *await asyncio.to_thread(overlay.files_of, diff)]
+    if foreign := sorted(set(changed) - _OF_THE_CONTAINER):
+        message = f"the agent changed the system that its verifier would run on: {foreign[0]!a}"
+        if len(foreign) > 1:
+            message += f" and {len(foreign) - 1} more"
+        raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING)
+
+
+def _too_large(what: str) -> RolloutFailed:
+    return failed(Cause.AGENT, "CHANGES_TOO_LARGE", f"the agent's changes cannot be copied: {what}", Phase.VERIFYING)

@@ -1,0 +1,149 @@
+"""Turns an agent's changes into a layer for a fresh fork: the safe part of a sandbox's diff, below named directories.
+
+Invariants: whatever the diff holds, the layer has only directories, regular files and links that stay within their
+directory tree (R76). Deletions come first, as whiteouts. Nothing that an agent leaves makes this fail, except too much
+of it: entries that cannot be carried are left out and counted, so an agent cannot choose not to be graded.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tarfile
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO, Final
+
+from penstock_driver.domain.rollout import Changes
+
+WHITEOUT: Final = ".wh."
+"""A member whose name begins with this removes what the rest of it names (OCI image specification)."""
+MAX_LISTED: Final = 32
+"""Number of left-out paths that are named."""
+MAX_ENTRIES: Final = 500_000
+"""Entries of a diff that are read, deletions included: empty files cost no bytes, and the agent chooses their number.
+"""
+
+
+class TooManyChanges(Exception):
+    """A diff has more than MAX_ENTRIES."""
+
+
+def layer(diff: BinaryIO, deleted: Iterable[str], below: Sequence[str], sink: BinaryIO) -> Changes:
+    """Write the layer of a diff to `sink`, names relative to the root.
+
+    `diff` is a tar with names relative to the root, read from its current position. `deleted` are absolute paths, and
+    `below` absolute directories in normal form, never the root. TooManyChanges beyond MAX_ENTRIES. Blocks: run it in a
+    thread.
+    """
+    return _Layer(tuple(below), sink).made(diff, deleted)
+
+
+def files_of(diff: BinaryIO) -> list[str]:
+    """The absolute paths in a diff, without directories: a diff does not show whether those are new. Blocks."""
+    with tarfile.open(fileobj=diff, mode="r:") as source:
+        return ["/" + member.name.strip("/") for member in source if not member.isdir()]
+
+
+class _Layer:
+    def __init__(self, below: tuple[str, ...], sink: BinaryIO) -> None:
+        self._below = below
+        self._archive = tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed at the end
+        self._seen = 0
+        self._entries = 0
+        self._bytes = 0
+        self._removed = 0
+        self._left_out: list[str] = []
+        self._left_out_count = 0
+        self._kept: set[str] = set()
+
+    def made(self, diff: BinaryIO, deleted: Iterable[str]) -> Changes:
+        for path in deleted:
+            self._count()
+            self._delete(path)
+        with tarfile.open(fileobj=diff, mode="r:") as source:
+            for member in source:
+                self._count()
+                self._take(source, member)
+                # Both archives would keep every member in memory: a gigabyte at the maximum number of empty files.
+                for archive in (source, self._archive):
+                    archive.members.clear()  # type: ignore[attr-defined]  # typeshed leaves it out
+        self._archive.close()
+        return Changes(self._entries, self._bytes, self._removed, self._left_out_count, tuple(self._left_out))
+
+    def _count(self) -> None:
+        self._seen += 1
+        if self._seen > MAX_ENTRIES:
+            raise TooManyChanges(f"they are more than {MAX_ENTRIES}")
+
+    def _delete(self, path: str) -> None:
+        if self._root_of(path) is None:
+            return
+        folder, name = posixpath.split(path)
+        if not name or _unusable(path):
+            self._leave_out(path)
+            return
+        self._archive.addfile(tarfile.TarInfo(f"{folder[1:]}/{WHITEOUT}{name}".lstrip("/")))
+        if path in self._below:  # empty it instead: the verifier works in it
+            directory = tarfile.TarInfo(path[1:])
+            directory.type, directory.mode = tarfile.DIRTYPE, 0o755
+            self._archive.addfile(directory)
+        self._removed += 1
+
+    def _take(self, source: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        path = "/" + member.name.strip("/")
+        root = self._root_of(path)
+        if root is None:
+            return
+        if _unusable(path) or not self._stays(member, path, root):
+            self._leave_out(path)
+            return
+        made = tarfile.TarInfo(path[1:])
+        made.type = member.type
+        made.linkname = _relative(path, member.linkname) if member.issym() else member.linkname.strip("/")
+        # A directory that its owner may not enter would lock out the verifier, which runs as the same user.
+        made.mode = member.mode & 0o777 | (0o700 if member.isdir() else 0)
+        made.mtime = int(member.mtime)
+        made.size = member.size if member.isreg() else 0
+        self._archive.addfile(made, source.extractfile(member) if member.isreg() else None)
+        self._kept.add(path)
+        self._entries += 1
+        self._bytes += made.size
+
+    def _stays(self, member: tarfile.TarInfo, path: str, root: str) -> bool:
+        """Whether the member's kind is carried and, for a link, its target stays inside `root`."""
+        if member.issym():
+            target = posixpath.join(posixpath.dirname(path), member.linkname)
+            return not _climbs_late(member.linkname) and _is_below(posixpath.normpath(target), root)
+        if member.islnk():
+            # The target of a hard link came earlier, or is not carried either.
+            return "/" + member.linkname.strip("/") in self._kept
+        return member.isreg() or member.isdir()
+
+    def _root_of(self, path: str) -> str | None:
+        return next((root for root in self._below if _is_below(path, root)), None)
+
+    def _leave_out(self, path: str) -> None:
+        self._left_out_count += 1
+        if len(self._left_out) < MAX_LISTED:
+            self._left_out.append(path.encode("utf-8", "replace").decode())
+
+
+def _relative(path: str, target: str) -> str:
+    """The target of a link at `path`, relative to there."""
+    return posixpath.relpath(target, posixpath.dirname(path)) if target.startswith("/") else target
+
+
+def _climbs_late(target: str) -> bool:
+    """Whether `..` follows a name: the name may be a link, so the text does not show where the path leads."""
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    named = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
+    return ".." in parts[named:]
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
+
+
+def _unusable(path: str) -> bool:
+    """Whether a layer would read the path as something else."""
+    parts = path.split("/")
+    return ".." in parts or "." in parts or any(part.startswith(WHITEOUT) for part in parts)

@@ -1,0 +1,282 @@
+"""Runs the verifier's commands in the sandbox and reads the reward, after the agent and its processes are dead.
+
+Invariants: the verifier's files are written now, over whatever is in their place, which is removed first, links not
+followed (R72, R75). The reward file is new, at a path that could not be known before. All processes of a command are
+dead before the next one starts, and each command has its own reward file. The verifier's environment has neither the
+task's nor the agent's variables (R10). A reward that is not finite or not in its declared range is a failure of the
+verifier, never clipped and never zero (R73, R74).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import secrets
+import tarfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from penstock_chassis.errors import FailedPrecondition, NotFound, PermissionDenied
+from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.domain.failures import OF_THE_SANDBOX, describe, of_the_agent
+from penstock_driver.domain.ports import ExitReason, Sandboxes
+from penstock_driver.domain.rollout import (
+    TAIL_BYTES,
+    Cause,
+    CommandFinished,
+    Component,
+    Phase,
+    Reward,
+    RolloutFailed,
+    Verifier,
+    failed,
+)
+from penstock_driver.domain.validation import MAX_COMPONENTS
+
+REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
+MAX_REWARD_BYTES: Final = 64 << 10
+MAX_NAME: Final = 256
+OUTPUT_LIMIT: Final = 2 * TAIL_BYTES
+_OF_NUMBERS: Final = frozenset("0123456789+-.eE")
+_NOT_FINITE: Final = frozenset(("nan", "inf", "infinity"))
+
+
+async def verify(
+    sandboxes: Sandboxes,
+    sandbox_id: str,
+    workdir: str,
+    verifier: Verifier,
+    record: Callable[[CommandFinished], None],
+) -> Reward:
+    """Run the verifier and return its reward; RolloutFailed (VERIFIER, AGENT, INFRASTRUCTURE) when it gives none.
+
+    Every command runs, whatever the results of the others; each is recorded.
+    """
+    with of_the_agent():
+        return await _verified(sandboxes, sandbox_id, workdir, verifier, record)
+
+
+async def _verified(
+    sandboxes: Sandboxes,
+    sandbox_id: str,
+    workdir: str,
+    verifier: Verifier,
+    record: Callable[[CommandFinished], None],
+) -> Reward:
+    # Two paths, because processes beside the verifier can see the path of the caches.
+    reward_path, caches = f"{_scratch()}/reward", _scratch()
+    try:
+        if verifier.files:
+            files = [replace(file, path=_absolute(workdir, file.path)) for file in verifier.files]
+            await sandboxes.put_layer(sandbox_id, "/", _layer(files))
+        if verifier.reward_by_file:
+            if not verifier.fresh_fork:
+                # Written at its maximum size: a lack of room left by the agent shows before the file is needed.
+                await sandboxes.write_files(sandbox_id, [FileToWrite(reward_path, bytes(MAX_REWARD_BYTES), 0o600)])
+            await sandboxes.write_files(sandbox_id, [FileToWrite(reward_path, b"", 0o600)])
+    except (PermissionDenied, FailedPrecondition) as error:
+        if error.reason in OF_THE_SANDBOX:
+            raise
+        raise _failure("VERIFIER_FILES_REFUSED", f"the verifier's files cannot be written: {error.message}") from error
+
+    passed, cut_short, process_ids = 0, "", list[str]()
+    for index, command in enumerate(verifier.commands):
+        if index:
+            # A command may have run the agent's code: none of it may live on beside the next one.
+            await sandboxes.kill(sandbox_id, process_ids[-1], everything=True)
+            if verifier.reward_by_file:
+                reward_path = await _handed_on(sandboxes, sandbox_id, reward_path)
+        reward_environment = {REWARD_VARIABLE: reward_path} if verifier.reward_by_file else {}
+        bounded = replace(
+            command,
+            env={**_defences(caches), **command.env, **reward_environment},
+            timeout_s=verifier.command_timeout_s if command.timeout_s is None else command.timeout_s,
+        )
+        process_ids.append(_process_id(index))
+        result = await sandboxes.run(sandbox_id, process_ids[-1], bounded, OUTPUT_LIMIT)
+        if result.exit.reason is ExitReason.START_FAILED:
+            # The agent or an earlier command may have removed or locked the start directory.
+            await sandboxes.put_layer(sandbox_id, workdir, _layer(()))
+            process_ids[-1] = f"{_process_id(index)}-again"
+            result = await sandboxes.run(sandbox_id, process_ids[-1], bounded, OUTPUT_LIMIT)
+        record(CommandFinished.of(Phase.VERIFYING, index, command, result))
+        if result.exit.reason in (ExitReason.START_FAILED, ExitReason.SANDBOX_LOST, ExitReason.KILLED):
+            message = f"verifier command {index} could not be run: {result.exit.reason}: {result.exit.message}"
+            if result.exit.reason is ExitReason.START_FAILED:  # never the infrastructure's fault: an agent can cause it
+                raise _failure("VERIFIER_START_FAILED", message)
+            raise failed(
+                Cause.INFRASTRUCTURE,
+                "VERIFIER_NOT_RUN",
+                message,
+                Phase.VERIFYING,
+                retriable=True,
+                component=Component.SANDBOX,
+            )
+        passed += result.exit.ok
+        if result.exit.reason is not ExitReason.EXITED:
+            cut_short = cut_short or f"verifier command {index} was ended ({describe(result.exit)})"
+    if not verifier.reward_by_file:
+        span = verifier.range_max - verifier.range_min
+        value = verifier.range_min + span * passed / len(verifier.commands)
+        return in_range(value, verifier, {})
+    # Only the reward of a verifier that came to its own end counts, and none of its processes may write to it later.
+    await sandboxes.kill(sandbox_id, process_ids[-1], everything=True)
+    if cut_short:
+        raise _failure("VERIFIER_CUT_SHORT", f"{cut_short}: its output is not a reward")
+    return await _reward_of_file(sandboxes, sandbox_id, reward_path, verifier)
+
+
+def _scratch() -> str:
+    """A directory in the sandbox with an unguessable name."""
+    return f"/tmp/penstock-{secrets.token_hex(16)}"  # noqa: S108
+
+
+async def _handed_on(sandboxes: Sandboxes, sandbox_id: str, path: str) -> str:
+    """Copy the reward left by a command to a new file for the next one, and return its path.
+
+    A file that is no longer a regular reward file, or is too large, is passed on as an empty one.
+    """
+    content, size, successor = b"", 0, f"{_scratch()}/reward"
+    try:
+        content, size = await sandboxes.read_file(sandbox_id, path, MAX_REWARD_BYTES)
+    except (NotFound, FailedPrecondition, PermissionDenied) as error:
+        if error.reason in OF_THE_SANDBOX:
+            raise
+    left = content if size <= MAX_REWARD_BYTES else b""
+    await sandboxes.write_files(sandbox_id, [FileToWrite(successor, left, 0o600)])
+    return successor
+
+
+async def _reward_of_file(sandboxes: Sandboxes, sandbox_id: str, path: str, verifier: Verifier) -> Reward:
+    try:
+        content, size = await sandboxes.read_file(sandbox_id, path, MAX_REWARD_BYTES)
+    except (NotFound, FailedPrecondition, PermissionDenied) as error:
+        if error.reason in OF_THE_SANDBOX:
+            raise
+        message = f"the verifier removed, replaced or locked its reward file: {error}"
+        raise _failure("REWARD_FILE_ABSENT", message) from error
+    if size > MAX_REWARD_BYTES:
+        raise _failure("REWARD_INVALID", f"the reward file has {size} bytes; at most {MAX_REWARD_BYTES} are allowed")
+    value, components = parse_reward(content)
+    return in_range(value, verifier, components)
+
+
+def parse_reward(content: bytes) -> tuple[float, dict[str, float]]:
+    """The reward and its components, from one number or {"reward": NUMBER, "components": {NAME: NUMBER}}.
+
+    RolloutFailed (VERIFIER): REWARD_ABSENT, REWARD_INVALID, REWARD_OUT_OF_RANGE for a number that is not finite.
+    """
+    text = content.strip()
+    if not text:
+        raise _failure("REWARD_ABSENT", "the verifier wrote no reward")
+    if text[:1] != b"{":
+        return _parsed_number(text.decode("ascii", "replace")), {}
+    try:
+        data = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=float)
+    except (ValueError, RecursionError) as error:
+        raise _failure("REWARD_INVALID", f"the reward file is not JSON: {error}") from None
+    if set(data) - {"reward", "components"} or "reward" not in data:
+        raise _failure("REWARD_INVALID", 'expected {"reward": NUMBER} and optionally "components"')
+    components = data.get("components", {})
+    if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
+        raise _failure("REWARD_INVALID", f"components: expected an object of at most {MAX_COMPONENTS} numbers")
+    for name in components:
+        _check_name(name)
+    named = {name: _finite(value, f"component {name!r}") for name, value in components.items()}
+    return _finite(data["reward"], "the reward"), named
+
+
+def _check_name(name: str) -> None:
+    """Reject names that are not valid text: an agent may supply them, and JSON permits half a surrogate pair."""
+    if len(name) > MAX_NAME or not name.isprintable():
+        problem = f"expected at most {MAX_NAME} printable characters as a component's name"
+        raise _failure("REWARD_INVALID", f"components: {problem}, not {name[: 2 * MAX_NAME]!r}")
+
+
+def _parsed_number(text: str) -> float:
+    if text.lstrip("+-").lower() in _NOT_FINITE:
+        raise _failure("REWARD_OUT_OF_RANGE", f"the reward is not finite: {text}")
+    try:
+        if set(text) <= _OF_NUMBERS:
+            return _finite(float(text), "the reward")
+    except ValueError:
+        pass  # reported below
+    raise _failure("REWARD_INVALID", f"the reward is not a number: {text[:80]!r}")
+
+
+def _finite(value: Any, what: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _failure("REWARD_INVALID", f"{what[:300]}: expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _failure("REWARD_OUT_OF_RANGE", f"{what[:300]} is not finite")
+    return number
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; ValueError for a repeated name, since parsers differ in which value they keep."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice in an object")
+    return found
+
+
+def in_range(value: float, verifier: Verifier, components: dict[str, float]) -> Reward:
+    """The reward, if it and its components are finite and in their declared ranges, and no component is missing."""
+    if not math.isfinite(value) or not verifier.range_min <= value <= verifier.range_max:
+        raise _failure(
+            "REWARD_OUT_OF_RANGE", f"the reward {value} is not in [{verifier.range_min}, {verifier.range_max}]"
+        )
+    ranges = verifier.component_ranges
+    if ranges and components.keys() != ranges.keys():
+        differing = ", ".join(sorted(components.keys() ^ ranges.keys()))
+        raise _failure("REWARD_INVALID", f"components: missing, or not declared: {differing[:500]}")
+    for name, (low, high) in ranges.items():
+        if not low <= components[name] <= high:
+            raise _failure("REWARD_OUT_OF_RANGE", f"component {name} is {components[name]}, not in [{low}, {high}]")
+    return Reward(value, verifier.range_min, verifier.range_max, components)
+
+
+def _process_id(index: int) -> str:
+    return f"verifier-{index}"
+
+
+def _defences(caches: str) -> Mapping[str, str]:
+    """Environment that keeps common programs from reading files that an agent may have planted.
+
+    Python reads no compiled module from the tree (one may be marked as not to be compared with its source), and git
+    runs no hook. A command's own environment takes precedence.
+    """
+    return {
+        "PYTHONPYCACHEPREFIX": caches,
+        "GIT_CONFIG_COUNT": "2",
+        "GIT_CONFIG_KEY_0": "core.hooksPath",
+        "GIT_CONFIG_VALUE_0": "/dev/null",
+        "GIT_CONFIG_KEY_1": "core.fsmonitor",
+        "GIT_CONFIG_VALUE_1": "false",
+    }
+
+
+def _layer(files: Iterable[FileToWrite]) -> io.BytesIO:
+    """A tar of files with absolute paths, names relative to the root."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for file in files:
+            member = tarfile.TarInfo(file.path.lstrip("/"))
+            member.size, member.mode = len(file.content), file.mode
+            tar.addfile(member, io.BytesIO(file.content))
+    buffer.seek(0)
+    return buffer
+
+
+def _absolute(workdir: str, path: str) -> str:
+    return path if path.startswith("/") else f"{workdir}/{path}"
+
+
+def _failure(reason: str, message: str) -> RolloutFailed:
+    return failed(Cause.VERIFIER, reason, message, Phase.VERIFYING)

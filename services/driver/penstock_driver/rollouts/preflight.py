@@ -1,0 +1,102 @@
+"""Checks before a rollout starts that the services and the model source answer, and that the backend has the
+capabilities.
+
+A shortfall is an error of the creating call, never a rollout that fails later for a reason already known (R27, R46).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from penstock_chassis.aio.single_flight import SingleFlight
+from penstock_chassis.errors import FailedPrecondition
+from penstock_driver.agents.launch import check_host_tools
+from penstock_driver.agents.specs import PromptDelivery
+from penstock_driver.domain.ports import BackendFacts, Gate, Sandboxes, SandboxTerms
+from penstock_driver.domain.rollout import RolloutSpec
+
+FRESH_S: Final = 2.0
+"""How long the sandbox service's answer is reused: a burst of creations asks once."""
+
+
+class Preflight:
+    """Checks specs against the capabilities that the sandbox service and the gate report."""
+
+    def __init__(self, sandboxes: Sandboxes, gate: Gate) -> None:
+        self._sandboxes = sandboxes
+        self._gate = gate
+        self._backends: SingleFlight[None, Sequence[BackendFacts]] = SingleFlight(fresh_s=FRESH_S)
+
+    async def check(self, spec: RolloutSpec, rollout_id: str, group_id: str | None = None) -> RolloutSpec:
+        """Return the spec with its backend named, and the fields that depend on it filled in.
+
+        Unavailable (SANDBOX_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN, BACKEND_UNAVAILABLE, CAPABILITY_MISSING,
+        AGENT_NEEDS_ROOT, AGENT_WITHOUT_MCP); the errors of `Gate.check`.
+        """
+        placed = check_backend(spec, await self._backends.get(None, self._sandboxes.backends))
+        offered = await self._gate.check(spec.gate_terms, rollout_id=rollout_id, group_id=group_id, labels=spec.labels)
+        check_host_tools(spec.agent.spec, offered)
+        return placed
+
+    async def check_terminal(self, terms: SandboxTerms) -> SandboxTerms:
+        """Check a terminal episode, which has no agent and no model; return its terms with the backend named."""
+        backend = _available(terms.backend, await self._backends.get(None, self._sandboxes.backends))
+        _check_capabilities(backend, terms, {"fork": backend.forks, "stdin_stream": backend.stdin})
+        return replace(terms, backend=backend.name)
+
+
+def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> RolloutSpec:
+    """Check that the spec's backend can run it; return the spec with the backend and its defaults filled in.
+
+    A default backend is named from here on: throttles and prepared states are kept by the backend's name.
+    """
+    backend = _available(spec.sandbox.backend, backends)
+    agent = spec.agent.spec
+    if agent.needs_root and not backend.root:
+        raise FailedPrecondition(
+            f"agent {agent.name} needs root in its sandbox, and backend {backend.name} has none",
+            reason="AGENT_NEEDS_ROOT",
+        )
+    verifier = spec.task.verifier
+    needed = {
+        "one_endpoint": backend.one_endpoint,
+        "fork": backend.forks,
+        "toolboxes": backend.toolboxes,
+        "diff": backend.diff or not (verifier and (verifier.fresh_fork or verifier.changes_below)),
+        "stdin_stream": backend.stdin or agent.instruction.method is not PromptDelivery.STDIN,
+    }
+    _check_capabilities(backend, spec.sandbox, needed)
+    if verifier and verifier.fresh_fork is None:
+        spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=backend.diff)))
+    return replace(spec, sandbox=replace(spec.sandbox, backend=backend.name), reports_changes=backend.diff)
+
+
+def _available(wanted: str, backends: Sequence[BackendFacts]) -> BackendFacts:
+    backend = next((item for item in backends if (item.name == wanted if wanted else item.is_default)), None)
+    known = ", ".join(item.name for item in backends) or "none"
+    if backend is None:
+        what = f"backend {wanted}" if wanted else "a default backend"
+        raise FailedPrecondition(
+            f"the sandbox service has no {what}; known backends: {known}", reason="BACKEND_UNKNOWN"
+        )
+    if not backend.available:
+        raise FailedPrecondition(
+            f"backend {backend.name} is not available: {backend.unavailable_reason}", reason="BACKEND_UNAVAILABLE"
+        )
+    return backend
+
+
+def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapping[str, bool]) -> None:
+    missing = [name for name, is_there in needed.items() if not is_there]
+    missing += [
+        f"a limit of {name}"
+        for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")
+        if getattr(terms, name) is not None and name not in backend.limits
+    ]
+    if missing:
+        raise FailedPrecondition(
+            f"backend {backend.name} lacks capabilities that are needed: {', '.join(missing)}",
+            reason="CAPABILITY_MISSING",
+        )

@@ -1,0 +1,93 @@
+"""Runs one rollout: its attempts one after another.
+
+Invariants: a rollout is retried only after failures unrelated to the policy, under the same id, with everything of the
+previous attempt released. Anything that an attempt could not release stays pending, whatever the next attempt does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Final
+
+import structlog
+
+from penstock_chassis.telemetry.tracing import working_for
+from penstock_driver.domain.failures import internal_failure
+from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutSpec
+from penstock_driver.rollouts.attempt import Attempt
+from penstock_driver.rollouts.context import AttemptSpec, Cancellation, RolloutResult, RunnerServices
+from penstock_driver.rollouts.recorder import RolloutRecorder
+
+FIRST_PAUSE_S: Final = 0.5
+MOST_PAUSE_S: Final = 30.0
+STOPPED: Final = Failure(
+    Cause.INFRASTRUCTURE,
+    "DRIVER_STOPPED",
+    "the driver was stopped",
+    True,
+    Phase.QUEUED,
+    component=Component.OPERATOR,
+)
+_log = structlog.get_logger("penstock.driver")
+
+
+class RolloutRunner:
+    """Runs one rollout in a task of its own, once one of `slots` is free.
+
+    `labels` are those of its resources in other services.
+    """
+
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        recorder: RolloutRecorder,
+        services: RunnerServices,
+        labels: dict[str, str],
+        slots: asyncio.Semaphore,
+    ) -> None:
+        self.spec = spec.at(recorder.record.index)
+        self.recorder = recorder
+        self._services = services
+        self._labels = labels
+        self._slots = slots
+        self._cancellation = Cancellation()
+        self._cleanup_pending = False
+        # The rollout starts here: a runner runs from its construction to `result`.
+        self._task = asyncio.ensure_future(self._run())
+
+    def cancel(self, failure: Failure) -> None:
+        """End the rollout with this failure; only the first call counts."""
+        if self._cancellation.failure is None:
+            self._cancellation.failure = failure
+            self._task.cancel()
+
+    async def result(self) -> RolloutResult:
+        """Wait for the end, and return how the rollout ended."""
+        await asyncio.wait([self._task])
+        if self._task.cancelled():
+            # Cancelled before it had a slot, or between two attempts: it holds nothing more.
+            return RolloutResult(Outcome(failure=self._cancellation.failure or STOPPED), self._cleanup_pending)
+        if error := self._task.exception():
+            _log.error("a rollout's runner failed", rollout_id=self.recorder.record.rollout_id, exc_info=error)
+            # Its progress is unknown: assume that it holds something.
+            return RolloutResult(Outcome(failure=internal_failure(self.recorder.progress.phase)), cleanup_pending=True)
+        return RolloutResult(self._task.result(), self._cleanup_pending)
+
+    async def _run(self) -> Outcome:
+        # Added to every log line of this task and of the services that it calls.
+        record, progress = self.recorder.record, self.recorder.progress
+        working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
+        async with self._slots:
+            pause = FIRST_PAUSE_S
+            while True:
+                spec = AttemptSpec(record, self.spec, progress.attempt, self._labels)
+                result = await Attempt(spec, self._services, self.recorder, self._cancellation).run()
+                self._cleanup_pending |= result.cleanup_pending
+                outcome = result.outcome
+                is_last = progress.attempt >= self.spec.max_attempts or self._cancellation.failure is not None
+                if outcome.failure is None or not outcome.failure.retriable or outcome.reward or is_last:
+                    return outcome
+                self.recorder.retry(outcome.failure)
+                await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
+                pause = min(2 * pause, MOST_PAUSE_S)

@@ -1,0 +1,1 @@
+"""The driver's journal: rollouts, their events and their summaries."""

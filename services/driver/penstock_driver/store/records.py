@@ -1,0 +1,255 @@
+"""The driver's records of rollouts, groups and the requests that created them: rows of the journal.
+
+Specs and outcomes are stored as serialized messages; `event_log` stores the events and the ends of rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from sqlite3 import IntegrityError, Row
+from typing import Final
+
+from penstock.driver.v1 import rollout_pb2
+from penstock_chassis.errors import AlreadyExists, NotFound
+from penstock_chassis.journal import Journal, SqlValue, Statement
+from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey
+from penstock_driver.domain.rollout import Phase
+
+MIGRATION: Final = """
+CREATE TABLE driver (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE requests (request_id TEXT PRIMARY KEY, digest TEXT NOT NULL, resource_id TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, run_id TEXT, spec BLOB NOT NULL,
+    size INTEGER NOT NULL, spares INTEGER NOT NULL, quorum INTEGER NOT NULL, grace REAL,
+    create_time REAL NOT NULL, rollout_ids TEXT NOT NULL
+);
+CREATE TABLE rollouts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL UNIQUE, group_id TEXT, idx INTEGER NOT NULL,
+    run_id TEXT, task_id TEXT NOT NULL, agent TEXT NOT NULL, agent_sha256 TEXT NOT NULL, labels TEXT NOT NULL,
+    spec BLOB NOT NULL, create_time REAL NOT NULL, end_time REAL, phase INTEGER NOT NULL, phase_times TEXT NOT NULL,
+    outcome BLOB, is_result INTEGER NOT NULL DEFAULT 0, fork_kind INTEGER NOT NULL DEFAULT 0,
+    last_sequence INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX rollouts_by_group ON rollouts (group_id, idx);
+CREATE INDEX rollouts_unended ON rollouts (rollout_id) WHERE end_time IS NULL;
+CREATE TABLE events (
+    position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT, sequence INTEGER NOT NULL,
+    is_summary INTEGER NOT NULL, payload BLOB NOT NULL, UNIQUE (rollout_id, sequence)
+);
+CREATE INDEX events_by_group ON events (group_id, position);
+"""
+MIGRATION_ATTEMPTS: Final = """
+ALTER TABLE rollouts ADD COLUMN attempts INTEGER NOT NULL DEFAULT 1;
+CREATE TABLE owed (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+"""Adds the number of attempts, and the ended rollouts with a pending cleanup in other services."""
+PAGE: Final = 256
+"""Events that a watcher reads at once."""
+
+
+class Records:
+    """Rollouts, groups and the requests that created them."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    async def instance_id(self, proposal: str) -> str:
+        """The lasting identity of this driver: the proposal of its first start."""
+        known = "SELECT value FROM driver WHERE key = 'instance'"
+        rows = await self._journal.query(known)  # lets a driver start on a full disk
+        if not rows:
+            await self._journal.execute("INSERT OR IGNORE INTO driver VALUES ('instance', ?)", (proposal,))
+            rows = await self._journal.query(known)
+        return str(rows[0][0])
+
+    # Creation ---------------------------------------------------------------------------------------------------------
+
+    async def known_request(self, key: RequestKey) -> str | None:
+        """The resource that this request created; AlreadyExists (REQUEST_ID_REUSED) if it asked for something else."""
+        sql = "SELECT digest, resource_id FROM requests WHERE request_id = ?"
+        rows = await self._journal.query(sql, (key.request_id,))
+        if not rows:
+            return None
+        if rows[0][0] != key.digest:
+            raise AlreadyExists("this request_id was used for another request", reason="REQUEST_ID_REUSED")
+        return str(rows[0][1])
+
+    async def create(self, key: RequestKey, rollouts: Sequence[Record], group: GroupRecord | None = None) -> None:
+        """Record new rollouts, their group and the request that created them, atomically.
+
+        AlreadyExists (ROLLOUT_EXISTS) when the request or one of the ids was used before. This includes deleted
+        rollouts with a pending cleanup, which finds its resources by the id.
+        """
+        if await self.with_pending_cleanup([record.rollout_id for record in rollouts]):
+            message = "the clean-up of a rollout with this id is pending: choose another id, or try again later"
+            raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
+        resource_id = group.group_id if group else rollouts[0].rollout_id
+        statements: list[Statement] = [
+            ("INSERT INTO requests VALUES (?, ?, ?)", (key.request_id, key.digest, resource_id))
+        ]
+        if group:
+            plan = group.plan
+            values = (
+                *(group.group_id, group.run_id, group.spec.SerializeToString()),
+                *(plan.size, plan.spares, plan.quorum, plan.grace_s),
+                *(group.create_time, json.dumps(list(group.rollout_ids))),
+            )
+            statements.append(("INSERT INTO groups VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values))
+        statements.extend(_insertion(record) for record in rollouts)
+        try:
+            await self._journal.write(statements)
+        except IntegrityError as error:
+            message = "the request_id or an identifier was used before: choose new ones"
+            raise AlreadyExists(message, reason="ROLLOUT_EXISTS") from error
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    async def get(self, rollout_id: str) -> Record:
+        """One rollout; NotFound (ROLLOUT_UNKNOWN)."""
+        rows = await self._journal.read("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,), few=True)
+        if not rows:
+            raise NotFound(f"there is no rollout {rollout_id}", reason="ROLLOUT_UNKNOWN")
+        return _record(rows[0])
+
+    async def list(self, matching: Filter, before: int, limit: int) -> tuple[Sequence[Record], int]:
+        """Up to `limit` rollouts numbered below `before` (0 for the newest), newest first, and the next `before`."""
+        where, values = conditions(matching)
+        few = not where and limit <= PAGE  # a filter may scan every rollout
+        if before:
+            where.append("number < ?")
+            values.append(before)
+        condition = " AND ".join(where) or "1"
+        sql = f"SELECT * FROM rollouts WHERE {condition} ORDER BY number DESC LIMIT ?"  # noqa: S608 - fixed texts
+        rows = await self._journal.read(sql, (*values, limit + 1), few=few)
+        more = int(rows[limit - 1]["number"]) if len(rows) > limit else 0
+        return [_record(row) for row in rows[:limit]], more
+
+    async def all(self, matching: Filter) -> AsyncIterator[Record]:
+        """Every rollout that matches, newest first."""
+        before = 0
+        while True:
+            records, before = await self.list(matching, before, PAGE)
+            for record in records:
+                yield record
+            if not before:
+                return
+
+    async def group(self, group_id: str) -> GroupRecord:
+        """One group; NotFound (GROUP_UNKNOWN)."""
+        rows = await self._journal.read("SELECT * FROM groups WHERE group_id = ?", (group_id,), few=True)
+        if not rows:
+            raise NotFound("there is no such group", reason="GROUP_UNKNOWN")
+        return _group(rows[0])
+
+    async def groups(self, run_id: str | None, before: int, limit: int) -> tuple[Sequence[GroupRecord], int]:
+        """Up to `limit` groups numbered below `before` (0 for the newest), newest first, and the next `before`."""
+        rows = await self._journal.read(
+            "SELECT * FROM groups WHERE (? IS NULL OR run_id = ?) AND (? = 0 OR number < ?)"
+            " ORDER BY number DESC LIMIT ?",
+            (run_id, run_id, before, before, limit + 1),
+        )
+        more = int(rows[limit - 1]["number"]) if len(rows) > limit else 0
+        return [_group(row) for row in rows[:limit]], more
+
+    async def group_ended(self, group_id: str) -> Sequence[Record]:
+        """The ended rollouts of a group, in the order in which they ended."""
+        sql = "SELECT * FROM rollouts WHERE group_id = ? AND end_time IS NOT NULL ORDER BY end_time, idx"
+        return [_record(row) for row in await self._journal.read(sql, (group_id,))]
+
+    async def pending_cleanups(self) -> Sequence[str]:
+        """Ended rollouts with a pending cleanup in other services."""
+        return [str(row[0]) for row in await self._journal.query("SELECT rollout_id FROM owed")]
+
+    async def with_pending_cleanup(self, rollout_ids: Sequence[str]) -> Sequence[str]:
+        """Those of the given rollouts that have a pending cleanup in other services."""
+        ids = json.dumps(list(rollout_ids))
+        sql = "SELECT rollout_id FROM owed WHERE rollout_id IN (SELECT value FROM json_each(?))"
+        return [str(row[0]) for row in await self._journal.query(sql, (ids,))]
+
+    async def cleaned_up(self, rollout_id: str) -> None:
+        """Record that an ended rollout is fully released."""
+        await self._journal.execute("DELETE FROM owed WHERE rollout_id = ?", (rollout_id,))
+
+    async def delete(self, rollout_id: str) -> None:
+        """Delete an ended rollout and its events."""
+        await self._journal.write(
+            [
+                ("DELETE FROM events WHERE rollout_id = ?", (rollout_id,)),
+                ("DELETE FROM rollouts WHERE rollout_id = ? AND end_time IS NOT NULL", (rollout_id,)),
+            ]
+        )
+
+    async def delete_group(self, group_id: str) -> None:
+        await self._journal.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
+
+
+def _insertion(record: Record) -> Statement:
+    return (
+        "INSERT INTO rollouts (rollout_id, group_id, idx, run_id, task_id, agent, agent_sha256, labels, spec,"
+        " create_time, phase, phase_times) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
+        (
+            *(record.rollout_id, record.group_id, record.index, record.run_id, record.task_id, record.agent),
+            *(record.agent_sha256, json.dumps(dict(record.labels)), record.spec.SerializeToString()),
+            *(record.create_time, int(record.phase)),
+        ),
+    )
+
+
+def conditions(matching: Filter) -> tuple[list[str], list[SqlValue]]:
+    """A filter as SQL: conditions on the columns of `rollouts`, and their values."""
+    where, values = [], []
+    for column, value in (
+        ("run_id", matching.run_id),
+        ("group_id", matching.group_id),
+        ("task_id", matching.task_id),
+        ("agent", matching.agent),
+    ):
+        if value is not None:
+            where.append(f"{column} = ?")
+            values.append(value)
+    for label, value in matching.labels.items():
+        where.append("EXISTS (SELECT 1 FROM json_each(labels) WHERE key = ? AND value = ?)")
+        values += [label, value]
+    if matching.ended is not None:
+        where.append("end_time IS NOT NULL" if matching.ended else "end_time IS NULL")
+    return where, list[SqlValue](values)
+
+
+def parsed_outcome(data: bytes | None) -> rollout_pb2.Outcome | None:
+    """A stored outcome; None while the rollout has not ended."""
+    return None if data is None else rollout_pb2.Outcome.FromString(data)
+
+
+def _record(row: Row) -> Record:
+    return Record(
+        rollout_id=row["rollout_id"],
+        group_id=row["group_id"],
+        index=row["idx"],
+        run_id=row["run_id"],
+        task_id=row["task_id"],
+        agent=row["agent"],
+        agent_sha256=row["agent_sha256"],
+        labels=json.loads(row["labels"]),
+        spec=rollout_pb2.RolloutSpec.FromString(row["spec"]),
+        create_time=row["create_time"],
+        end_time=row["end_time"],
+        phase=Phase(row["phase"]),
+        phase_times={Phase[name]: seconds for name, seconds in json.loads(row["phase_times"]).items()},
+        outcome=parsed_outcome(row["outcome"]),
+        is_result=bool(row["is_result"]),
+        fork_kind=row["fork_kind"],
+        last_sequence=row["last_sequence"],
+        attempts=row["attempts"],
+    )
+
+
+def _group(row: Row) -> GroupRecord:
+    return GroupRecord(
+        group_id=row["group_id"],
+        run_id=row["run_id"],
+        spec=rollout_pb2.RolloutSpec.FromString(row["spec"]),
+        plan=GroupPlan(row["size"], row["spares"], row["quorum"], row["grace"]),
+        create_time=row["create_time"],
+        rollout_ids=tuple(json.loads(row["rollout_ids"])),
+    )

@@ -1,0 +1,1 @@
+"""Converts values to and from protobuf messages."""

@@ -1,0 +1,1 @@
+"""What an agent changed in a rollout's working directory."""

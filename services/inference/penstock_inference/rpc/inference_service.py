@@ -1,0 +1,254 @@
+"""`penstock.inference.v1.InferenceService`: translates protos to calls of the engine and back, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.telemetry.tracing import note_here
+from penstock_codec.codec import Codec
+from penstock_codec.errors import CodecError
+from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode, TokenIds
+from penstock_inference.engines.optional_features import Chats, Sleeper, missing_capability
+from penstock_inference.logprob_diff import GapReports
+from penstock_inference.rpc import convert, messages, weight_updates
+from penstock_inference.rpc.messages import template_options
+from penstock_inference.status import Health
+from penstock_inference.weights.adapters import AdapterUploads
+from penstock_inference.weights.manager import WeightUpdates
+from penstock_inference.weights.model_files import TokenizerDirectory
+from penstock_inference.weights.transfers import Transfers
+
+SERVICE = "penstock.inference.v1.InferenceService"
+
+REGISTER = rpc.add_InferenceServiceServicer_to_server
+
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
+Context = Any
+
+
+class InferenceServicer(rpc.InferenceServiceServicer):
+    def __init__(
+        self,
+        engine: Engine,
+        files: TokenizerDirectory,
+        codec: Codec | None,
+        updates: WeightUpdates,
+        adapters: AdapterUploads,
+        transfers: Transfers,
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._files = files
+        self._updates = updates
+        self._adapters = adapters
+        self._transfers = transfers
+        self._gaps = GapReports()
+        self.health = Health(engine, self._gaps)
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
+        parser = "" if self._codec is None else self._codec.parser
+        return convert.info_response(self._engine.info(), self._files, parser)
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: pb.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[pb.GetTokenizerResponse]:
+        for chunk in self._files.chunks():
+            yield pb.GetTokenizerResponse(file_name=chunk.file_name, chunk=chunk.data, sha256=chunk.sha256)
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        info = self._engine.info()
+        rendered = request.WhichOneof("prompt") == "chat"
+        if not info.capabilities.token_ids:
+            yield await self._chat(request, info)
+            return
+        prompt = await self._render(request.chat) if rendered else convert.token_ids(request.token_ids, "token_ids")
+        wanted = convert.generate_request(request, prompt, info)
+        with self.health.generating(wanted):
+            async with aclosing(self._engine.generate(wanted)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        note_here(sampled_tokens=event.token_ids.size, prompt_tokens=event.prompt_tokens)
+                    yield convert.generate_event(event, wanted, info, show_prompt=rendered)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
+        if request.adapter:
+            self._adapters.engine()
+        if not self._engine.info().capabilities.score:
+            raise missing_capability("score")
+        ids = convert.token_ids(request.token_ids, "token_ids")
+        if not 1 <= request.start < max(ids.size, 2):
+            raise convert.invalid("start", f"must be in [1, {ids.size}): the first token has no logprob")
+        temperature = request.temperature if request.HasField("temperature") else 1.0
+        scores = await self._engine.score(ids, temperature, request.adapter)
+        if request.HasField("exact_version") and scores.policy_version != request.exact_version:
+            raise FailedPrecondition(
+                f"policy version {scores.policy_version} is in force, not {request.exact_version}",
+                reason="POLICY_VERSION_UNAVAILABLE",
+                metadata={"policy_version": str(scores.policy_version)},
+            )
+        return pb.ScoreResponse(
+            logprobs=scores.logprobs[request.start - 1 :].astype("<f4").tobytes(), policy_version=scores.policy_version
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        target = request.WhichOneof("target")
+        if (
+            target is None
+            or (target == "all" and not request.all)
+            or (target == "session_id" and not request.session_id)
+        ):
+            raise convert.invalid("target", "must name requests, a session, or all = true")
+        count = await self._engine.abort(
+            request_ids=request.requests.request_ids,
+            session_id=request.session_id if target == "session_id" else None,
+            everything=target == "all",
+        )
+        return pb.AbortResponse(aborted_count=count)
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:  # noqa: N802
+        await self._engine.pause(convert.pause_mode(request.mode))
+        self.health.look()
+        stats = self._engine.stats()
+        return pb.PauseResponse(in_flight_count=stats.running + stats.waiting)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:  # noqa: N802
+        await self._engine.resume()
+        self.health.look()
+        return pb.ResumeResponse()
+
+    async def UpdateWeights(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
+    ) -> pb.UpdateWeightsResponse:
+        try:
+            return weight_updates.update_response(
+                await self._updates.receive(weight_updates.update_frames(request_iterator))
+            )
+        finally:
+            self.health.look()
+
+    async def ReportGap(self, request: pb.ReportGapRequest, context: Context) -> pb.ReportGapResponse:  # noqa: N802
+        self._gaps.take(convert.gap(request.gap), self._engine.info().policy_version)
+        return pb.ReportGapResponse()
+
+    async def WatchStats(  # noqa: N802
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchStatsResponse]:
+        interval = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
+        if not _MIN_INTERVAL_S <= interval <= _MAX_INTERVAL_S:
+            raise convert.invalid("interval", f"must be in [{_MIN_INTERVAL_S:g} s, {_MAX_INTERVAL_S:g} s]")
+        while True:
+            yield convert.stats_response(self._engine.stats(), self._gaps.all())
+            await asyncio.sleep(interval)
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:  # noqa: N802
+        await self._sleeper().sleep(request.level)
+        self.health.look()
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:  # noqa: N802
+        await self._sleeper().wake()
+        self.health.look()
+        return pb.WakeResponse()
+
+    async def InitTransfer(  # noqa: N802
+        self, request: pb.InitTransferRequest, context: Context
+    ) -> pb.InitTransferResponse:
+        await self._transfers.init(request.backend, request.options_json)
+        return pb.InitTransferResponse()
+
+    async def StartTransfer(  # noqa: N802
+        self, request: pb.StartTransferRequest, context: Context
+    ) -> pb.StartTransferResponse:
+        idle = request.idle_timeout.ToTimedelta().total_seconds() if request.HasField("idle_timeout") else None
+        mode = convert.pause_mode(request.mode, PauseMode.KEEP)
+        transfer = await self._transfers.start(request.request_id, request.policy_version, mode, idle)
+        return pb.StartTransferResponse(transfer_id=transfer)
+
+    async def TransferTensors(  # noqa: N802
+        self, request: pb.TransferTensorsRequest, context: Context
+    ) -> pb.TransferTensorsResponse:
+        await self._transfers.transfer(request.transfer_id, request.descriptor_json)
+        return pb.TransferTensorsResponse()
+
+    async def FinishTransfer(  # noqa: N802
+        self, request: pb.FinishTransferRequest, context: Context
+    ) -> pb.FinishTransferResponse:
+        try:
+            return weight_updates.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
+        finally:
+            self.health.look()
+
+    async def LoadAdapter(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.LoadAdapterRequest], context: Context
+    ) -> pb.LoadAdapterResponse:
+        try:
+            loaded = await self._adapters.load(weight_updates.adapter_frames(request_iterator))
+        finally:
+            self.health.look()
+        return pb.LoadAdapterResponse(adapter=weight_updates.adapter(loaded))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        await self._adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self, request: pb.ListAdaptersRequest, context: Context
+    ) -> pb.ListAdaptersResponse:
+        return weight_updates.adapters_page(self._adapters.engine().adapters(), request.page_size, request.page_token)
+
+    async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
+        add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+        return pb.RenderResponse(token_ids=(await self._render(request.prompt, add)).astype("<i4").tobytes())
+
+    async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:  # noqa: N802
+        if self._codec is None:
+            raise missing_capability("parse")
+        token_ids, tools = convert.token_ids(request.token_ids, "token_ids"), messages.tools_from(request.tools)
+        parsed = await asyncio.to_thread(self._codec.parse, token_ids, tools=tools)
+        return pb.ParseResponse(
+            message=messages.assistant_message(parsed.message),
+            finish_reason=messages.finish_reason(parsed.finish_reason),
+            malformed_tool_calls=len(parsed.malformed),
+        )
+
+    async def _chat(self, request: pb.GenerateRequest, info: EngineInfo) -> pb.GenerateResponse:
+        """Sends a conversation to an engine that knows no token ids."""
+        if request.WhichOneof("prompt") != "chat" or not isinstance(self._engine, Chats):
+            raise missing_capability("token_ids")
+        chat = request.chat
+        options = template_options(chat.thinking if chat.HasField("thinking") else None, chat.template_options_json)
+        return convert.chat_done(await self._engine.chat(convert.chat_request(request, info, options)), info)
+
+    def _sleeper(self) -> Sleeper:
+        if not self._engine.info().capabilities.sleep or not isinstance(self._engine, Sleeper):
+            raise missing_capability("sleep")
+        return self._engine
+
+    async def _render(self, prompt: pb.ChatPrompt, add_generation_prompt: bool = True) -> TokenIds:
+        if self._codec is None:
+            raise missing_capability("render")
+        options = template_options(
+            prompt.thinking if prompt.HasField("thinking") else None, prompt.template_options_json
+        )
+        try:
+            return await asyncio.to_thread(
+                self._codec.render,
+                messages.messages_from(prompt.messages),
+                messages.tools_from(prompt.tools),
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=options,
+            )
+        except CodecError as error:
+            raise InvalidArgument(
+                str(error), reason=error.reason, violations=[Violation("chat", str(error))]
+            ) from error

@@ -1,0 +1,1 @@
+"""Weights and adapters: uploads, transfers, updates."""

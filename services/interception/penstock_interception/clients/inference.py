@@ -1,0 +1,136 @@
+"""The inference service as a model source: it gets tokens, and returns tokens and logprobs.
+
+A service whose engine has no token ids gets messages instead; its answer is text and captured as such (R82).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
+from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable
+from penstock_interception.conversation.codecs import CodecCache
+from penstock_interception.domain.calls import Answerer, CodecChoice, Dialect, ModelFacts
+from penstock_interception.domain.completions import Completion
+from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.domain.state import Call
+from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.wire import convert
+
+CHECK_TIMEOUT_S = 10.0
+NO_ENGINE = "none"
+"""`GetInfoResponse.engine` of a service that has only a tokenizer."""
+_FOR_GOOD = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION"})
+
+
+class InferenceSource(ModelSource):
+    """One inference service, for one adapter. The caller owns the channel."""
+
+    answerer = Answerer.INFERENCE
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        codecs: CodecCache,
+        parse: Callable[[Dialect, bytes], ChatRequest],
+        adapter: str,
+        choice: CodecChoice,
+    ) -> None:
+        self._stub = pb_grpc.InferenceServiceStub(channel)
+        self._codecs = codecs
+        self._parse = parse
+        self._adapter = adapter
+        self._choice = choice
+
+    async def resolve(self, asked_model: str) -> Resolved:
+        try:
+            info: pb.GetInfoResponse = await self._stub.GetInfo(pb.GetInfoRequest(), timeout=CHECK_TIMEOUT_S)
+            answers = info.engine != NO_ENGINE
+            if not info.capabilities.token_ids:
+                return Resolved(ModelFacts(model=info.model, max_context_tokens=info.max_context_tokens or None), None)
+            if not info.tokenizer_sha256:
+                raise FailedPrecondition(
+                    "The inference service has no usable tokenizer. The start of its log has the reason; if the "
+                    "chat template does not show how tools are called, set its tool_call_parser.",
+                    reason="TEMPLATE_UNSUPPORTED",
+                )
+            facts = ModelFacts(
+                model=info.model,
+                tokenizer_sha256=info.tokenizer_sha256.hex(),
+                template_sha256=info.chat_template_sha256.hex(),
+                parser=self._choice.parser or info.tool_call_parser,
+                control_tokens=self._choice.control_tokens,
+                vocabulary_size=info.vocabulary_size or None,
+                max_context_tokens=info.max_context_tokens or None,
+            )
+            if self._known(facts):
+                return Resolved(facts, await self._codecs.of(facts), answers)
+            async with self._codecs.fetching:
+                if self._known(facts):
+                    return Resolved(facts, await self._codecs.of(facts), answers)
+                codec = await self._codecs.from_named(await self._files(), facts.codec)
+            files = codec.files
+            facts = replace(facts, tokenizer_sha256=files.tokenizer_sha256, template_sha256=files.template_sha256)
+        except grpc.aio.AioRpcError as error:
+            failure = error_from_rpc(error)
+            raise Unavailable(
+                f"The inference service does not answer: {failure.reason}.",
+                reason="INFERENCE_UNREACHABLE",
+                retry_after_s=failure.retry_after_s or 2.0,
+            ) from error
+        return Resolved(facts, codec, answers)
+
+    async def complete(self, call: Call) -> Completion:
+        if call.plan is None:
+            raise SourceError("PROMPT_MISSING")
+        request = pb.GenerateRequest(
+            request_id=f"{call.id}.{call.leases}",
+            session_id=call.rollout.id,
+            sampling=convert.sampling_to(call.sampling),
+            adapter=self._adapter,
+        )
+        if call.rollout.facts.tokenizer_sha256:
+            request.token_ids = convert.ids_to(call.plan.prompt_ids)
+        else:
+            request.chat.CopyFrom(await asyncio.to_thread(self._chat, call))
+        if call.min_policy_version is not None:
+            request.version.min_version = call.min_policy_version
+        try:
+            async for event in self._stub.Generate(request):
+                if event.HasField("done"):
+                    return convert.completion_from(event.done.completion)
+        except grpc.aio.AioRpcError as error:
+            failure = error_from_rpc(error)
+            retriable = error.code().name not in _FOR_GOOD
+            raise SourceError(failure.reason, type(failure).__name__, retriable=retriable) from error
+        except PenstockError as error:
+            raise SourceError(error.reason, error.message) from error
+        raise SourceError("GENERATION_UNFINISHED")
+
+    def _chat(self, call: Call) -> pb.ChatPrompt:
+        """The conversation as the agent sent it."""
+        asked = self._parse(call.request.dialect, call.request.body)
+        return pb.ChatPrompt(
+            messages=[convert.message_to(message) for message in asked.messages],
+            tools=[convert.tool_to(tool) for tool in asked.tools],
+        )
+
+    def _known(self, facts: ModelFacts) -> bool:
+        return self._codecs.known(facts.tokenizer_sha256, facts.template_sha256)
+
+    async def _files(self) -> dict[str, bytes]:
+        """The tokenizer's files, checked against their digests."""
+        files: dict[str, bytearray] = {}
+        async for part in self._stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=6 * CHECK_TIMEOUT_S):
+            data = files.setdefault(part.file_name, bytearray())
+            data += part.chunk
+            if part.sha256 and hashlib.sha256(data).digest() != part.sha256:
+                raise DataLoss("A tokenizer file arrived damaged.", reason="TOKENIZER_DAMAGED")
+        return {name: bytes(data) for name, data in files.items()}

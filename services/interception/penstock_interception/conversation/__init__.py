@@ -1,0 +1,1 @@
+"""Parsing of agents' conversations, turn by turn, into tokens."""

@@ -1,0 +1,1 @@
+"""The values of the gate: rollouts, calls, sessions, budgets, agent keys."""

@@ -1,0 +1,117 @@
+"""The rollouts, calls and sessions in memory. Only the gate changes it; everything above may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock_chassis.errors import AlreadyExists, NotFound
+from penstock_interception.domain.calls import RolloutSpec, RolloutState
+from penstock_interception.domain.state import Call, Rollout, Session
+
+
+class Registry:
+    """All rollouts, the calls that are not evicted, and the connected or lost sessions, by id."""
+
+    def __init__(self) -> None:
+        self.open_rollouts = 0
+        # The service is stopping: no rollout is opened, no call admitted.
+        self.draining = False
+        self._rollouts: dict[str, Rollout] = {}
+        self._by_request: dict[str, Rollout] = {}
+        self._calls: dict[str, Call] = {}
+        self._sessions: dict[str, Session] = {}
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    def find_opened(self, spec: RolloutSpec) -> Rollout | None:
+        """Returns the rollout that an identical request opened before, or None.
+
+        Raises AlreadyExists: REQUEST_ID_REUSED, ROLLOUT_EXISTS.
+        """
+        before = self._by_request.get(spec.request_id)
+        if before is not None:
+            if before.spec != spec:
+                raise AlreadyExists("The request id was used for another rollout.", reason="REQUEST_ID_REUSED")
+            return before
+        if spec.rollout_id in self._rollouts:
+            raise AlreadyExists("A rollout with this id exists.", reason="ROLLOUT_EXISTS")
+        return None
+
+    def find(self, rollout_id: str) -> Rollout | None:
+        """Returns the rollout, or None."""
+        return self._rollouts.get(rollout_id)
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        """Returns the rollout. Raises NotFound ROLLOUT_UNKNOWN."""
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+        return rollout
+
+    def rollouts(self) -> Iterable[Rollout]:
+        """All rollouts, oldest first."""
+        return self._rollouts.values()
+
+    def keep(self, rollout: Rollout) -> None:
+        self._rollouts[rollout.id] = rollout
+        self._by_request[rollout.spec.request_id] = rollout
+        if rollout.state is not RolloutState.CLOSED:
+            self.open_rollouts += 1
+
+    def drop(self, rollout: Rollout) -> None:
+        """Removes a rollout and its calls."""
+        self._rollouts.pop(rollout.id, None)
+        self._by_request.pop(rollout.spec.request_id, None)
+        self.drop_calls(rollout)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def call(self, call_id: str) -> Call:
+        """Returns the call. Raises NotFound CALL_UNKNOWN."""
+        call = self._calls.get(call_id)
+        if call is None:
+            raise NotFound("No such call.", reason="CALL_UNKNOWN")
+        return call
+
+    def find_call(self, call_id: str) -> Call | None:
+        """Returns the call, or None if it is unknown or evicted."""
+        return self._calls.get(call_id)
+
+    def open_calls(self) -> list[Call]:
+        """Calls that have not ended."""
+        return [call for rollout in self._rollouts.values() for call in rollout.open_calls()]
+
+    def add_call(self, call: Call) -> None:
+        self._calls[call.id] = call
+
+    def drop_calls(self, rollout: Rollout) -> None:
+        for call in rollout.calls:
+            self._calls.pop(call.id, None)
+
+    # Sessions --------------------------------------------------------------------------------------------------------
+
+    def session(self, session_id: str) -> Session:
+        """Returns the session. Raises NotFound SESSION_UNKNOWN."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NotFound("No such session.", reason="SESSION_UNKNOWN")
+        return session
+
+    def find_session(self, session_id: str) -> Session | None:
+        """Returns the session, or None."""
+        return self._sessions.get(session_id)
+
+    def sessions(self) -> list[Session]:
+        """All sessions, those of unary requests included."""
+        return list(self._sessions.values())
+
+    def session_count(self) -> int:
+        """How many sessions there are."""
+        return len(self._sessions)
+
+    def add_session(self, session: Session) -> None:
+        self._sessions[session.id] = session
+
+    def drop_session(self, session: Session) -> bool:
+        """Removes a session; returns False if it was removed before."""
+        return self._sessions.pop(session.id, None) is not None

@@ -1,0 +1,448 @@
+"""The gate's mutable state: rollouts, their calls, trainers' sessions and the queues between them.
+
+All sessions with the same selector share a `SelectorQueue`. A rollout knows its matching queues, and a queue knows its
+sessions with credit: a call finds a session, and a session its next call, without a scan. A queue holds exactly the
+calls that may be leased now: QUEUED, prompt made, not paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock_codec.chat import Message, Sampling
+from penstock_interception.domain.agent_keys import AgentKey
+from penstock_interception.domain.calls import (
+    NO_FACTS,
+    Answerer,
+    CallRequest,
+    CallState,
+    ModelFacts,
+    Prompt,
+    RolloutSpec,
+    RolloutState,
+    Totals,
+)
+from penstock_interception.domain.completions import Completion, Failure
+from penstock_interception.domain.host_tools import CallKey, HostTool, ToolResult
+from penstock_interception.graph.values import Plan
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+@dataclass(slots=True)
+class CallTrace:
+    """The spans of a traced call. `step` is the current child span."""
+
+    whole: Span
+    step: Span | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ToolCall:
+    """One host tool call: QUEUED (no session yet) or LEASED (to a session), then in a terminal state."""
+
+    id: str
+    rollout: RolloutTools
+    index: int
+    tool: HostTool
+    arguments: bytes
+    key: CallKey
+    received: float
+    expires: float
+    ended: asyncio.Future[None]
+    state: CallState = CallState.QUEUED
+    holder: Session | None = None
+    result: ToolResult | None = None
+    committed: asyncio.Future[list[int]] | None = None
+    end_reason: str = ""
+    ended_at: float | None = None
+    attached: int = 0
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a result was accepted; nothing else can then end the call."""
+        return self.result is not None
+
+
+@dataclass(slots=True, eq=False)
+class RolloutTools:
+    """An open rollout's tools, and its calls that are open or whose result was not read yet."""
+
+    spec: RolloutSpec
+    tools: dict[str, HostTool]
+    made: int = 0
+    calls: OrderedDict[CallKey, ToolCall] = field(default_factory=OrderedDict)
+
+    @property
+    def id(self) -> str:
+        return self.spec.rollout_id
+
+
+CALL_OVERHEAD_BYTES = 512
+
+
+CALL_BYTES = 48 << 20
+"""Limit of one call on the wire; the transport's limit is 64 MiB. A larger call omits what its view asked for, and
+fails if it is still larger.
+"""
+
+
+DEFAULT_CREDIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Selects rollouts' calls: a rollout matches if it meets every condition that is set."""
+
+    run_id: str | None = None
+    group_id: str | None = None
+    rollout_ids: frozenset[str] = frozenset()
+    labels: frozenset[tuple[str, str]] = frozenset()
+
+    def matches(self, spec: RolloutSpec) -> bool:
+        """Returns whether such a rollout matches."""
+        return (
+            (self.run_id is None or self.run_id == spec.run_id)
+            and (self.group_id is None or self.group_id == spec.group_id)
+            and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
+            and self.labels.issubset(spec.labels)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Credits:
+    """How much a session may hold: leased, unanswered calls, and their bytes."""
+
+    calls: int
+    bytes: int = DEFAULT_CREDIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The parts of a call, besides its tokens, that this session is sent."""
+
+    messages: bool = False
+    body: bool = False
+
+    def size_of(self, call: Call) -> int:
+        """Estimates the bytes of the call on the wire."""
+        plan = call.plan
+        prompt = 0 if plan is None else plan.prompt_ids.nbytes
+        messages = self.messages or (plan is not None and not plan.exact)  # without tokens the prompt goes as text
+        return CALL_OVERHEAD_BYTES + prompt + len(call.request.body) * (int(messages) + int(self.body))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """What a session is opened with.
+
+    `has` are the calls that a resuming trainer already has; its other held calls are sent again. None means all of
+    them. `lease_s`: the seconds that the leases of a unary request last; None: as long as the session.
+    """
+
+    selector: Selector
+    credit: Credits
+    identity: str = ""
+    view: View = View()
+    policy_version: int | None = None
+    has: Container[str] | None = None
+    lease_s: float | None = None
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Pending messages for a session, drained as a whole."""
+
+    calls: list[Call] = field(default_factory=list)
+    cancelled: dict[str, list[str]] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+    # In order: the number of open calls for a pause, None for its end.
+    pauses: list[int | None] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls_cancelled: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Session:
+    """One trainer's connection, or one unary request for calls."""
+
+    def __init__(self, session_id: str, queue: SelectorQueue, identity: str, credit: Credits, view: View) -> None:
+        self.id = session_id
+        self.queue = queue
+        self.identity = identity
+        self.credit = credit
+        self.view = view
+        # Leases of a unary request expire after this many seconds; None: they last as long as the session.
+        self.lease_s: float | None = None
+        self.held: dict[str, Call] = {}
+        self.held_bytes = 0
+        # Host tool calls that it holds and has not answered.
+        self.tool_calls: dict[str, ToolCall] = {}
+        self.lost = False
+        self.ended = False
+        # Its last answer, on the wall clock.
+        self.answered_at: float | None = None
+        self.taken_over = False
+        self.resumed = False
+        # Position among the ready sessions of its selector queue; -1 if not ready.
+        self.ready_serial = -1
+        self._outbox = Outbox()
+        self._wake = asyncio.Event()
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether it may get another call. A session without calls gets one of any size."""
+        if self.lost or self.ended:
+            return False
+        return len(self.held) < self.credit.calls and (self.held_bytes < self.credit.bytes or not self.held)
+
+    def hold(self, call: Call) -> None:
+        """Charges a leased call to the session's credit."""
+        call.size = self.view.size_of(call)
+        self.held[call.id] = call
+        self.held_bytes += call.size
+
+    def release(self, call: Call) -> None:
+        """Returns a call's credit; does nothing for a call that it does not hold."""
+        if self.held.pop(call.id, None) is not None:
+            self.held_bytes -= call.size
+
+    def send(self, call: Call) -> None:
+        """Adds a leased call to the outbox."""
+        self._outbox.calls.append(call)
+        self._wake.set()
+
+    def notify_cancelled(self, call: Call, reason: str) -> None:
+        self._outbox.cancelled.setdefault(reason, []).append(call.id)
+        self._wake.set()
+
+    def notify_closed(self, rollout_id: str) -> None:
+        self._outbox.closed.append(rollout_id)
+        self._wake.set()
+
+    def notify_paused(self, open_calls: int) -> None:
+        """Notifies the session of a pause, after the calls that were leased before it."""
+        self._outbox.pauses.append(open_calls)
+        self._wake.set()
+
+    def notify_resumed(self) -> None:
+        """Notifies the session that the pause has ended."""
+        self._outbox.pauses.append(None)
+        self._wake.set()
+
+    def send_tool_call(self, call: ToolCall) -> None:
+        """Adds a host tool call to the outbox."""
+        self._outbox.tool_calls.append(call)
+        self._wake.set()
+
+    def notify_tool_call_cancelled(self, call: ToolCall, reason: str) -> None:
+        """Notifies the session that a host tool call was cancelled."""
+        self._outbox.tool_calls_cancelled.setdefault(reason, []).append(call.id)
+        self._wake.set()
+
+    def end(self) -> None:
+        """Ends the session and wakes its waiter."""
+        self.ended = True
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Wakes the waiter, so that the rpc layer can send messages of its own."""
+        self._wake.set()
+
+    async def wait(self) -> None:
+        """Waits until there is something to send, or the session has ended. For one consumer."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def drain_calls(self) -> list[Call]:
+        """Removes and returns the calls that were leased but never sent."""
+        calls, self._outbox.calls = self._outbox.calls, []
+        return calls
+
+    def drain(self) -> Outbox:
+        """Removes and returns all pending messages. Calls that the session no longer holds are left out."""
+        box, self._outbox = self._outbox, Outbox()
+        box.calls = [call for call in box.calls if call.holder is self]
+        box.tool_calls = [call for call in box.tool_calls if call.holder is self]
+        return box
+
+
+class SelectorQueue:
+    """The sessions of one selector and the calls queued for them."""
+
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
+        self.sessions: dict[str, Session] = {}
+        self.rollouts: dict[str, Rollout] = {}
+        # Sessions of this selector that have paused it.
+        self.paused_by: set[str] = set()
+        self.newest_version: int | None = None
+        self._queue: OrderedDict[str, Call] = OrderedDict()
+        self._ready: list[tuple[int, int, Session]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def waiting(self) -> int:
+        """The queued calls that match this selector, paused ones included."""
+        return sum(len(rollout.queued) for rollout in self.rollouts.values())
+
+    def put(self, call: Call, *, first: bool = False) -> None:
+        """Queues a call, at the front with `first` (a call that was leased before)."""
+        self._queue[call.id] = call
+        if first:
+            self._queue.move_to_end(call.id, last=False)
+
+    def drop(self, call: Call) -> None:
+        """Removes a call from the queue, if present."""
+        self._queue.pop(call.id, None)
+
+    def next_call(self) -> Call | None:
+        """Returns the longest-waiting call without removing it."""
+        return next(iter(self._queue.values()), None)
+
+    def refresh(self, session: Session) -> None:
+        """Updates the session's place among the ready sessions: its credit or its calls have changed."""
+        session.ready_serial = -1
+        if session.has_credit and session.id in self.sessions:
+            self._serial += 1
+            session.ready_serial = self._serial
+            heapq.heappush(self._ready, (len(session.held), self._serial, session))
+            if len(self._ready) > 2 * len(self.sessions) + 64:
+                self._ready = [entry for entry in self._ready if entry[1] == entry[2].ready_serial]
+                heapq.heapify(self._ready)
+
+    def next_session(self, avoid: Session | None = None) -> Session | None:
+        """Returns the session with credit that holds the fewest calls; among equals, the one that was ready first.
+
+        Never returns `avoid`.
+        """
+        ready, aside = self._ready, None
+        while ready:
+            if ready[0][1] != ready[0][2].ready_serial or not ready[0][2].has_credit:
+                heapq.heappop(ready)
+            elif ready[0][2] is avoid:
+                aside = heapq.heappop(ready)
+            else:
+                break
+        found = ready[0][2] if ready else None
+        if aside is not None:
+            heapq.heappush(ready, aside)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    spec: RolloutSpec
+    created: float
+    facts: ModelFacts = NO_FACTS
+    state: RolloutState = RolloutState.OPEN
+    closed: float | None = None
+    close_reason: str = ""
+    exhausted_budget: str = ""
+    totals: Totals = field(default_factory=Totals)
+    # By id, oldest first; the first is the key that the rollout was opened with.
+    keys: dict[bytes, AgentKey] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    by_retry_key: dict[str, Call] = field(default_factory=dict)
+    queued: dict[str, Call] = field(default_factory=dict)
+    queues: list[SelectorQueue] = field(default_factory=list)
+    # Sessions that have paused this rollout. While there are any, nothing is leased or dispatched and its clock stands.
+    paused_by: set[str] = field(default_factory=set)
+    paused_since: float | None = None
+    paused_s: float = 0.0
+    caller_key: str | None = None
+    # The pending writes that open and delete it.
+    opened: asyncio.Future[list[int]] | None = None
+    deleted: asyncio.Future[list[int]] | None = None
+    # Some of its answers could not be read back from the journal.
+    damaged: bool = False
+    # Its calls and graph are only on disk until they are needed, like those of most closed rollouts.
+    evicted: bool = False
+
+    @property
+    def id(self) -> str:
+        """The rollout's identifier, chosen by the client."""
+        return self.spec.rollout_id
+
+    def age_s(self, now: float) -> float:
+        """Seconds since it was opened, without its pauses."""
+        paused = now - self.paused_since if self.paused_since is not None else 0.0
+        return now - self.created - self.paused_s - paused
+
+    def open_calls(self) -> list[Call]:
+        """Its calls that have not ended."""
+        return [call for call in self.calls if not call.state.terminal] if self.totals.open else []
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One model call. A waiting call holds no thread; its body is dropped from memory when it ends."""
+
+    id: str
+    rollout: Rollout
+    index: int
+    request: CallRequest
+    received: float
+    expires: float
+    # As requested, limited by the budgets and the context.
+    sampling: Sampling
+    ended: asyncio.Future[None]
+    state: CallState = CallState.QUEUED
+    prompt: Prompt | None = None
+    # The prompt's tokens; dropped when the call ends, since the graph then has them.
+    plan: Plan | None = None
+    # The digest of the accepted answer, and the commit that makes it durable.
+    accepted_digest: bytes | None = None
+    committed: asyncio.Future[list[int]] | None = None
+    completion: Completion | None = None
+    failure: Failure | None = None
+    message: Message | None = None
+    injected: bool = False
+    answerer: Answerer | None = None
+    chain_index: int | None = None
+    end_reason: str = ""
+    chain_sha256: bytes = b""
+    leased_at: float | None = None
+    ended_at: float | None = None
+    leases: int = 0
+    lease_id: str = ""
+    lease_s: float | None = None
+    min_policy_version: int | None = None
+    holder: Session | None = None
+    # Answered by the rollout's model source, not by a trainer.
+    delegated: bool = False
+    attached: int = 0
+    http_attempts: int = 1
+    # Whether the agent confirmed that it received the whole answer.
+    answer_sent: bool = False
+    # Whether its insert was submitted to the journal, where writes keep their order; it need not be on disk yet.
+    submitted: bool = False
+    size: int = 0
+    # The task of the service's own answer; cancelled when the call ends otherwise.
+    work: asyncio.Task[None] | None = None
+    # When an answer was first rejected for its old weights.
+    stale_since: float | None = None
+    # Its spans, if traced.
+    trace: CallTrace | None = None
+
+    @property
+    def offered(self) -> bool:
+        """Whether its prompt is made, so that it can be answered."""
+        return self.plan is not None
+
+    @property
+    def claimed(self) -> bool:
+        """Whether an answer was accepted; nothing else can then end the call."""
+        return self.accepted_digest is not None
+
+    def claim(self, digest: bytes, committed: asyncio.Future[list[int]]) -> None:
+        """Accepts an answer: from now on nothing but the end of its commit ends the call."""
+        self.accepted_digest, self.committed = digest, committed

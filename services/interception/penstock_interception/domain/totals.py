@@ -1,0 +1,44 @@
+"""Counts over a rollout's calls as they end."""
+
+from __future__ import annotations
+
+from penstock_interception.domain.calls import MOST_FAILURE_KINDS, CallState, Failures, Totals
+from penstock_interception.domain.completions import Failure
+from penstock_interception.domain.state import Call
+
+
+def count_ended(call: Call, totals: Totals) -> None:
+    """Adds an ended call to its rollout's totals."""
+    name = call.state.value
+    setattr(totals, name, getattr(totals, name) + 1)
+    if call.state is CallState.FAILED and call.failure is not None:
+        totals.last_failure_reason = call.failure.reason
+        totals.last_failure_retriable = call.failure.retriable
+        _failures(totals, call.failure).calls += 1
+    if call.state is not CallState.CANCELLED:
+        may_pass = call.failure is None or call.failure.retriable
+        totals.last_unanswered = call.state is not CallState.DELIVERED and may_pass
+    prompt, completion = tokens_of(call)
+    totals.prompt_tokens += prompt
+    totals.completion_tokens += completion
+
+
+def _failures(totals: Totals, failure: Failure) -> Failures:
+    known = totals.failures
+    reasons = (failure.reason,) if len(known) < MOST_FAILURE_KINDS else (failure.reason, "")
+    for reason in reasons:
+        for one in known:
+            if (one.reason, one.retriable) == (reason, failure.retriable):
+                return one
+    known.append(Failures(reasons[-1], failure.retriable))
+    return known[-1]
+
+
+def tokens_of(call: Call) -> tuple[int, int]:
+    """Returns a call's prompt and completion tokens as budgets count them: 0 unless it was delivered."""
+    completion = call.completion
+    if call.state is not CallState.DELIVERED or completion is None:
+        return 0, 0
+    if completion.usage is not None:
+        return completion.usage.prompt_tokens, completion.count
+    return call.prompt.count if call.prompt is not None else 0, completion.count

@@ -1,0 +1,1 @@
+"""The gate: queues, leases, budgets and results of model calls."""

@@ -1,0 +1,1 @@
+"""Host tools: tools that trainers' hosts offer to agents, and the calls to them. Independent of gRPC and MCP."""

@@ -1,0 +1,412 @@
+"""Assigns calls to sessions: leases, credits, pauses, lost sessions.
+
+Invariants:
+- a call is in the selector queues exactly while it is QUEUED for a trainer, its prompt is made and its rollout is not
+  paused;
+- a call has a holder exactly while it is LEASED; a delegated call goes to the rollout's model source (DISPATCHED);
+- whatever happens to a session, its calls are answered or queued again, ahead of calls that were never leased.
+
+The work per event is bounded by the session's credit and the number of selector queues of one rollout. Only a new
+selector, a pause and a resume visit all rollouts of a selector queue.
+
+Calls that the rollout's model source must answer are returned: the caller starts the source.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Container, Hashable
+
+from penstock_chassis.errors import ResourceExhausted
+from penstock_chassis.random_ids import random_id
+from penstock_interception import telemetry
+from penstock_interception.domain.calls import CallState, Mode
+from penstock_interception.domain.state import (
+    Call,
+    Credits,
+    Rollout,
+    Selector,
+    SelectorQueue,
+    Session,
+    SessionRequest,
+    View,
+)
+from penstock_interception.gate.call_timeouts import CallTimeouts
+from penstock_interception.gate.context import DeadlineKind, GateContext
+
+QUEUE_LINGER_S = 60.0
+RELEASE_PAUSE_S = 1.0
+PAUSE_AFTER_RESUME_S = 600.0
+
+
+class Leasing:
+    """All selector queues and sessions: which session each call is leased to."""
+
+    def __init__(self, context: GateContext, timeouts: CallTimeouts) -> None:
+        self._store = context.store
+        self._registry = context.registry
+        self._events = context.events
+        self._clock = context.clock
+        self._deadlines = context.deadlines
+        self._limits = context.limits.leasing
+        self._timeouts = timeouts
+        self._queues: dict[Selector, SelectorQueue] = {}
+        self._rollouts: dict[str, Rollout] = {}
+        # The newest announced policy version, by run with open rollouts, or by rollout for rollouts without a run.
+        self._newest: dict[Hashable, int] = {}
+        self._in_run: Counter[str] = Counter()
+        # Calls leased by unary requests, by lease id.
+        self._unary: dict[str, Call] = {}
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    def link(self, rollout: Rollout) -> None:
+        """Makes the rollout's calls available for leasing and dispatch."""
+        self._rollouts[rollout.id] = rollout
+        if rollout.spec.run_id is not None:
+            self._in_run[rollout.spec.run_id] += 1
+        if rollout.spec.mode is not Mode.INTERCEPTION_GATE:
+            return
+        for queue in self._queues.values():
+            if queue.selector.matches(rollout.spec):
+                self._connect(queue, rollout)
+
+    def unlink(self, rollout: Rollout) -> None:
+        """Removes a closed rollout and notifies the sessions that match it."""
+        if self._rollouts.pop(rollout.id, None) is not None:
+            self._forget_newest(rollout)
+        for call in rollout.queued.values():
+            for queue in rollout.queues:
+                queue.drop(call)
+        rollout.queued.clear()
+        for queue in rollout.queues:
+            queue.rollouts.pop(rollout.id, None)
+            for session in queue.sessions.values():
+                session.notify_closed(rollout.id)
+        rollout.queues.clear()
+        if rollout.paused_by:
+            rollout.paused_by.clear()
+            self._timeouts.resume(rollout)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def offer(self, call: Call, *, first: bool = False, avoid: Session | None = None) -> None:
+        """Offers a call: leases it to a session with credit, queues it, or marks it DISPATCHED.
+
+        The caller starts the model source on a call that is DISPATCHED afterwards.
+        """
+        rollout = call.rollout
+        rollout.queued[call.id] = call
+        if rollout.paused_by:
+            return
+        if call.delegated:
+            self._dispatch(call)
+            return
+        ready = [session for queue in rollout.queues if (session := queue.next_session(avoid)) is not None]
+        if ready:
+            self._lease(call, min(ready, key=lambda session: (len(session.held), session.ready_serial)))
+            return
+        for queue in rollout.queues:
+            queue.put(call, first=first)
+        if avoid is not None:
+            # If no other session takes the call within the pause, the one that released it may get it again.
+            self._deadlines.set((DeadlineKind.OFFER, call.id), self._clock.steady() + RELEASE_PAUSE_S)
+
+    def offer_again(self, call: Call) -> None:
+        """Offers a released call again, now to every session."""
+        if call.id in call.rollout.queued:
+            self._unqueue(call)
+            self.offer(call, first=True)
+
+    def withdraw(self, call: Call, reason: str) -> None:
+        """Removes a call that has ended. Its holder is sent `reason`, unless that is "" (the holder answered it)."""
+        self._unqueue(call)
+        self._end_lease(call)
+        session, call.holder = call.holder, None
+        if session is None:
+            return
+        session.release(call)
+        if reason:
+            session.notify_cancelled(call, reason)
+        self._fill(session)
+
+    def requeue(self, call: Call, *, avoid: Session | None = None) -> None:
+        """Takes a call from its session, if it has one, and offers it ahead of other calls.
+
+        The session `avoid` is not tried at once.
+        """
+        self._end_lease(call)
+        session, call.holder = call.holder, None
+        if session is not None:
+            session.release(call)
+            self._fill(session)
+        call.state = CallState.QUEUED
+        self._moved(call)
+        self.offer(call, first=True, avoid=avoid)
+
+    def delegate(self, call: Call) -> None:
+        """Takes a call from its session for the rollout's model source: DISPATCHED, or QUEUED while it is paused."""
+        call.delegated = True
+        self.requeue(call)
+
+    def restore_lease(self, call: Call, session_id: str, lease_id: str) -> None:
+        """Restores the lease of a call after a restart; its session may resume within the window."""
+        session = self.restore_session(session_id)
+        call.state = CallState.LEASED
+        call.holder = session
+        call.lease_id = lease_id
+        session.hold(call)
+
+    def restore_session(self, session_id: str) -> Session:
+        """Restores a session after a restart, as lost until it is resumed within the window."""
+        session = self._registry.find_session(session_id)
+        if session is None:
+            session = Session(session_id, SelectorQueue(Selector()), "", Credits(self._limits.max_credit_calls), View())
+            session.lost = True
+            self._registry.add_session(session)
+            self._deadlines.set((DeadlineKind.SESSION, session_id), self._clock.steady() + self._limits.resume_window_s)
+        return session
+
+    def extend(self, lease_id: str) -> bool:
+        """Restarts a unary lease's timeout; returns False if the lease does not exist."""
+        call = self._unary.get(lease_id)
+        if call is None or call.lease_s is None:
+            return False
+        self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
+        return True
+
+    # Sessions --------------------------------------------------------------------------------------------------------
+
+    def join(self, asked: SessionRequest, resumed: Session | None = None) -> tuple[Session, list[Call]]:
+        """Opens a session; returns it, and the calls that now go to the model source.
+
+        The calls of the session that it resumes stay leased and move to this one's `session.held`.
+
+        Raises ResourceExhausted: SESSION_LIMIT.
+        """
+        if self._registry.session_count() >= self._limits.max_sessions:
+            raise ResourceExhausted(
+                "Too many sessions are connected: try again later.", reason="SESSION_LIMIT", retry_after_s=5.0
+            )
+        queue = self._queue_of(asked.selector)
+        session = Session(secrets.token_hex(16), queue, asked.identity, self.granted(asked.credit), asked.view)
+        session.lease_s = asked.lease_s
+        self._registry.add_session(session)
+        queue.sessions[session.id] = session
+        self._deadlines.drop((DeadlineKind.QUEUE, queue.selector))
+        if asked.policy_version is not None:
+            self.announce(session, asked.policy_version)
+        to_source: list[Call] = []
+        if resumed is not None:
+            to_source = self._take_over(resumed, session, asked.has)
+            session.resumed = True
+        self._fill(session)
+        return session, to_source
+
+    def announce(self, session: Session, policy_version: int) -> None:
+        """Records the policy version of the trainer's weights, for the runs that match its selector."""
+        queue = session.queue
+        queue.newest_version = max(policy_version, queue.newest_version or 0)
+        for rollout in queue.rollouts.values():
+            self._announce_for(rollout, policy_version)
+
+    def granted(self, credit: Credits) -> Credits:
+        """Returns the credits, capped by the operator's limits."""
+        return Credits(
+            min(credit.calls, self._limits.max_credit_calls), min(credit.bytes, self._limits.max_credit_bytes)
+        )
+
+    def set_credit(self, session: Session, credit: Credits) -> None:
+        """Replaces a session's credits. Lowering them below what it holds takes no call back."""
+        session.credit = self.granted(credit)
+        self._fill(session)
+
+    def leave(self, session: Session) -> list[Call]:
+        """Ends a session; its calls are queued again immediately. Returns the calls that now go to the model source."""
+        to_source = self._forget(session)
+        for call in list(session.held.values()):
+            if call.accepted_digest is None:
+                self.requeue(call)
+        return to_source
+
+    def lose(self, session: Session) -> None:
+        """Marks a session as lost after its stream broke; its calls stay leased for the resume window."""
+        if self._registry.find_session(session.id) is session and not session.lost:
+            session.lost = True
+            session.queue.refresh(session)
+            session.end()
+            self._deadlines.set((DeadlineKind.SESSION, session.id), self._clock.steady() + self._limits.resume_window_s)
+
+    def close_unary(self, session: Session) -> None:
+        """Ends the session of a unary request; its leases stay until they are answered or expire."""
+        self._forget(session)
+
+    def pause(self, session: Session, max_duration_s: float) -> int:
+        """Pauses all calls that match the session's selector; returns how many are leased or dispatched now."""
+        session.queue.paused_by.add(session.id)
+        self._deadlines.set((DeadlineKind.PAUSE, session.id), self._clock.steady() + max_duration_s)
+        for rollout in session.queue.rollouts.values():
+            self._pause(rollout, session.id)
+        return sum(rollout.totals.open - len(rollout.queued) for rollout in session.queue.rollouts.values())
+
+    def resume(self, session: Session) -> list[Call] | None:
+        """Ends this session's pause; returns the calls that now go to the model source, or None if it had no pause."""
+        if session.id not in session.queue.paused_by:
+            return None
+        session.queue.paused_by.discard(session.id)
+        self._deadlines.drop((DeadlineKind.PAUSE, session.id))
+        session.notify_resumed()
+        to_source: list[Call] = []
+        for rollout in list(session.queue.rollouts.values()):
+            if session.id in rollout.paused_by:
+                rollout.paused_by.discard(session.id)
+                if not rollout.paused_by:
+                    self._timeouts.resume(rollout)
+                    for call in list(rollout.queued.values()):
+                        self.offer(call)
+                        if call.state is CallState.DISPATCHED:
+                            to_source.append(call)
+        return to_source
+
+    def queue_linger_over(self, selector: Selector) -> None:
+        """Removes a selector queue that has had no session for `QUEUE_LINGER_S`."""
+        queue = self._queues.get(selector)
+        if queue is not None and not queue.sessions:
+            del self._queues[selector]
+            for rollout in queue.rollouts.values():
+                rollout.queues.remove(queue)
+
+    # Private ---------------------------------------------------------------------------------------------------------
+
+    def _lease(self, call: Call, session: Session) -> None:
+        self._unqueue(call)
+        call.holder = session
+        call.state = CallState.LEASED
+        call.lease_id = random_id()[:16]
+        call.lease_s = session.lease_s
+        self._mark_given(call)
+        session.hold(call)
+        if session.lease_s is not None:
+            self._unary[call.lease_id] = call
+            self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + session.lease_s)
+        session.queue.refresh(session)
+        session.send(call)
+
+    def _dispatch(self, call: Call) -> None:
+        self._unqueue(call)
+        call.state = CallState.DISPATCHED
+        self._mark_given(call)
+
+    def _mark_given(self, call: Call) -> None:
+        call.leases += 1
+        call.leased_at = self._clock.wall()
+        bounds = call.rollout.spec.policy
+        least = bounds.min_version
+        newest = self._newest.get(_run_of(call.rollout))
+        if bounds.max_staleness is not None and newest is not None:
+            least = max(newest - bounds.max_staleness, least if least is not None else 0)
+        call.min_policy_version = least
+        self._moved(call)
+
+    def _moved(self, call: Call) -> None:
+        """A call moved between QUEUED, LEASED and DISPATCHED."""
+        if call.state is CallState.LEASED and call.submitted:
+            self._store.put_lease(call)
+        telemetry.moved(call)
+        self._events.call_changed(call)
+
+    def _announce_for(self, rollout: Rollout, version: int) -> None:
+        run = _run_of(rollout)
+        self._newest[run] = max(version, self._newest.get(run, version))
+
+    def _forget_newest(self, rollout: Rollout) -> None:
+        run_id = rollout.spec.run_id
+        if run_id is not None:
+            self._in_run[run_id] -= 1
+            if self._in_run[run_id] > 0:
+                return
+            del self._in_run[run_id]
+        self._newest.pop(_run_of(rollout), None)
+
+    def _end_lease(self, call: Call) -> None:
+        self._deadlines.drop((DeadlineKind.LEASE, call.id))
+        self._unary.pop(call.lease_id, None)
+
+    def _unqueue(self, call: Call) -> None:
+        self._deadlines.drop((DeadlineKind.OFFER, call.id))
+        if call.rollout.queued.pop(call.id, None) is not None:
+            for queue in call.rollout.queues:
+                queue.drop(call)
+
+    def _fill(self, session: Session) -> None:
+        while session.has_credit and (call := session.queue.next_call()) is not None:
+            self._lease(call, session)
+        session.queue.refresh(session)
+
+    def _queue_of(self, selector: Selector) -> SelectorQueue:
+        queue = self._queues.get(selector)
+        if queue is None:
+            queue = self._queues[selector] = SelectorQueue(selector)
+            matching = [
+                rollout
+                for rollout in self._rollouts.values()
+                if rollout.spec.mode is Mode.INTERCEPTION_GATE and selector.matches(rollout.spec)
+            ]
+            for rollout in matching:
+                self._connect(queue, rollout)
+            waiting = [call for rollout in matching if not rollout.paused_by for call in rollout.queued.values()]
+            for call in sorted(waiting, key=lambda call: call.received):
+                queue.put(call)
+        return queue
+
+    def _connect(self, queue: SelectorQueue, rollout: Rollout) -> None:
+        queue.rollouts[rollout.id] = rollout
+        rollout.queues.append(queue)
+        if queue.newest_version is not None:
+            self._announce_for(rollout, queue.newest_version)
+        for session_id in queue.paused_by:
+            self._pause(rollout, session_id)
+
+    def _pause(self, rollout: Rollout, session_id: str) -> None:
+        if not rollout.paused_by:
+            for call in rollout.queued.values():
+                for queue in rollout.queues:
+                    queue.drop(call)
+            self._timeouts.pause(rollout)
+        rollout.paused_by.add(session_id)
+
+    def _take_over(self, old: Session, session: Session, has: Container[str] | None) -> list[Call]:
+        self._deadlines.drop((DeadlineKind.SESSION, old.id))
+        for call in list(old.held.values()):
+            old.release(call)
+            call.holder = session
+            session.hold(call)
+        unsent = {call.id for call in old.drain_calls()}
+        for call in session.held.values():
+            # Its frame was never sent, or was lost in transit or with the service.
+            if call.id in unsent or (has is not None and call.id not in has and not call.claimed):
+                session.send(call)
+        old.taken_over = True
+        if old.id in old.queue.paused_by:
+            self.pause(session, PAUSE_AFTER_RESUME_S)
+        return self._forget(old)
+
+    def _forget(self, session: Session) -> list[Call]:
+        if not self._registry.drop_session(session):
+            return []
+        self._deadlines.drop((DeadlineKind.SESSION, session.id))
+        session.end()
+        queue = session.queue
+        queue.refresh(session)
+        queue.sessions.pop(session.id, None)
+        to_source = self.resume(session) or []
+        if not queue.sessions:
+            self._deadlines.set((DeadlineKind.QUEUE, queue.selector), self._clock.steady() + QUEUE_LINGER_S)
+        return to_source
+
+
+def _run_of(rollout: Rollout) -> Hashable:
+    """Scope of a rollout's policy versions: its run, or the rollout itself if it has none."""
+    run_id = rollout.spec.run_id
+    return ("rollout", rollout.id) if run_id is None else ("run", run_id)

@@ -1,0 +1,242 @@
+"""Input and output values of a rollout's token graph.
+
+Token ids are int32, logprobs float32 (natural logarithms, finite, <= 0). Spans are half open, [start, end).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock_codec.chat import FinishReason, Message, Sampling
+from penstock_codec.fast_dataclass import quick
+from penstock_interception.cache import sha256
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+MaskArray = NDArray[np.uint8]
+_LITTLE = sys.byteorder == "little"
+
+
+def little_endian(array: IntArray | FloatArray) -> bytes:
+    """Returns the array's bytes as used in journals, chains and on the wire."""
+    if _LITTLE:
+        return array.tobytes()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+class CallClass(StrEnum):
+    """The purpose of a call. Every call has a class; none is dropped."""
+
+    MAIN = "main"
+    SUB_AGENT = "sub_agent"
+    COMPACTION = "compaction"
+    TITLE = "title"
+    PROBE = "probe"
+    EDIT = "edit"
+    RETRY = "retry"
+
+
+class LogprobsMode(StrEnum):
+    """How logprobs were computed: see penstock.chat.v1.LogprobsMode."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
+    SCRIPTED = "scripted"
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class CallHints:
+    """What the ingress knows about a call besides its messages.
+
+    `call_class` is set if the agent's spec or headers state it, and is final. `session` is the agent's own session id,
+    "" if it sends none. `max_tokens` helps to recognise probes.
+    """
+
+    call_class: CallClass | None = None
+    session: str = ""
+    max_tokens: int | None = None
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The policy version that sampled tokens [start, end)."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@quick
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One completion as delivered, with the message that the codec parsed from it.
+
+    `token_ids` and `logprobs` are None if the source gave none. `versions` cover the tokens without a gap. `injected`:
+    written by the trainer, not sampled. `usable`: False keeps the turn as context only.
+    """
+
+    message: Message
+    finish_reason: FinishReason
+    token_ids: IntArray | None = None
+    logprobs: FloatArray | None = None
+    logprobs_mode: LogprobsMode | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    sampling_used: Sampling | None = None
+    engine: str = ""
+    engine_version: str = ""
+    injected: bool = False
+    usable: bool = True
+
+    @property
+    def count(self) -> int:
+        """The number of sampled tokens; 0 without tokens."""
+        return 0 if self.token_ids is None else int(self.token_ids.size)
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class PromptKey:
+    """A prompt's fingerprints: 16-byte digests, equal if the template renders the same.
+
+    `state` covers the tools and all messages, `bare` only the messages.
+    """
+
+    state: bytes
+    bare: bytes
+    tools: bytes
+    kwargs: bytes
+    system: bytes
+    first_user: bytes
+    messages: int
+    has_tools: bool
+
+
+@quick
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The place of a call in the graph, and the engine's prompt. Making a plan does not change the graph.
+
+    The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is False
+    if there are no tokens at all (a source without a tokenizer). `reason` explains a new branch. The class is
+    provisional; `TokenGraph.branches` has the final one.
+    """
+
+    rollout_id: str
+    branch_id: str
+    new_branch: bool
+    call_class: CallClass
+    parent_call_id: str | None
+    shared_prefix_len: int
+    prompt_ids: IntArray
+    suffix_ids: IntArray
+    exact: bool
+    reason: str
+    key: PromptKey
+    hints: CallHints
+    # Control tokens spelled in texts could not be distinguished from the template's own.
+    mixed_up: bool = False
+    # What the call's record says about how its texts were taken.
+    notes: tuple[str, ...] = ()
+    # SHA-256 of the prompt's ids as little-endian int32: identifies the prompt in the chain and in the journal.
+    prompt_sha256: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_sha256", sha256(little_endian(self.prompt_ids)))
+
+
+@quick
+@dataclass(frozen=True, slots=True, eq=False)
+class CallNode:
+    """One committed call: the tokens that it added, and a link to the path that it continues.
+
+    Its prompt is the first `keep` tokens of the parent's path, then `suffix`; its path is the prompt, then its sampled
+    tokens. `planned_class` is the class at commit; `hinted` means that it was given, not inferred.
+    """
+
+    call_id: str
+    index: int
+    branch_id: str
+    parent: CallNode | None
+    keep: int
+    suffix: IntArray
+    sampled: Sampled
+    key: PromptKey
+    planned_class: CallClass
+    hinted: bool
+    session: str
+    reason: str
+    chain: bytes
+    prompt_count: int = field(init=False)  # length of the whole prompt in tokens
+    total: int = field(init=False)  # length of prompt and completion in tokens
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_count", self.keep + int(self.suffix.size))
+        object.__setattr__(self, "total", self.prompt_count + self.sampled.count)
+
+    @property
+    def continues_parent(self) -> bool:
+        """Whether its prompt starts with the parent's whole prompt and completion."""
+        return self.parent is not None and self.keep == self.parent.total
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A line of calls. `fork_call_id` is the call after which it left another branch; None for a root."""
+
+    branch_id: str
+    call_class: CallClass
+    fork_call_id: str | None
+    shared_count: int
+    call_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """One call's sampled tokens, [start, end) of a sample; `untrained` is the reason for a mask of 0, "" for 1."""
+
+    call_id: str
+    start: int
+    end: int
+    untrained: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One root-to-leaf token sequence for a trainer: three arrays of equal length.
+
+    The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. Tokens shared
+    by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
+    `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set.
+    """
+
+    sample_id: str
+    branch_id: str
+    call_class: CallClass
+    input_ids: IntArray
+    loss_mask: MaskArray
+    logprobs: FloatArray
+    logprobs_mode: LogprobsMode | None
+    versions: tuple[VersionSpan, ...]
+    turns: tuple[TurnSpan, ...]
+    prompt_count: int
+    weight: float
+    truncated: bool
+    modes_mixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePolicy:
+    """The turns to train; default: the classes that act on the task, and turns that the model ended itself."""
+
+    classes: frozenset[CallClass] = field(
+        default=frozenset({CallClass.MAIN, CallClass.SUB_AGENT, CallClass.COMPACTION, CallClass.EDIT})
+    )
+    train_truncated: bool = False

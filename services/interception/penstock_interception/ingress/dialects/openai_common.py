@@ -1,0 +1,41 @@
+"""Shared by both OpenAI dialects: errors and the list of models."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+
+from penstock_interception.ingress.dialects.base import Ask, Problem, Route
+
+_MODELS: Final = "/v1/models"
+_TYPES: Final = {401: "invalid_request_error", 429: "rate_limit_error"}
+
+
+def models_route(method: str, path: str) -> Route | None:
+    """Returns the route of a request about models; None for other requests."""
+    if method == "GET" and path == _MODELS:
+        return Route(Ask.MODELS)
+    if method == "GET" and path.startswith(f"{_MODELS}/"):
+        return Route(Ask.MODEL, path.removeprefix(f"{_MODELS}/"))
+    return None
+
+
+def models(name: str) -> bytes:
+    """Returns the list of models: the only one."""
+    return orjson.dumps({"object": "list", "data": [_model(name)]})
+
+
+def model(name: str) -> bytes:
+    """Returns the description of the only model."""
+    return orjson.dumps(_model(name))
+
+
+def error(problem: Problem) -> dict[str, Any]:
+    kind = _TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
+    kind = "insufficient_quota" if problem.code == "budget_exhausted" else kind
+    return {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "penstock"}

@@ -1,0 +1,88 @@
+"""Common to every dialect's parser: bytes to a JSON object, and pydantic's errors to one refusal.
+
+Raises only BadRequest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from penstock_interception.ingress.dialects.base import BadRequest
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"The body is not JSON: {error}.", None, "invalid_json") from None
+    if not isinstance(value, dict):
+        raise BadRequest("The body is not a JSON object.", None, "invalid_json")
+    return value
+
+
+def refuse_repeated_keys(body: bytes, value: Any) -> None:
+    """Refuses a body with a repeated key in an object: parsers disagree which one counts. `value` is the parsed body.
+
+    A body that equals its re-serialisation, as with most SDKs, has none; any other is parsed again, which is slower.
+    """
+    try:
+        if orjson.dumps(value) == body:
+            return
+        json.loads(body, object_pairs_hook=_once, parse_int=float)
+    except (TypeError, RecursionError):  # orjson parses deeper nesting than it writes, and than `json` parses
+        raise BadRequest("The body is nested too deeply.", None, "invalid_value") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])[:64]
+        raise BadRequest(f"{twice}: duplicate key.", twice, "invalid_json")
+
+
+def json_text(value: Any, path: str) -> str:
+    """Serialises a part of a body again. Raises BadRequest with its path if it nests too deeply for that."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # the only cause here: orjson parses deeper nesting than it writes
+        raise BadRequest(f"{path}: nested too deeply.", path, "invalid_value") from None
+
+
+def refusal(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
+    """Returns the most specific error of a body."""
+    found = error.errors(include_input=False, include_url=False, include_context=False)
+    # Of a union's members, the one that was validated furthest.
+    place = _place(found[0]["loc"])
+    first = max((item for item in found if _place(item["loc"]) == place), key=lambda item: len(item["loc"]))
+    param = _path(first["loc"], body)
+    return BadRequest(f"{param or 'body'}: {first['msg']}.", param, "invalid_value")
+
+
+def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Returns the field, and the index of its item."""
+    return location[:2] if len(location) > 1 and isinstance(location[1], int) else location[:1]
+
+
+def _path(location: tuple[int | str, ...], value: Any) -> str | None:
+    """Returns a pydantic location as a path in the body; skips steps that are not in it: they name union members."""
+    path = ""
+    for position, step in enumerate(location):
+        if isinstance(step, int):
+            if not isinstance(value, list):
+                break
+            path += f"[{step}]"
+            value = value[step]
+        elif isinstance(value, dict):
+            absent = step not in value
+            if absent and (position + 1 < len(location) or not step.isidentifier() or step in ("str", "list")):
+                continue
+            path += f".{step}" if path else step
+            value = None if absent else value[step]
+        elif not isinstance(value, list):
+            break
+    return path or None

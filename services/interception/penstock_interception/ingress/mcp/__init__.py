@@ -1,0 +1,1 @@
+"""Host tools for agents, over MCP."""

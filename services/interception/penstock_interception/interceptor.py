@@ -1,0 +1,377 @@
+"""The interceptor: carries a model call from the agent's request to the answer of the trainer or the model source.
+
+It stands above the gate, the conversations, the sources and the store. Calls go down only; what a part below has done
+comes back as its result. CPU work above a small size runs in a thread pool, not on the event loop (R32).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+import structlog
+
+from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_chassis.telemetry import tracing
+from penstock_codec import CodecError
+from penstock_codec.chat import Sampling
+from penstock_interception import telemetry
+from penstock_interception.domain.audit import Audit
+from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt
+from penstock_interception.domain.completions import Completion, Failure
+from penstock_interception.domain.deadlines import Clock, Deadlines
+from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
+from penstock_interception.domain.results import Accepted, Rejection
+from penstock_interception.domain.state import CALL_BYTES, Call, Rollout, Session, SessionRequest
+from penstock_interception.domain.verdicts import judge_trainer
+from penstock_interception.gate.context import DeadlineKey, GateContext, GateLimits
+from penstock_interception.gate.events import CallEvents
+from penstock_interception.gate.gate import Gate
+from penstock_interception.gate.host_tools.broker import HostToolBroker
+from penstock_interception.graph import Plan
+from penstock_interception.rollouts.agent_keys import AgentKeys
+from penstock_interception.rollouts.answers import AnswerHandler
+from penstock_interception.rollouts.conversations import Conversations
+from penstock_interception.rollouts.manager import Rollouts
+from penstock_interception.sources.base import SourceError
+from penstock_interception.sources.registry import Sources
+from penstock_interception.store.commits import nothing_to_write
+from penstock_interception.store.store import CallStore
+
+_log = structlog.get_logger(__name__)
+
+# Up to 8 KiB of new text (about 2,000 tokens, 2 ms) is processed inline: a thread handover would cost more.
+INLINE_BYTES = 8 << 10
+MAX_PROMPT_TOKENS = (CALL_BYTES - (1 << 20)) // 4
+"""Largest prompt that fits into one call, whatever the model's context: 4 bytes a token, 1 MiB left for the rest."""
+
+T = TypeVar("T")
+
+
+class Interceptor:
+    """Stands above the gate, the conversations, the sources and the store. Belongs to one event loop.
+
+    What concerns one part only, callers ask of that part: `rollouts` opens, closes and deletes, `conversations` has the
+    graphs, `gate` admits and ends black box calls, `sessions` has credits, pauses and losses; `tools`, `agent_keys`,
+    `events`, `audit`; `registry`, `limits` and `clock` (read-only); `store` for reads and until writes are on disk.
+    """
+
+    def __init__(
+        self,
+        store: CallStore,
+        sources: Sources,
+        tasks: asyncio.TaskGroup,
+        pool: Executor,
+        *,
+        parse: Callable[[Dialect, bytes], ChatRequest],
+        limits: GateLimits | None = None,
+        clock: Clock | None = None,
+        closed_kept: int = 256,
+    ) -> None:
+        """`parse` parses a stored body again. `closed_kept` closed rollouts stay in memory, the others only on disk."""
+        self.store = store
+        self.limits = limits or GateLimits()
+        self.clock = clock or Clock()
+        self.audit = Audit(self.clock.steady)
+        self.registry = Registry()
+        self.events = CallEvents(int(self.clock.wall() * 1e6))
+        self.agent_keys = AgentKeys(store, self.registry, clock=self.clock, audit=self.audit)
+        # Set when the next deadline becomes earlier.
+        self._sooner = asyncio.Event()
+        self.tools = HostToolBroker(store.tools, clock=self.clock, sooner=self._sooner, limits=self.limits)
+        deadlines: Deadlines[DeadlineKey] = Deadlines(self._sooner.set)
+        self.gate = Gate(GateContext(store, self.registry, self.events, deadlines, self.audit, self.clock, self.limits))
+        self.sessions = self.gate.leasing
+        self.conversations = Conversations(
+            store, sources, self.registry, self.gate, parse=parse, closed_kept=closed_kept
+        )
+        self.rollouts = Rollouts(
+            store, sources, self.registry, self.gate, self.conversations, self.tools, self.agent_keys
+        )
+        self._answers = AnswerHandler(self.registry, self.gate, self.conversations, pool, self.clock)
+        self._sources = sources
+        self._tasks = tasks
+        self._pool = pool
+        self._parse = parse
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    async def find_call(self, call_id: str) -> Call:
+        """Returns a call from memory or from disk. Raises NotFound CALL_UNKNOWN."""
+        if self.registry.find_call(call_id) is None:
+            rollout = self.registry.find(await self.store.rollout_of(call_id) or "")
+            if rollout is not None:
+                await self.conversations.of(rollout)
+        return self.registry.call(call_id)
+
+    async def restore(self) -> int:
+        """Restores all rollouts and calls from the journal. Returns the number of open rollouts."""
+        count = 0
+        async for stored in self.rollouts.restore():
+            count += 1
+            leases = {call.id: (session, lease, prompt) for call, session, lease, prompt in stored.leases}
+            for call in stored.calls:
+                if not call.state.terminal:
+                    parsed = self._parse(call.request.dialect, call.request.body)
+                    self._prepare(call, parsed, leases.get(call.id))
+        await self.rollouts.restore_runs_and_tools()
+        return count
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    async def begin(self, rollout: Rollout, request: CallRequest, parsed: ChatRequest) -> Call:
+        """Admits a new call, for which one agent connection waits, and returns it; its prompt may not be made yet.
+
+        Raises what Gate.admit raises.
+        """
+        conversation = self.conversations[rollout.id]
+        inline = conversation.new_bytes(parsed) <= INLINE_BYTES
+        call = self.gate.admit(rollout, request, journal=not inline)
+        conversation.add_tools(parsed)
+        if inline:
+            # 1. `admit` made the call in memory only. 2. `_prepare` makes its prompt; the gate leases it and wakes the
+            # session. 3. The gate submits one insert with the call and its lease. Nothing is awaited in between.
+            # 4. The session's writer sends the call only after `store.settled()`, so it is on disk first.
+            self._prepare(call, parsed, None)
+        else:  # the insert is submitted by `admit`, and the lease is an update of its row
+            self._tasks.create_task(self._prepare_in_thread(call, parsed))
+        call.attached += 1
+        return call
+
+    def rejoin(self, call: Call) -> None:
+        """Counts another agent connection that waits for this call."""
+        call.http_attempts += 1
+        call.attached += 1
+        self.gate.stop_awaiting_rejoin(call)
+
+    def detach(self, call: Call) -> None:
+        """Counts a lost agent connection. A retry may rejoin within the grace period; then the call is CANCELLED."""
+        call.attached -= 1
+        if call.attached <= 0:
+            telemetry.left(call)
+            if not call.state.terminal:
+                self.gate.await_rejoin(call)
+
+    def spell(self, rollout: Rollout) -> Spell | None:
+        """Returns the function that maps token ids to bytes; None where the rollout's source has no token ids."""
+        conversation = self.conversations.get(rollout.id)
+        return None if conversation is None else conversation.spell
+
+    async def count(self, rollout: Rollout, request: ChatRequest) -> int:
+        """Returns the prompt length of a request in tokens, without recording anything.
+
+        Raises:
+            PenstockError, CodecError: as planning a call does.
+            FailedPrecondition: TOKENIZER_ABSENT, where the rollout's source has no token ids.
+            ResourceExhausted: RATE_LIMIT.
+        """
+        self.gate.budgets.pace(rollout)
+        conversation = self.conversations[rollout.id]
+        return await self.in_thread(lambda: conversation.count(request))
+
+    # Answers ---------------------------------------------------------------------------------------------------------
+
+    async def deliver(
+        self, call_id: str, lease_id: str, answer: Completion | Failure, *, session: Session | None = None
+    ) -> Accepted | Rejection:
+        """Validates a trainer's answer. Once committed, an accepted answer takes effect and goes to the agent."""
+        if session is not None:
+            session.answered_at = self.clock.wall()
+        if self.registry.find_call(call_id) is None:
+            await self._load(call_id)
+        return await self._answers.from_trainer(call_id, lease_id, session, answer)
+
+    async def delegate(
+        self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
+    ) -> Accepted | Rejection:
+        """Delegates a call to the rollout's model source; effective once that is committed."""
+        await self._load(call_id)
+        call = judge_trainer(self.registry.find_call(call_id), call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            return call
+        if override is not None and not call.delegated:
+            call.sampling = merged_sampling(call.sampling, override)
+        written = self.gate.delegate(call)
+        if call.state is CallState.DISPATCHED:
+            self._ask([call])
+        return Accepted(call_id, written)
+
+    async def release(self, call_id: str, lease_id: str, *, session: Session | None = None) -> Accepted | Rejection:
+        """Releases a trainer's call so that another session can take it."""
+        await self._load(call_id)
+        call = judge_trainer(self.registry.find_call(call_id), call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            return call
+        self.gate.release(call)
+        return Accepted(call_id, nothing_to_write())
+
+    async def _load(self, call_id: str) -> None:
+        """Loads an evicted call, so that an answer to it can be judged."""
+        with suppress(NotFound):
+            await self.find_call(call_id)
+
+    # Sessions --------------------------------------------------------------------------------------------------------
+
+    def join(self, asked: SessionRequest, *, resume: str = "") -> Session:
+        """Opens a session. The calls of the session with the id `resume` stay leased and move to `session.held`.
+
+        Raises ResourceExhausted: SESSION_LIMIT.
+        """
+        old = self.registry.find_session(resume)
+        session, to_source = self.sessions.join(asked, old)
+        if old is not None:
+            self.tools.session_resumed(old, session)
+        self._ask(to_source)
+        return session
+
+    def leave(self, session: Session) -> None:
+        """Ends a session normally; its calls are queued again immediately, its host tools are withdrawn."""
+        self._ask(self.sessions.leave(session))
+        self.tools.session_gone(session)
+
+    def resume(self, session: Session) -> bool:
+        """Ends this session's pause; returns False if it had none."""
+        to_source = self.sessions.resume(session)
+        self._ask(to_source or ())
+        return to_source is not None
+
+    # Time ------------------------------------------------------------------------------------------------------------
+
+    async def keep_time(self) -> None:
+        """Runs `tick` at each deadline, until it is cancelled."""
+        while True:
+            self._sooner.clear()
+            deadlines = (self.gate.next_deadline(), self.tools.next_deadline())
+            waits = [max(0.0, at - self.clock.steady()) for at in deadlines if at is not None]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(waits, default=None)):
+                    await self._sooner.wait()
+            try:
+                await self.tick()
+            except Exception:  # noqa: BLE001 - one deadline's trouble must not stop all others
+                _log.exception("handling a deadline failed")
+
+    async def tick(self) -> None:
+        """Handles every deadline that is due."""
+        self.tools.tick()
+        due = self.gate.tick()
+        self._ask(due.to_source)
+        for session in due.sessions:
+            self.tools.session_gone(session)
+        for rollout_id in due.rollouts:
+            await self._retire(rollout_id)
+
+    async def _retire(self, rollout_id: str) -> None:
+        try:
+            await self.rollouts.delete(rollout_id)
+        except Unavailable as error:
+            _log.error("an old rollout could not be deleted", rollout_id=rollout_id, reason=error.reason)
+            self.gate.delete_later(rollout_id)
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops admitting calls, wakes everybody who waits, and waits up to `grace_s` for the open calls to end."""
+        self.gate.drain()
+        for session in self.registry.sessions():
+            session.wake()
+        self.events.wake()
+        waiting = [call.ended for call in self.registry.open_calls()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=grace_s)
+
+    # Private ---------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, call: Call, request: ChatRequest, lease: tuple[str, str, bytes] | None) -> None:
+        conversation = self.conversations[call.rollout.id]
+        try:
+            plan = conversation.plan(request, call.request.agent_session)
+        except Exception as error:  # noqa: BLE001 - a call that cannot be planned fails, and fails alone
+            self._refuse(call, error)
+        else:
+            _note(call, plan.notes)
+            self._offer(call, plan, lease)
+
+    async def _prepare_in_thread(self, call: Call, request: ChatRequest) -> None:
+        session = call.request.agent_session
+        try:
+            conversation = self.conversations[call.rollout.id]  # gone where the rollout could not be recorded
+            plan = await self.in_thread(lambda: conversation.plan(request, session))
+            if _note(call, plan.notes):
+                self.store.put_request(call)
+            self._offer(call, plan, None)
+        except Exception as error:  # noqa: BLE001 - as above; in a task group it would take the service along
+            self._refuse(call, error)
+
+    def _offer(self, call: Call, plan: Plan, lease: tuple[str, str, bytes] | None) -> None:
+        limit, size = call.rollout.facts.max_context_tokens, int(plan.prompt_ids.size)
+        room = limit - size if limit is not None else None
+        if size > MAX_PROMPT_TOKENS or (room is not None and room < 1):
+            detail = f"The conversation has {size} tokens; the model's context is {limit}."
+            if limit is None or limit > MAX_PROMPT_TOKENS:
+                detail = f"The conversation has {size} tokens; a prompt has {MAX_PROMPT_TOKENS} at most."
+            call.prompt = Prompt.of(plan)  # keeps the prompt's length on record
+            self.gate.fail(call, Failure("CONTEXT_EXCEEDED", detail, retriable=False))
+            return
+        sampling = sampling_within(call.sampling, room)
+        if lease is not None and not call.state.terminal:
+            session, lease_id, digest = lease
+            if digest == plan.prompt_sha256:
+                self.gate.restore_lease(call, plan, sampling, session, lease_id)
+                return
+        if self.gate.offer(call, plan, sampling) is CallState.DISPATCHED:
+            self._ask([call])
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        if isinstance(error, CodecError | PenstockError):
+            # The agent gets the codec's own message: the fault is in the agent's conversation.
+            self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
+            return
+        _log.error("a prompt could not be made", call_id=call.id, rollout_id=call.rollout.id, exc_info=error)
+        self.gate.fail(call, Failure("INTERNAL"))
+
+    def _ask(self, calls: Iterable[Call]) -> None:
+        """Starts the tasks in which the rollouts' model sources answer these calls."""
+        for call in calls:
+            call.work = self._tasks.create_task(self._ask_source(call))
+
+    async def _ask_source(self, call: Call) -> None:
+        rollout = call.rollout
+        try:
+            source = self._sources.source(rollout.spec.mode, rollout.spec.source, rollout.caller_key)
+            tracing.working_for(
+                request_id=call.id, rollout_id=rollout.id, group_id=rollout.spec.group_id, call_id=call.id
+            )
+            with tracing.using(call.trace.step if call.trace is not None else None):
+                completion = await source.complete(call)
+            outcome = await self._answers.from_source(call, completion, source.answerer)
+        except SourceError as error:
+            _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)
+            failure = Failure(error.reason, str(error), error.retriable)
+            outcome = await self._answers.from_source(call, failure, Answerer.INFERENCE)
+        except PenstockError as error:
+            self.gate.fail(call, Failure(error.reason, error.message))
+            return
+        except Exception:  # noqa: BLE001 - logged, and the call fails
+            # An exception must not escape: the task group would stop the whole service.
+            _log.exception("a call could not be answered", call_id=call.id, rollout_id=rollout.id)
+            self.gate.fail(call, Failure("INTERNAL"))
+            return
+        if isinstance(outcome, Rejection) and not call.state.terminal:
+            _log.warning("a source's answer was refused", call_id=call.id, violations=outcome.violations)
+            self.gate.fail(call, Failure(f"SOURCE_{outcome.reason.name}"))
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs CPU work in the thread pool, off the event loop (R32)."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _note(call: Call, notes: Sequence[str]) -> bool:
+    """Adds the notes that the call's record lacks; returns whether there were any."""
+    new = tuple(note for note in notes if note not in call.request.normalisations)
+    if new:
+        call.request = replace(call.request, normalisations=(*call.request.normalisations, *new))
+    return bool(new)

@@ -1,0 +1,112 @@
+"""Judges answers of trainers and model sources, and prepares what the gate accepts (R29, R83)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from penstock_chassis.errors import AlreadyExists
+from penstock_interception.domain.calls import Answerer
+from penstock_interception.domain.completions import Completion, Failure
+from penstock_interception.domain.deadlines import Clock
+from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.results import (
+    Accepted,
+    Answered,
+    CompletionRefused,
+    PreparedAnswer,
+    Rejection,
+    RejectionReason,
+)
+from penstock_interception.domain.state import Call, Session
+from penstock_interception.domain.verdicts import judge_source, judge_trainer, repeated, too_stale
+from penstock_interception.gate.gate import Gate
+from penstock_interception.rollouts.conversations import Conversations
+
+T = TypeVar("T")
+Judge: TypeAlias = Callable[[], Call | Rejection]
+"""Returns the call while it may be answered."""
+
+INLINE_TOKENS = 4096
+"""Longer answers are parsed in a thread (R32)."""
+
+
+class AnswerHandler:
+    """Carries an answer down: it is judged, the conversation makes its record, and the gate accepts it."""
+
+    def __init__(
+        self, registry: Registry, gate: Gate, conversations: Conversations, pool: Executor, clock: Clock
+    ) -> None:
+        self._registry = registry
+        self._gate = gate
+        self._conversations = conversations
+        self._pool = pool
+        self._clock = clock
+
+    async def from_trainer(
+        self, call_id: str, lease_id: str, session: Session | None, answer: Completion | Failure
+    ) -> Accepted | Rejection:
+        """Accepts a trainer's answer if it is valid: the first valid answer wins, and its repetition is accepted too.
+
+        The call of an evicted rollout is loaded already.
+        """
+        verdict = await self._accept(partial(self._trainers, call_id, lease_id, session), answer, Answerer.TRAINER)
+        if isinstance(verdict, Rejection) and verdict.reason is RejectionReason.CALL_ENDED:
+            return repeated(self._registry.find_call(call_id), answer) or verdict
+        return verdict
+
+    async def from_source(self, call: Call, answer: Completion | Failure, answerer: Answerer) -> Accepted | Rejection:
+        """Accepts the answer of a call's model source if it is valid and the call has not ended."""
+        return await self._accept(partial(judge_source, call), answer, answerer)
+
+    def _trainers(self, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
+        return judge_trainer(self._registry.find_call(call_id), call_id, lease_id, session)
+
+    async def _accept(self, judge: Judge, answer: Completion | Failure, answerer: Answerer) -> Accepted | Rejection:
+        call = judge()
+        if isinstance(call, Rejection):
+            return call
+        if isinstance(answer, Failure):
+            return self._gate.accept(call, Answered(answer, answer.digest(), answerer, self._clock.wall()))
+        if call.min_policy_version is not None and (refused := too_stale(call, answer, self._clock.wall())):
+            return refused
+        try:
+            prepared = await self._prepare(call, answer, answerer)
+        except CompletionRefused as error:
+            message = "The completion breaks a rule."
+            return Rejection(call.id, RejectionReason.INVALID, message, error.violations)
+        except AlreadyExists:  # another answer was recorded while this one waited for its turn
+            return Rejection(call.id, RejectionReason.CALL_ENDED, "The call has ended.")
+        # Judged again: parsing a long answer in a thread, and the wait for the rollout's earlier answers, take time.
+        if isinstance(over := judge(), Rejection):
+            prepared.settle(False)
+            return over
+        return self._gate.accept(call, Answered(answer, answer.digest(), answerer, self._clock.wall(), prepared))
+
+    async def _prepare(self, call: Call, completion: Completion, answerer: Answerer) -> PreparedAnswer:
+        """Validates an answer once the rollout's earlier answers are on disk, and makes its record.
+
+        On return the conversation's `recording` is held: the record's `settle` releases it, which `_accept` calls if
+        the call has ended meanwhile, and `Gate.accept` if there is no write or after it.
+        """
+        conversation = self._conversations[call.rollout.id]
+        plan = call.plan
+        if plan is None:
+            raise RuntimeError("an answer was accepted before its prompt was ready")
+        tools = call.request.tools_sha256
+        if completion.count <= INLINE_TOKENS:
+            parsed = conversation.parse(plan, completion, tools)
+        else:
+            parsed = await self._in_thread(lambda: conversation.parse(plan, completion, tools))
+        await conversation.recording.acquire()
+        try:
+            return conversation.prepare_answer(call, plan, completion, parsed, answerer)
+        except BaseException:
+            conversation.recording.release()
+            raise
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)

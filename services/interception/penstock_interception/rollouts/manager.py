@@ -1,0 +1,173 @@
+"""A rollout's life as its driver sees it: checked, opened, closed, deleted; restored after a restart.
+
+Each step goes down to the gate, which decides; what stands beside the gate (conversation, host tools) follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+import structlog
+
+from penstock_chassis.errors import PenstockError
+from penstock_codec import CodecError
+from penstock_interception import cache
+from penstock_interception.domain.calls import RolloutSpec, RolloutState
+from penstock_interception.domain.registry import Registry
+from penstock_interception.domain.state import Rollout
+from penstock_interception.gate.gate import Gate
+from penstock_interception.gate.host_tools.broker import HostToolBroker
+from penstock_interception.rollouts.agent_keys import AgentKeys
+from penstock_interception.rollouts.conversations import Conversations
+from penstock_interception.sources.base import Resolved
+from penstock_interception.sources.registry import Sources
+from penstock_interception.store.commits import durable, failed
+from penstock_interception.store.reading import StoredRollout
+from penstock_interception.store.store import CallStore
+
+_log = structlog.get_logger(__name__)
+
+
+class Rollouts:
+    """Opens, closes, deletes and restores rollouts."""
+
+    def __init__(
+        self,
+        store: CallStore,
+        sources: Sources,
+        registry: Registry,
+        gate: Gate,
+        conversations: Conversations,
+        tools: HostToolBroker,
+        agent_keys: AgentKeys,
+    ) -> None:
+        self._store = store
+        self._sources = sources
+        self._registry = registry
+        self._gate = gate
+        self._conversations = conversations
+        self._tools = tools
+        self._agent_keys = agent_keys
+
+    async def check(self, spec: RolloutSpec, caller_key: str | None) -> Resolved:
+        """Checks the source and the budgets of a rollout, and returns the source's properties.
+
+        Raises what Sources.resolve and BudgetEnforcer.check raise.
+        """
+        resolved = await self._sources.resolve(spec.mode, spec.source, caller_key, "")
+        self._gate.budgets.check(spec)
+        return resolved
+
+    async def open(self, spec: RolloutSpec, caller_key: str | None) -> Rollout:
+        """Opens a rollout after its source has answered a check; returns once it is on disk. Idempotent by request id.
+
+        Raises what Registry.find_opened, Sources.resolve and RolloutLifecycle.open raise, and Unavailable
+        JOURNAL_FAILED (the rollout then does not exist).
+        """
+        before = self._registry.find_opened(spec)
+        if before is None:
+            resolved = await self._sources.resolve(spec.mode, spec.source, caller_key, spec.model_name)
+            before = self._registry.find_opened(spec)  # a concurrent request may have been first
+            if before is None:
+                return await self._open(spec, resolved, caller_key)
+        before.caller_key = caller_key
+        if before.opened is not None:
+            await durable(before.opened)
+        return before
+
+    async def close(self, rollout_id: str, reason: str) -> Rollout:
+        """Closes a rollout; returns once that and every accepted answer is on disk. Idempotent.
+
+        Evicts the rollouts that were closed longest ago. Raises NotFound ROLLOUT_UNKNOWN, and as Gate.wait_closed does.
+        """
+        rollout = self._registry.rollout(rollout_id)
+        await self._close(rollout, reason)
+        if self._registry.find(rollout_id) is rollout and not rollout.evicted:  # it may have been deleted meanwhile
+            self._conversations.use_closed(rollout)
+        cache.PARSED_BODIES.forget(rollout_id)
+        return rollout
+
+    async def delete(self, rollout_id: str) -> None:
+        """Deletes a rollout and its whole capture; returns once that is on disk. Idempotent.
+
+        Raises Unavailable JOURNAL_FAILED (the rollout is closed but still exists).
+        """
+        rollout = self._registry.find(rollout_id)
+        if rollout is None:
+            return
+        await self._close(rollout, "DELETED")
+        if self._registry.find(rollout_id) is not rollout:
+            return  # another request has deleted it meanwhile
+        pending = rollout.deleted is not None
+        written = self._gate.lifecycle.delete(rollout)
+        if not pending:
+            # With the gate's own end of this write, so that no rollout of the same id can be opened in between.
+            written.add_done_callback(partial(self._deleted, rollout))
+        await durable(written)
+        cache.PARSED_BODIES.forget(rollout_id)
+
+    async def restore(self) -> AsyncIterator[StoredRollout]:
+        """Restores all rollouts from the journal. Yields those that can continue; their calls wait for a prompt."""
+        for rollout in await self._store.rollouts():
+            if rollout.state is RolloutState.CLOSED:
+                self._gate.lifecycle.restore(rollout, [])
+                rollout.evicted = True
+                continue
+            stored = await self._store.load(rollout)
+            self._gate.lifecycle.restore(rollout, stored.calls)
+            if await self._is_whole(stored):
+                yield stored
+
+    async def restore_runs_and_tools(self) -> None:
+        """Restores runs and host tools from the journal, once all rollouts are restored."""
+        self._gate.lifecycle.restore_runs(await self._store.runs.load())
+        still_open = [one.spec for one in self._registry.rollouts() if one.state is not RolloutState.CLOSED]
+        await self._tools.restore(still_open, self._gate.leasing.restore_session)
+
+    async def _open(self, spec: RolloutSpec, resolved: Resolved, caller_key: str | None) -> Rollout:
+        key = self._agent_keys.make_first(spec)
+        offered = self._tools.offered_to(spec)
+        self._conversations.add(spec, resolved)
+        try:
+            rollout, written = self._gate.lifecycle.open(spec, resolved.facts, caller_key, key, offered)
+        except Exception:
+            self._conversations.forget(spec.rollout_id)
+            raise
+        self._tools.open(spec, offered)
+        written.add_done_callback(partial(self._opened, rollout))
+        await durable(written)
+        return rollout
+
+    def _opened(self, rollout: Rollout, done: asyncio.Future[list[int]]) -> None:
+        if failed(done):
+            self._tools.close(rollout.id)
+            self._conversations.forget(rollout.id)
+
+    async def _close(self, rollout: Rollout, reason: str) -> None:
+        self._gate.close(rollout, reason)
+        self._tools.close(rollout.id)
+        await self._gate.wait_closed(rollout)
+
+    def _deleted(self, rollout: Rollout, done: asyncio.Future[list[int]]) -> None:
+        if not failed(done):
+            self._conversations.forget(rollout.id)
+
+    async def _is_whole(self, stored: StoredRollout) -> bool:
+        """Returns whether a restored rollout can continue. If not, it is closed; its readable part stays readable."""
+        rollout, reason = stored.rollout, "JOURNAL_DAMAGED"
+        try:
+            await self._conversations.rebuild(stored)
+        except (PenstockError, CodecError) as error:
+            reason = error.reason
+        else:
+            if not rollout.damaged:
+                return True
+        _log.error("a rollout cannot continue", rollout_id=rollout.id, reason=reason)
+        try:
+            await self._close(rollout, reason)
+        except PenstockError as error:
+            _log.error("the call's end could not be recorded", rollout_id=rollout.id, reason=error.reason)
+        self._conversations.evict(rollout)
+        return False

@@ -1,0 +1,1 @@
+"""The operators' view: health checks, and a snapshot of the gate."""

@@ -1,0 +1,1 @@
+"""The gate's journal: rollouts, calls, agent keys and host tools."""

@@ -1,0 +1,276 @@
+"""Converts values of `penstock.chat.v1` and `penstock.trajectory.v1` to domain values and back. No decisions."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from penstock.chat.v1 import chat_pb2, completion_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import reader, writer
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_codec.chat import (
+    FinishReason,
+    ImagePart,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    Sampling,
+    TextPart,
+    Tool,
+    ToolCallPart,
+    ToolChoice,
+    ToolChoiceMode,
+    ToolResultPart,
+    Usage,
+)
+from penstock_interception.domain.calls import Answerer, CallState, Dialect
+from penstock_interception.domain.completions import Completion, Timings, Tokens
+from penstock_interception.graph.values import CallClass, IntArray, LogprobsMode, VersionSpan, little_endian
+
+_ROLES = {
+    Role.SYSTEM: chat_pb2.ROLE_SYSTEM,
+    Role.DEVELOPER: chat_pb2.ROLE_DEVELOPER,
+    Role.USER: chat_pb2.ROLE_USER,
+    Role.ASSISTANT: chat_pb2.ROLE_ASSISTANT,
+    Role.TOOL: chat_pb2.ROLE_TOOL,
+}
+_ROLES_BACK = {value: key for key, value in _ROLES.items()}
+_FINISH = {
+    FinishReason.STOP: chat_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: chat_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: chat_pb2.FINISH_REASON_TOOL_CALLS,
+    FinishReason.ABORT: chat_pb2.FINISH_REASON_ABORT,
+    FinishReason.CONTENT_FILTER: chat_pb2.FINISH_REASON_CONTENT_FILTER,
+}
+_FINISH_BACK = {value: key for key, value in _FINISH.items()}
+_MODES = {
+    LogprobsMode.RAW: completion_pb2.LOGPROBS_MODE_RAW,
+    LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
+    LogprobsMode.SCRIPTED: completion_pb2.LOGPROBS_MODE_SCRIPTED,
+}
+_MODES_BACK = {value: key for key, value in _MODES.items()}
+_CHOICES = {
+    ToolChoiceMode.AUTO: chat_pb2.ToolChoice.MODE_AUTO,
+    ToolChoiceMode.NONE: chat_pb2.ToolChoice.MODE_NONE,
+    ToolChoiceMode.REQUIRED: chat_pb2.ToolChoice.MODE_REQUIRED,
+    ToolChoiceMode.NAMED: chat_pb2.ToolChoice.MODE_NAMED,
+}
+DIALECTS = {
+    Dialect.CHAT_COMPLETIONS: trajectory_pb2.DIALECT_CHAT_COMPLETIONS,
+    Dialect.RESPONSES: trajectory_pb2.DIALECT_RESPONSES,
+    Dialect.MESSAGES: trajectory_pb2.DIALECT_MESSAGES,
+    Dialect.GENERATE_CONTENT: trajectory_pb2.DIALECT_GENERATE_CONTENT,
+}
+DIALECTS_BACK = {value: key for key, value in DIALECTS.items()}
+CLASSES = {
+    CallClass.MAIN: trajectory_pb2.CALL_CLASS_MAIN,
+    CallClass.SUB_AGENT: trajectory_pb2.CALL_CLASS_SUB_AGENT,
+    CallClass.COMPACTION: trajectory_pb2.CALL_CLASS_COMPACTION,
+    CallClass.TITLE: trajectory_pb2.CALL_CLASS_TITLE,
+    CallClass.PROBE: trajectory_pb2.CALL_CLASS_PROBE,
+    CallClass.EDIT: trajectory_pb2.CALL_CLASS_EDIT,
+    CallClass.RETRY: trajectory_pb2.CALL_CLASS_RETRY,
+}
+STATES = {
+    CallState.QUEUED: trajectory_pb2.CALL_STATE_QUEUED,
+    CallState.LEASED: trajectory_pb2.CALL_STATE_LEASED,
+    CallState.DISPATCHED: trajectory_pb2.CALL_STATE_DISPATCHED,
+    CallState.DELIVERED: trajectory_pb2.CALL_STATE_DELIVERED,
+    CallState.FAILED: trajectory_pb2.CALL_STATE_FAILED,
+    CallState.CANCELLED: trajectory_pb2.CALL_STATE_CANCELLED,
+    CallState.EXPIRED: trajectory_pb2.CALL_STATE_EXPIRED,
+}
+ANSWERERS = {
+    Answerer.TRAINER: trajectory_pb2.ANSWERER_TRAINER,
+    Answerer.INFERENCE: trajectory_pb2.ANSWERER_INFERENCE,
+    Answerer.UPSTREAM: trajectory_pb2.ANSWERER_UPSTREAM,
+}
+
+# Made by `penstock.values`, these take no longer than written ones would: they run for every call.
+sampling_to = writer(Sampling, chat_pb2.Sampling, renamed={"response_format": "response_format_json"})
+sampling_from = reader(Sampling, chat_pb2.Sampling, renamed={"response_format": "response_format_json"})
+"""Unset stays unset (R64)."""
+tool_to = writer(Tool, chat_pb2.Tool)
+"""A tool's definition."""
+_usage_to = writer(Usage, chat_pb2.Usage)
+_usage_from = reader(Usage, chat_pb2.Usage)
+_timings_to = writer(Timings, completion_pb2.Timings)
+_timings_from = reader(Timings, completion_pb2.Timings)
+_version_to = writer(VersionSpan, completion_pb2.PolicyVersionSpan)
+_version_from = reader(VersionSpan, completion_pb2.PolicyVersionSpan)
+
+
+def message_to(message: Message) -> chat_pb2.Message:
+    """A conversation's message."""
+    return chat_pb2.Message(role=_ROLES[message.role], parts=[_part_to(p) for p in message.parts], name=message.name)
+
+
+def message_from(message: chat_pb2.Message) -> Message:
+    """Converts a message. Raises InvalidArgument for an invalid role or part."""
+    role = _ROLES_BACK.get(message.role)
+    if role is None:
+        raise invalid("message.role", "unspecified")
+    return Message(role, tuple(_part_from(part) for part in message.parts), message.name)
+
+
+def choice_to(choice: ToolChoice) -> chat_pb2.ToolChoice:
+    """A tool choice."""
+    return chat_pb2.ToolChoice(
+        mode=_CHOICES[choice.mode], name=choice.name or "", parallel_tool_calls=choice.parallel_tool_calls
+    )
+
+
+def completion_to(completion: Completion, message: Message | None) -> completion_pb2.Completion:
+    """A completion with the message that the agent was shown."""
+    result = completion_pb2.Completion(
+        engine=completion.engine,
+        engine_version=completion.engine_version,
+        model=completion.model,
+    )
+    if completion.finish_reason is not None:
+        result.finish_reason = _FINISH[completion.finish_reason]
+    if completion.tokens is not None:
+        result.span.CopyFrom(span_to(completion.tokens))
+    if message is not None:
+        result.message.CopyFrom(message_to(message))
+    if completion.stop_token_id is not None:
+        result.stop_token_id = completion.stop_token_id
+    elif completion.stop_text is not None:
+        result.stop_text = completion.stop_text
+    if completion.sampling_used is not None:
+        result.sampling_used.CopyFrom(sampling_to(completion.sampling_used))
+    if completion.timings is not None:
+        result.timings.CopyFrom(_timings_to(completion.timings))
+    if completion.usage is not None:
+        result.usage.CopyFrom(_usage_to(completion.usage))
+    return result
+
+
+def completion_from(message: completion_pb2.Completion) -> Completion:
+    """Converts a completion. Raises InvalidArgument COMPLETION_INVALID if its bytes do not match their count."""
+    stop = message.WhichOneof("matched_stop")
+    return Completion(
+        tokens=_span_from(message.span) if message.HasField("span") else None,
+        message=message_from(message.message) if message.HasField("message") else None,
+        finish_reason=_FINISH_BACK.get(message.finish_reason),
+        stop_token_id=message.stop_token_id if stop == "stop_token_id" else None,
+        stop_text=message.stop_text if stop == "stop_text" else None,
+        sampling_used=sampling_from(message.sampling_used) if message.HasField("sampling_used") else None,
+        engine=message.engine,
+        engine_version=message.engine_version,
+        model=message.model,
+        timings=_timings_from(message.timings) if message.HasField("timings") else None,
+        usage=_usage_from(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def span_to(tokens: Tokens) -> completion_pb2.TokenSpan:
+    """Sampled tokens as little-endian bytes."""
+    return completion_pb2.TokenSpan(
+        token_ids=ids_to(tokens.ids),
+        count=int(tokens.ids.size),
+        logprobs=little_endian(tokens.logprobs) if tokens.logprobs is not None else b"",
+        logprobs_mode=mode_to(tokens.logprobs_mode),
+        versions=versions_to(tokens.versions),
+    )
+
+
+def versions_to(versions: Iterable[VersionSpan]) -> list[completion_pb2.PolicyVersionSpan]:
+    """Policy version spans."""
+    return [*map(_version_to, versions)]
+
+
+def mode_to(mode: LogprobsMode | None) -> completion_pb2.LogprobsMode.ValueType:
+    """Unset is UNSPECIFIED."""
+    return _MODES[mode] if mode is not None else completion_pb2.LOGPROBS_MODE_UNSPECIFIED
+
+
+def ids_to(ids: IntArray) -> bytes:
+    """An int32 array as little-endian bytes."""
+    return little_endian(ids)
+
+
+def invalid(field: str, description: str) -> InvalidArgument:
+    """Returns an argument error that names one field."""
+    return InvalidArgument(
+        f"{field}: {description}.", reason="FIELD_INVALID", violations=[Violation(field, description)]
+    )
+
+
+def texts(values: Sequence[str]) -> tuple[str, ...]:
+    """A repeated string field."""
+    return tuple(values)
+
+
+def _span_from(span: completion_pb2.TokenSpan) -> Tokens:
+    found = []
+    if len(span.token_ids) != 4 * span.count:
+        found.append(Violation("completion.span.token_ids", f"{len(span.token_ids)} bytes for {span.count} int32"))
+    if span.logprobs and len(span.logprobs) != 4 * span.count:
+        found.append(Violation("completion.span.logprobs", f"{len(span.logprobs)} bytes for {span.count} float32"))
+    if found:
+        raise InvalidArgument("The completion's arrays are malformed.", reason="COMPLETION_INVALID", violations=found)
+    return Tokens(
+        np.frombuffer(span.token_ids, dtype="<i4").astype(np.int32, copy=False),
+        np.frombuffer(span.logprobs, dtype="<f4").astype(np.float32, copy=False) if span.logprobs else None,
+        _MODES_BACK.get(span.logprobs_mode),
+        tuple(map(_version_from, span.versions)),
+    )
+
+
+def _part_to(part: Part) -> chat_pb2.Part:
+    match part:
+        case TextPart(text):
+            return chat_pb2.Part(text=chat_pb2.Text(text=text))
+        case ReasoningPart(text, signature):
+            return chat_pb2.Part(reasoning=chat_pb2.Reasoning(text=text, signature=signature))
+        case ImagePart():
+            return chat_pb2.Part(image=_image_to(part))
+        case ToolCallPart(call_id, name, arguments):
+            return chat_pb2.Part(tool_call=chat_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments))
+        case ToolResultPart():
+            inner = [chat_pb2.Part(text=chat_pb2.Text(text=part.text))] if part.text else []
+            inner += [chat_pb2.Part(image=_image_to(image)) for image in part.images]
+            return chat_pb2.Part(
+                tool_result=chat_pb2.ToolResult(tool_call_id=part.call_id, parts=inner, is_error=part.is_error)
+            )
+
+
+def _image_to(image: ImagePart) -> chat_pb2.Image:
+    head, comma, data = image.ref.partition(",")
+    if head.startswith("data:") and head.endswith(";base64") and comma:
+        try:
+            raw = base64.b64decode(data, validate=True)
+        except ValueError:
+            return chat_pb2.Image(media_type=image.media_type, url=image.ref)
+        return chat_pb2.Image(media_type=head[5:-7], data=raw)
+    return chat_pb2.Image(media_type=image.media_type, url=image.ref)
+
+
+def _image_from(image: chat_pb2.Image) -> ImagePart:
+    if image.WhichOneof("source") == "data":
+        encoded = base64.b64encode(image.data).decode()
+        return ImagePart(f"data:{image.media_type};base64,{encoded}", image.media_type)
+    return ImagePart(image.url, image.media_type)
+
+
+def _part_from(part: chat_pb2.Part) -> Part:
+    match part.WhichOneof("part"):
+        case "text":
+            return TextPart(part.text.text)
+        case "reasoning":
+            return ReasoningPart(part.reasoning.text, part.reasoning.signature)
+        case "image":
+            return _image_from(part.image)
+        case "tool_call":
+            return ToolCallPart(part.tool_call.id, part.tool_call.name, part.tool_call.arguments_json)
+        case "tool_result":
+            result = part.tool_result
+            text = "".join(item.text.text for item in result.parts if item.HasField("text"))
+            images = tuple(_image_from(item.image) for item in result.parts if item.HasField("image"))
+            return ToolResultPart(result.tool_call_id, text, result.is_error, None, images)
+    raise invalid("message.parts", "a part is empty")

@@ -1,0 +1,1 @@
+"""Removes containers, images and a runtime's leftovers."""

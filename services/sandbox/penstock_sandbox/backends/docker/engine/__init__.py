@@ -1,0 +1,1 @@
+"""The Docker daemon: requests and streams."""

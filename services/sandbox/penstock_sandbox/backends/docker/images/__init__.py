@@ -1,0 +1,1 @@
+"""Prepares images for sandboxes."""

@@ -1,0 +1,125 @@
+"""Additions to an image for sandboxes: files as tars, their paths, and its user's account.
+
+Invariants: the ordinary user is never root, has an id that nobody else in the image has, and keeps its home if the
+image has that user already. Another user is one of the image's, by name or by id, or an id alone. Callers refuse
+an account that is ``reserved``.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from penstock_sandbox.backends.docker.images.pause_program import USER_ID
+from penstock_sandbox.guest.system import ASIDE
+
+USER = "agent"
+
+WORKDIR: Final = "/workspace"
+"""The working directory for images whose declared one cannot become the sandbox's user's, or that declare none."""
+OURS: Final = "/opt/penstock"
+TOOLBOXES: Final = f"{OURS}/toolboxes"
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+RESERVED: Final = frozenset({USER_ID, ASIDE})
+"""Ids of the processes that hold and serve a sandbox: a workload with such an id could end or become them."""
+
+_FIRST_UID, _LAST_UID = 1000, 60_000
+# Higher ids mean "none" to the kernel.
+_LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The user of a sandbox's processes."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+    shell: str
+
+    @property
+    def reserved(self) -> bool:
+        """Whether it is, or shares a group with, a process that holds or serves a sandbox."""
+        return not RESERVED.isdisjoint((self.uid, self.gid))
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file, or (``content`` None) a directory, at an absolute path; root's unless it has an ``owner``."""
+
+    path: str
+    content: bytes | None
+    mode: int = 0o755
+    owner: Account | None = None
+
+
+def packed(files: Iterable[File]) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for file in files:
+            member = tarfile.TarInfo(file.path)
+            member.mode = file.mode
+            if file.owner is not None:
+                member.uid, member.gid = file.owner.uid, file.owner.gid
+            if file.content is None:
+                member.type = tarfile.DIRTYPE
+                archive.addfile(member)
+            else:
+                member.size = len(file.content)
+                archive.addfile(member, io.BytesIO(file.content))
+    return sink.getvalue()
+
+
+def account_in(passwd: str, group: str, shell: str) -> tuple[Account, str, str]:
+    """Returns the account of the sandbox's user, and both files with it; keeps the image's account of that name."""
+    accounts = _accounts(passwd)
+    for fields in accounts:
+        if fields[0] == USER and _sound(fields) and int(fields[2]) > 0:
+            home = fields[5] if fields[5].startswith("/") else f"/home/{USER}"
+            return Account(USER, int(fields[2]), int(fields[3]), home, shell), passwd, group
+    taken = {fields[2] for fields in accounts} | {fields[3] for fields in accounts}
+    taken |= {line.split(":")[2] for line in group.splitlines() if line.count(":") >= 2}
+    uid = next(number for number in range(_FIRST_UID, _LAST_UID) if str(number) not in taken)
+    account = Account(USER, uid, uid, f"/home/{USER}", shell)
+    root = "" if accounts else "root:x:0:0:root:/root:/sbin/nologin\n"
+    return (
+        account,
+        f"{_ended(passwd)}{root}{USER}:x:{uid}:{uid}:{USER}:{account.home}:{shell}\n",
+        f"{_ended(group)}{USER}:x:{uid}:\n",
+    )
+
+
+def account_named(user: str, passwd: str, shell: str) -> Account | None:
+    """Returns an image's account by name or id; for an id without a user, a nameless account. None: unknown."""
+    by_id = user.isascii() and user.isdigit()
+    if user in ("root", "0"):
+        return Account("root", 0, 0, "/root", shell)
+    for fields in _accounts(passwd):
+        if _sound(fields) and (int(fields[2]) == int(user) if by_id else fields[0] == user):
+            home = fields[5] if fields[5].startswith("/") else "/"
+            return Account(fields[0] or user, int(fields[2]), int(fields[3]), home, shell)
+    if by_id and int(user) <= _LARGEST_ID:
+        return Account(str(int(user)), int(user), int(user), "/tmp", shell)  # noqa: S108 - a path in the sandbox
+    return None
+
+
+def _accounts(passwd: str) -> list[list[str]]:
+    return [line.split(":") for line in passwd.splitlines() if line.count(":") >= 6]
+
+
+def _sound(fields: list[str]) -> bool:
+    """Whether an account is usable: its ids are numbers, and its name and home are text."""
+    try:
+        f"{fields[0]}{fields[5]}".encode()
+    except UnicodeEncodeError:
+        return False
+    return all(field.isascii() and field.isdigit() and int(field) <= _LARGEST_ID for field in fields[2:4])
+
+
+def _ended(text: str) -> str:
+    return text if not text or text.endswith("\n") else text + "\n"

@@ -1,0 +1,220 @@
+"""The difference of a container's files from its image, in the form of every backend's diff.
+
+Purpose: the daemon lists changed paths and returns tars of paths; this makes one tar of what was added or changed, and
+the list of deletions.
+
+Invariants: a directory that only holds changes is not a change itself; a directory that was removed and made again is
+listed as deleted and comes with its current content; devices, sockets and pipes are left out; a link is included
+unchanged, also if the daemon, which follows requested paths, fails at it. All of this runs in threads of the daemon's
+pool, a piece at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import stat
+import tarfile
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from penstock_sandbox.backends.docker.engine.daemon import GO_DIRECTORY, Daemon
+from penstock_sandbox.backends.docker.engine.errors import Refused
+from penstock_sandbox.backends.docker.images.additions import OURS
+from penstock_sandbox.backends.local.layers import is_below
+from penstock_sandbox.domain.diffs import CHUNK, DEFAULT_BYTES, MAX_KEPT, DiffWriter, stepwise, too_large
+
+# Memory of a changed path beside its characters, with all that is derived from it.
+_CHANGE_COST = 256
+_CHANGES_A_STEP = 1_000
+_CHANGED, _ADDED, _DELETED = 0, 1, 2
+
+
+async def diff(
+    daemon: Daemon, container: str, below: Sequence[str] = (), max_bytes: int = DEFAULT_BYTES
+) -> AsyncGenerator[bytes | list[str], None]:
+    """Yields tar chunks (names relative to the root), then the deleted absolute paths; see ``SandboxHandle.diff``."""
+    async with aclosing(stepwise(_pieces(daemon, container, below, max_bytes), daemon.in_thread)) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+class Listed:
+    """The daemon's changes at or below some paths (all, if there are none), by path, without the content of added
+    directories, which come whole. Raises ResourceExhausted (TREE_TOO_LARGE) over the limit of what is kept."""
+
+    def __init__(self, below: Sequence[str]) -> None:
+        self.kinds: dict[str, int] = {}
+        self._roots = {posixpath.normpath(path) for path in below}
+        self._added = ""
+        self._kept = 0
+
+    def take(self, path: str, kind: int) -> None:
+        """Adds a change."""
+        if _ours(path):
+            return
+        # The content of an added directory follows it, and may be a million entries.
+        if self._added and path.startswith(self._added):
+            return
+        if self._roots and not any(is_below(path, root) for root in self._roots):
+            if kind == _DELETED:
+                # Deleting a directory above a requested path deletes that path.
+                for root in self._roots:
+                    if is_below(root, path) and root not in self.kinds:
+                        self._keep(root, _DELETED)
+            return
+        if kind == _ADDED:
+            self._added = f"{path}/"
+        self._keep(path, kind)
+
+    def _keep(self, path: str, kind: int) -> None:
+        self._kept += _CHANGE_COST + len(path)
+        if self._kept > MAX_KEPT:
+            raise too_large("too many paths changed")
+        self.kinds[path] = kind
+
+
+def plan(kinds: Mapping[str, int]) -> tuple[list[str], list[str], list[str]]:
+    """Sorts the daemon's changes: paths to take whole, paths to take unless they are directories, and deleted paths."""
+    parents = {path.rpartition("/")[0] for path in kinds}
+    whole = [path for path, kind in kinds.items() if kind == _ADDED and kinds.get(_parent(path)) != _ADDED]
+    maybe = [path for path, kind in kinds.items() if kind == _CHANGED and path not in parents]
+    deleted = [path for path, kind in kinds.items() if kind == _DELETED]
+    return sorted(whole), sorted(maybe), sorted(deleted)
+
+
+def _ours(path: str) -> bool:
+    """Whether a path is one of our mount points, or the root, whose mode is ours."""
+    return path in ("/", OURS) or path.startswith(f"{OURS}/")
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _pieces(
+    daemon: Daemon, container: str, below: Sequence[str], max_bytes: int
+) -> Generator[bytes | list[str], None, None]:
+    listed = Listed(below)
+    changes = daemon.changes(container)
+    try:
+        for number, (path, kind) in enumerate(changes):
+            if number % _CHANGES_A_STEP == 0:
+                yield b""
+            listed.take(path, kind)
+    finally:
+        changes.close()
+    whole, maybe, deleted = plan(listed.kinds)
+    writer = DiffWriter(max_bytes)
+    refused: dict[str, Refused] = {}
+    for path in whole:
+        yield from _copy(daemon, container, path, writer, refused, only=None)
+    for path in maybe:
+        yield from _copy(daemon, container, path, writer, refused, only="no directory")
+    for path in deleted:
+        writer.delete(path)
+        # A directory may exist again: it is empty, in the place of the removed one.
+        yield from _copy(daemon, container, path, writer, refused, only="directory")
+    # Last, so that oversized content is refused before whole directories are read for one link.
+    for folder in sorted({_parent(path) for path in refused}):
+        yield from _links(daemon, container, folder, writer, refused)
+    for failed in refused.values():
+        raise failed
+    yield from writer.end()
+
+
+def _links(
+    daemon: Daemon, container: str, folder: str, writer: DiffWriter, refused: dict[str, Refused]
+) -> Iterator[bytes]:
+    """Yields the links of a directory that could not be fetched by path, because they lead in circles, through files or
+    to names that are too long: taken from the directory's tar, and out of `refused`."""
+    yield b""
+    found = daemon.fetch_stream(container, folder or "/")
+    if found is None:
+        return
+    _, chunks = found
+    prefix = _parent(folder).lstrip("/")
+    try:
+        with tarfile.open(fileobj=Source(chunks), mode="r|", bufsize=CHUNK) as source:
+            for member in source:
+                yield b""
+                source.members.clear()  # type: ignore[attr-defined] # as below
+                known = _known(member, prefix) if member.issym() else None
+                if known is not None and refused.pop(posixpath.normpath(f"/{known.name}"), None) is not None:
+                    yield from writer.add(known)
+    finally:
+        chunks.close()
+
+
+def _copy(
+    daemon: Daemon, container: str, path: str, writer: DiffWriter, refused: dict[str, Refused], *, only: str | None
+) -> Iterator[bytes]:
+    yield b""
+    try:
+        found = daemon.fetch_stream(container, path)
+    except Refused as error:
+        refused[path] = error
+        return
+    if found is None:
+        return
+    described, chunks = found
+    try:
+        directory = bool(int(described["mode"]) & GO_DIRECTORY)
+        if only == "no directory" and directory:
+            return
+        prefix = _parent(path).lstrip("/")
+        with tarfile.open(fileobj=Source(chunks), mode="r|", bufsize=CHUNK) as source:
+            for member in source:
+                yield b""
+                source.members.clear()  # type: ignore[attr-defined] # otherwise every entry is kept until the end
+                known = _known(member, prefix)
+                if known is not None:
+                    content = source.extractfile(member) if member.isreg() else None
+                    yield from writer.add(known, content.read if content is not None else None)
+                if only == "directory":
+                    return
+    finally:
+        chunks.close()
+
+
+def _known(member: tarfile.TarInfo, prefix: str) -> tarfile.TarInfo | None:
+    """Returns the entry as it goes into the diff, or None for what does not belong there."""
+    if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+        return None
+    made = tarfile.TarInfo(f"{prefix}/{member.name}".strip("/"))
+    made.type = member.type
+    made.mode = stat.S_IMODE(member.mode)
+    made.mtime = int(member.mtime)
+    made.size = member.size if member.isreg() else 0
+    made.linkname = f"{prefix}/{member.linkname}".strip("/") if member.islnk() else member.linkname
+    return made
+
+
+class Source(io.RawIOBase):
+    """A read-only file over chunks."""
+
+    def __init__(self, chunks: Any) -> None:
+        super().__init__()
+        self._chunks = iter(chunks)
+        self._left = b""
+
+    def readable(self) -> bool:
+        """Always true."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Returns at most ``size`` bytes; fewer only at the end."""
+        parts = [self._left]
+        have = len(self._left)
+        while size < 0 or have < size:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            parts.append(chunk)
+            have += len(chunk)
+        data = b"".join(parts)
+        if size < 0:
+            size = len(data)
+        self._left = data[size:]
+        return data[:size]

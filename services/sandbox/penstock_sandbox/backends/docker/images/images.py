@@ -1,0 +1,114 @@
+"""Images: pulled once with a timeout of their own, and prepared (``prepared``) to be sandboxes.
+
+Invariants: one pull and one preparation of an image at a time, shared by all callers; a cancelled caller stops neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+
+import structlog
+
+from penstock_chassis.aio.single_flight import SingleFlight
+from penstock_chassis.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
+from penstock_sandbox.backends.docker.engine.daemon import Daemon
+from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
+from penstock_sandbox.backends.docker.images.prepared_images import Prepared, ReadyImage
+
+_log = structlog.get_logger(__name__)
+
+
+class Images:
+    def __init__(self, daemon: Daemon, prepared: Prepared, pull_timeout_s: float) -> None:
+        self._daemon = daemon
+        self._prepared = prepared
+        self._timeout_s = pull_timeout_s
+        # By the image as the caller names it, or by its id.
+        self._pulls: SingleFlight[str, None] = SingleFlight(keep=0, finish=True)
+        self._preparations: SingleFlight[tuple[str, str], ReadyImage] = SingleFlight(keep=0, finish=True)
+        self._additions: SingleFlight[str, str] = SingleFlight(keep=0, finish=True)
+
+    async def aclose(self) -> None:
+        """Stops pulls and preparations."""
+        await asyncio.gather(self._pulls.aclose(), self._preparations.aclose(), self._additions.aclose())
+
+    async def there(self, image: str) -> bool:
+        """Whether the daemon has an image, without pulling it."""
+        try:
+            await self._daemon.image(image)
+        except Missing:
+            return False
+        return True
+
+    async def ready(self, image: str, user: str = "") -> ReadyImage:
+        """Returns the prepared image, pulled and made if necessary. ``user``: as in ``Prepared``.
+
+        Raises NotFound (IMAGE_UNKNOWN), Unavailable (IMAGE_PULL_FAILED), DeadlineExceeded (IMAGE_PULL_TIMEOUT),
+        FailedPrecondition (IMAGE_UNUSABLE) and InvalidArgument (USER_UNKNOWN).
+        """
+        found = await self._pulled(image)
+        return await self._preparations.get((found["Id"], user), lambda: self._prepared.of(image, found, user))
+
+    async def equipped(self, image: str, files: Callable[[str], Mapping[str, bytes]]) -> str:
+        """As ``Prepared.equipped``, for an image's name; raises as ``ready`` does."""
+        found = await self._pulled(image)
+        return await self._additions.get(image, lambda: self._prepared.equipped(image, found, files))
+
+    async def known(self, image: str) -> tuple[str, str]:
+        """Returns an image's id and architecture, pulled if necessary; raises as ``ready`` does."""
+        found = await self._pulled(image)
+        return str(found["Id"]), str(found["Architecture"])
+
+    # Pulling -----------------------------------------------------------------------------------------------------
+
+    async def _pulled(self, image: str) -> Json:
+        try:
+            return await self._daemon.image(image)
+        except Missing:
+            pass
+        except Refused as error:
+            raise _unknown(image, error.what) from error
+        await self._pulls.get(image, lambda: self._pull(image))
+        try:
+            return await self._daemon.image(image)
+        except Missing as error:
+            raise _unknown(image, error.what) from error
+
+    async def _pull(self, image: str) -> None:
+        name, digest = image.partition("@")[::2]
+        if not digest:
+            last = name.rpartition("/")[2]
+            name, digest = (name, "latest") if ":" not in last else name.rsplit(":", 1)
+        _log.info("pulling an image", image=image)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async with aclosing(self._daemon.pull(image, name, digest)) as progress:
+                    async for event in progress:
+                        if "error" in event:
+                            raise _pull_failed(image, str(event["error"]))
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the image {image!r} was not pulled within {self._timeout_s:g} s: pull it beforehand, or raise "
+                "image_pull_timeout_s",
+                reason="IMAGE_PULL_TIMEOUT",
+                metadata={"image": image},
+            ) from error
+        except Refused as error:
+            raise _pull_failed(image, error.what, unknown=error.status in (400, 404)) from error
+
+
+def _unknown(image: str, what: str) -> NotFound:
+    return NotFound(f"there is no image {image!r}: {what}", reason="IMAGE_UNKNOWN", metadata={"image": image})
+
+
+def _pull_failed(image: str, what: str, *, unknown: bool = False) -> PenstockError:
+    if unknown or "not found" in what or "manifest unknown" in what or "does not exist" in what:
+        return _unknown(image, what)
+    return Unavailable(
+        f"the image {image!r} could not be pulled: {what}",
+        reason="IMAGE_PULL_FAILED",
+        metadata={"image": image},
+        retry_after_s=5.0,
+    )

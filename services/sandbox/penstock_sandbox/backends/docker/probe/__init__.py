@@ -1,0 +1,1 @@
+"""Finds out with a trial sandbox what a daemon can do."""

@@ -1,0 +1,1 @@
+"""Limits on disk: quotas if the kernel has them, else measurement."""

@@ -1,0 +1,1 @@
+"""The data types of sandboxes, and the backend interface."""

@@ -1,0 +1,1 @@
+"""File operations shared by guest agents and the local backend. Standard library only."""

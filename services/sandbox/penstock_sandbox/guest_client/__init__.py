@@ -1,0 +1,1 @@
+"""Shared by all backends whose sandboxes have a guest agent (``penstock_sandbox.guest``)."""

@@ -1,0 +1,1 @@
+"""Access to this machine that several backends share."""

@@ -1,0 +1,1 @@
+"""Processes in sandboxes, and their output."""

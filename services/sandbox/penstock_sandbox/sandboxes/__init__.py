@@ -1,0 +1,1 @@
+"""Live sandboxes: admission, leases, limits and teardown."""

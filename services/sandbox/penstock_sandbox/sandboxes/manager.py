@@ -1,0 +1,361 @@
+"""Sandbox lifecycle for callers: create, find, pause, narrow and delete, the same on every backend.
+
+Purpose: combines idempotency, admission (limits), the table (records and states), leases and teardown, each in a
+module of its own.
+
+Invariants
+- A spec that the backend or the operator does not allow is refused before anything starts (R54).
+- A journal row is on disk before its sandbox is begun, so that no crash leaves an unknown sandbox (R50).
+- A failed or cancelled create leaves nothing behind; an error of the clean-up is logged and does not hide the cause
+  (R49).
+- Identifiers are random and collision-free (128 bits, R25).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from penstock_chassis.aio.idempotency import IdempotencyTable, cancel_once
+from penstock_chassis.aio.retry import Pause
+from penstock_chassis.errors import (
+    Aborted,
+    FailedPrecondition,
+    InvalidArgument,
+    PenstockError,
+    Unavailable,
+    Violation,
+)
+from penstock_chassis.journal import Journal
+from penstock_chassis.times import even_time
+from penstock_sandbox import metrics
+from penstock_sandbox.domain.backend import Backend, MountedToolbox, SealedLayer
+from penstock_sandbox.domain.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
+from penstock_sandbox.domain.records import Record, Records
+from penstock_sandbox.processes.manager import Processes
+from penstock_sandbox.sandboxes.admission import Admission, Owner, Watermark
+from penstock_sandbox.sandboxes.layer_refs import LayerRefs, unknown
+from penstock_sandbox.sandboxes.leases import Leases
+from penstock_sandbox.sandboxes.policy import Limits, Policy
+from penstock_sandbox.sandboxes.removal import Teardowns
+from penstock_sandbox.sandboxes.table import SandboxEntry, Table
+
+_log = structlog.get_logger(__name__)
+
+
+class Toolboxes(Protocol):
+    """Access to installed toolboxes."""
+
+    def mounted(self, toolbox_id: str, *, host_programs: bool) -> MountedToolbox:
+        """Returns a toolbox; `host_programs`: sandboxes see this host's and need fewer runtimes. Raises NotFound."""
+
+    def hold(self, toolbox_ids: Sequence[str]) -> None:
+        """Marks toolboxes as used by a sandbox."""
+
+    def release(self, toolbox_ids: Sequence[str]) -> None:
+        """Ends one such use."""
+
+
+class Sandboxes:
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        default_backend: str,
+        toolboxes: Toolboxes,
+        journal: Journal,
+        spool: Path,
+        limits: Limits,
+        clock: Callable[[], float] = even_time,
+        pause: Pause = asyncio.sleep,
+    ) -> None:
+        self._backends = backends
+        self._default = default_backend
+        self._toolboxes = toolboxes
+        self._spool = spool
+        self._limits = limits
+        self._policy = Policy(limits)
+        self._clock = clock
+        self._records = Records(journal)
+        self._requests: IdempotencyTable[SandboxEntry] = IdempotencyTable(clock, cancelled=_deleted_meanwhile)
+        self._admission = Admission(
+            limits.max_sandboxes, limits.max_sandboxes_per_owner, limits.max_queued, limits.queue_timeout_s
+        )
+        self._watermark = Watermark(spool, limits.min_free_bytes, limits.min_free_inodes)
+        self.layer_refs = LayerRefs(pause)
+        self.table = Table()
+        self._teardowns = Teardowns(self.table, self._records, pause)
+        self.leases = Leases(self.table, self._teardowns, limits.max_lease_s, limits.max_lifetime_s, clock)
+
+    async def open(self) -> None:
+        """Makes the backends remove an earlier instance's sandboxes, which are LOST, and starts the reaper."""
+        await self._teardowns.open(self._backends, self._clock() + self._limits.default_lease_s)
+        self.leases.open()
+        default = self._backends[self._default]
+        if default.available and (missing := self._policy.not_held(default)):
+            _log.warning("sandboxes have no default limits", backend=default.name, resources=missing)
+
+    async def drain(self) -> None:
+        """Stops creation and deletes all sandboxes, so that watchers see the end before the server stops."""
+        await self._requests.drain()
+        await asyncio.gather(*(self._teardowns.remove(live) for live in self.table), return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Deletes every sandbox and stops the reaper."""
+        await self.leases.aclose()
+        await self.drain()
+        await self._teardowns.aclose()
+        await self.layer_refs.aclose()
+
+    # Creating ----------------------------------------------------------------------------------------------------
+
+    async def create(
+        self, request_id: str, spec: SandboxSpec, *, wait_s: float | None = None, shared: bool = False
+    ) -> Sandbox:
+        """Creates a sandbox, or returns the one that the same request created before.
+
+        ``wait_s`` limits the wait for a slot, in addition to the operator's limit. A ``shared`` sandbox belongs to the
+        service and counts towards no owner.
+
+        Raises InvalidArgument (INVALID_SPEC), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
+        (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN),
+        ResourceExhausted (SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE), Unavailable (DRAINING,
+        CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
+        """
+        owner = None if shared else spec.labels.get(self._limits.owner_label, "")
+
+        async def create() -> SandboxEntry:
+            # Only for the first request: a repeated one gets its sandbox, whatever is refused by now.
+            backend, complete = self._applied(spec)
+            return await self._create(backend, complete, owner, wait_s)
+
+        live = await self._requests.join(request_id, spec, create)
+        return live.view
+
+    def check(self, spec: SandboxSpec) -> Backend:
+        """Raises what every ``create`` with this spec would, and returns its backend. Starts nothing."""
+        self._requests.check_open()
+        backend, _ = self._applied(spec)
+        return backend
+
+    def _applied(self, spec: SandboxSpec) -> tuple[Backend, SandboxSpec]:
+        """Returns the backend and the spec with defaults; raises for what is not allowed."""
+        name = spec.backend or self._default
+        backend = self._backends.get(name)
+        if backend is None:
+            raise FailedPrecondition(
+                f"there is no such backend; known backends: {', '.join(sorted(self._backends))}",
+                reason="BACKEND_UNAVAILABLE",
+                metadata={"backend": name},
+            )
+        lease = spec.lease_s if spec.lease_s is not None else self._limits.default_lease_s
+        self._policy.check_values(spec, lease)
+        backend.refuse_unsupported(spec)
+        self._policy.check_network(spec.network)
+        return backend, dataclasses.replace(
+            spec,
+            backend=name,
+            lease_s=lease,
+            resources=self._policy.with_defaults(backend, spec.resources),
+            network=self._policy.with_trust(spec.network),
+        )
+
+    def refuse_unforkable(self, spec: SandboxSpec) -> None:
+        """Raises for a spec that cannot become a snapshot: as ``check`` does, and CAPABILITY_MISSING (fork)."""
+        backend = self.check(spec)
+        if backend.capabilities.fork is ForkKind.NONE:
+            raise FailedPrecondition(
+                f"the {backend.name} backend does not support: fork",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": backend.name, "capabilities": "fork"},
+            )
+
+    async def _create(self, backend: Backend, spec: SandboxSpec, owner: Owner, wait_s: float | None) -> SandboxEntry:
+        assert spec.lease_s is not None
+        # Released here if no sandbox results, otherwise with the sandbox.
+        with ExitStack() as holds:
+            mounted = [
+                self._toolboxes.mounted(toolbox, host_programs=backend.host_programs) for toolbox in spec.toolbox_ids
+            ]
+            self._toolboxes.hold(spec.toolbox_ids)
+            holds.callback(self._toolboxes.release, spec.toolbox_ids)
+            if spec.snapshot_id:
+                self.layer_refs.hold(spec.snapshot_id)
+                holds.callback(self.layer_refs.release, spec.snapshot_id)
+                if not await backend.has_layer(spec.snapshot_id):
+                    raise unknown(spec.snapshot_id)
+            holds.callback(await self._admission.slot(owner, wait_s))
+            async with self._admission.turn(backend.name, backend.creates_at_once, owner):
+                self._watermark.check()
+                with _counted(backend.name, fork=bool(spec.snapshot_id)):
+                    return await self._create_in_slot(backend, spec, mounted, holds)
+
+    async def _create_in_slot(
+        self, backend: Backend, spec: SandboxSpec, mounted: Sequence[MountedToolbox], holds: ExitStack
+    ) -> SandboxEntry:
+        assert spec.lease_s is not None
+        now = self._clock()
+        view = Sandbox(f"sb-{secrets.token_hex(16)}", State.CREATING, spec, now, now + spec.lease_s)
+        live = SandboxEntry(view, backend, holds.pop_all())
+        live.creation = asyncio.current_task()
+        self.table.add(live)
+        try:
+            # Awaited first: a crash in parallel could leave a sandbox without a row.
+            await self._records.write(Record(view.id, backend.name, spec.labels, now))
+            live.handle = await backend.create(
+                view.id, spec, mounted, lambda reason: self._teardowns.lost(live, reason)
+            )
+            if live.view.state is State.LOST:
+                raise Unavailable("the sandbox was lost during its creation", reason="CREATE_FAILED", retry_after_s=0.1)
+            live.processes = Processes(live.handle, spec.env, self._spool)
+            live.become(
+                state=State.READY,
+                expires_at=self.leases.begin(live, spec.lease_s),
+                home=live.handle.home,
+                workdir=live.handle.workdir,
+            )
+        except BaseException:
+            try:
+                await self._teardowns.remove(live)
+            except PenstockError as pending:
+                _log.warning("a half-made sandbox is not removed yet", sandbox_id=view.id, reason=pending.reason)
+            raise
+        _log.info("sandbox ready", sandbox_id=view.id, backend=backend.name)
+        return live
+
+    # Backends ----------------------------------------------------------------------------------------------------
+
+    def backend(self, name: str) -> Backend:
+        return self._backends[name]
+
+    def backends(self) -> list[BackendInfo]:
+        return [
+            BackendInfo(
+                name=name,
+                available=backend.available,
+                unavailable_reason=backend.unavailable_reason,
+                capabilities=backend.capabilities,
+                is_default=name == self._default,
+                max_sandboxes=self._limits.max_sandboxes,
+                default_lease_s=self._limits.default_lease_s,
+                max_lease_s=self._limits.max_lease_s,
+                default_resources=self._policy.with_defaults(backend, Resources()),
+                max_lifetime_s=self._limits.max_lifetime_s,
+                max_sandboxes_per_owner=self._limits.max_sandboxes_per_owner,
+                max_resources=self._limits.max_resources,
+            )
+            for name, backend in sorted(self._backends.items())
+        ]
+
+    # Changing ----------------------------------------------------------------------------------------------------
+
+    async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
+        """Narrows a sandbox's network access. Raises FailedPrecondition (POLICY_WIDER, CAPABILITY_MISSING)."""
+        live, handle, _ = self.table.usable(sandbox_id)
+        present = live.view.spec.network
+        if policy == present:
+            return
+        if policy.kind.value >= present.kind.value:
+            raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
+        if not live.backend.allows(policy.kind):
+            raise FailedPrecondition(
+                f"the {live.backend.name} backend does not support: network {policy.kind.name}",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
+            )
+        await handle.set_network(policy)
+        live.become(spec=dataclasses.replace(live.view.spec, network=policy))
+
+    async def pause(self, sandbox_id: str) -> None:
+        """Freezes every process of a sandbox; succeeds if it is already paused.
+
+        Raises NotFound, FailedPrecondition (CAPABILITY_MISSING, SANDBOX_LOST), Unavailable (PAUSE_FAILED).
+        """
+        live, handle, _ = self.table.there(sandbox_id)
+        if not live.backend.capabilities.pause:
+            raise FailedPrecondition(
+                f"the {live.backend.name} backend does not support pausing",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": live.backend.name, "capabilities": "pause"},
+            )
+        await self._switch(live, handle.pause, State.PAUSED)
+
+    async def resume(self, sandbox_id: str) -> None:
+        """Thaws a paused sandbox; succeeds if it is not paused. Raises as ``pause`` does."""
+        live, handle, _ = self.table.there(sandbox_id)
+        await self._switch(live, handle.resume, State.READY)
+
+    async def _switch(self, live: SandboxEntry, change: Callable[[], Awaitable[None]], to: State) -> None:
+        async with live.changing:
+            live.check_lives()
+            if live.view.state is to:
+                return
+            await change()
+            live.check_lives()
+            live.become(state=to)
+
+    async def seal(self, sandbox_id: str, layer_id: str) -> tuple[SandboxSpec, SealedLayer]:
+        """Ends a sandbox and keeps its files as a layer; also returns its spec."""
+        live, handle, processes = self.table.usable(sandbox_id)
+        processes.condemn()
+        async with live.changing:
+            layer = await live.backend.seal(handle, layer_id)
+        try:
+            await self._teardowns.remove(live)
+        except BaseException:
+            self.layer_refs.leave(layer_id, live.backend, lambda: None, closed=True)  # the caller never gets it
+            raise
+        return live.view.spec, layer
+
+    # Ending ------------------------------------------------------------------------------------------------------
+
+    async def delete(self, sandbox_id: str) -> None:
+        """Deletes a sandbox and everything in it; returns when it is gone. Succeeds for unknown ids.
+
+        Raises Unavailable (DELETE_PENDING) if its backend could not delete it yet.
+        """
+        self._requests.forget(lambda made: made.view.id == sandbox_id)
+        live = self.table.find(sandbox_id)
+        if live is None:
+            return
+        if live.creation is not None and not live.creation.done() and live.view.state is State.CREATING:
+            cancel_once(live.creation)
+            await asyncio.wait([live.creation])
+        await self._teardowns.remove(live)
+
+    async def delete_labelled(self, labels: Mapping[str, str]) -> list[str]:
+        """Deletes every sandbox with all of ``labels`` (at least one); returns their ids. Raises as ``delete`` does."""
+        if not labels:
+            raise InvalidArgument(
+                "at least one label is required", reason="INVALID_LABELS", violations=[Violation("labels", "is empty")]
+            )
+        found = [view.id for view in self.table.matching(labels)]
+        outcomes = await asyncio.gather(*(self.delete(sandbox_id) for sandbox_id in found), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return found
+
+
+def _deleted_meanwhile() -> PenstockError:
+    return Aborted("the sandbox was deleted during its creation", reason="DELETED_MEANWHILE")
+
+
+@contextmanager
+def _counted(backend: str, *, fork: bool) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    except PenstockError as error:
+        metrics.CREATION_FAILURES.labels(backend, error.reason).inc()
+        raise
+    metrics.CREATION_SECONDS.labels(backend).observe(time.monotonic() - began)
+    if fork:
+        metrics.FORKS.labels(backend).inc()

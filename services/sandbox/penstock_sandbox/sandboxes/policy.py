@@ -1,0 +1,148 @@
+"""The operator's limits of a sandbox, and the validation of specs (R54, R64).
+
+Invariant: each decision uses the spec and the settings alone, before anything is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from dataclasses import dataclass, replace
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_sandbox.domain.backend import Backend
+from penstock_sandbox.domain.model import (
+    LEAST_DISK_BYTES,
+    LEAST_INODES,
+    LEAST_MEMORY_BYTES,
+    LEAST_PIDS,
+    NetworkKind,
+    NetworkPolicy,
+    Resources,
+    SandboxSpec,
+)
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
+
+_NONE = Resources()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_sandboxes: int
+    default_lease_s: float
+    max_lease_s: float
+    default_resources: Resources
+    allowed_upstreams: tuple[str, ...]
+    max_lifetime_s: float | None = None
+    owner_label: str = "owner"
+    max_sandboxes_per_owner: int | None = None
+    max_queued: int = 1024
+    queue_timeout_s: float = 30.0
+    upstream_ca: str = ""
+    min_free_bytes: int = 0
+    min_free_inodes: int = 0
+    max_resources: Resources = _NONE
+
+
+class Policy:
+    """Checks specs against the operator's limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def with_defaults(self, backend: Backend, asked: Resources) -> Resources:
+        """Returns the requested limits, completed with the operator's defaults that the backend can enforce."""
+        can, default = backend.capabilities, self.limits.default_resources
+        return Resources(
+            cpu=asked.cpu if asked.cpu is not None else default.cpu if can.limit_cpu else None,
+            memory_bytes=asked.memory_bytes
+            if asked.memory_bytes is not None
+            else default.memory_bytes
+            if can.limit_memory
+            else None,
+            pids=asked.pids if asked.pids is not None else default.pids if can.limit_pids else None,
+            disk_bytes=asked.disk_bytes
+            if asked.disk_bytes is not None
+            else default.disk_bytes
+            if can.limit_disk
+            else None,
+            inodes=asked.inodes if asked.inodes is not None else default.inodes if can.limit_inodes else None,
+        )
+
+    def not_held(self, backend: Backend) -> list[str]:
+        """Returns the fields of the operator's default limits that this backend cannot enforce."""
+        default, held = self.limits.default_resources, self.with_defaults(backend, Resources())
+        return [
+            field.name
+            for field in dataclasses.fields(Resources)
+            if getattr(default, field.name) is not None and getattr(held, field.name) is None
+        ]
+
+    def check_values(self, spec: SandboxSpec, lease_s: float) -> None:
+        """Raises InvalidArgument (INVALID_SPEC), with a violation for each invalid field."""
+        problems = []
+        if not 0 < lease_s <= self.limits.max_lease_s:
+            problems.append(Violation("spec.lease", f"must be positive and at most {self.limits.max_lease_s:g} s"))
+        for key, value in spec.labels.items():
+            if not _LABEL.fullmatch(key) or not _LABEL.fullmatch(value):
+                problems.append(Violation("spec.labels", f"{key!r}: keys and values must match {_LABEL.pattern}"))
+        for name, value in spec.env.items():
+            if not name or "=" in name or "\0" in name or "\0" in value:
+                problems.append(Violation("spec.env", "a name is empty or has '=', or a name or value has a NUL byte"))
+        limits = spec.resources
+        for field, amount, least in (
+            ("cpu", limits.cpu, 0.01),
+            ("memory_bytes", limits.memory_bytes, LEAST_MEMORY_BYTES),
+            ("pids", limits.pids, LEAST_PIDS),
+            ("disk_bytes", limits.disk_bytes, LEAST_DISK_BYTES),
+            ("inodes", limits.inodes, LEAST_INODES),
+        ):
+            most: float | None = getattr(self.limits.max_resources, field)
+            if amount is not None and not amount >= least:
+                problems.append(Violation(f"spec.resources.{field}", f"must be at least {least}"))
+            elif amount is not None and most is not None and amount > most:
+                problems.append(
+                    Violation(f"spec.resources.{field}", f"must be at most {most}, the operator's max_{field}")
+                )
+        if spec.image and spec.snapshot_id:
+            problems.append(Violation("spec.base", "set an image or a snapshot, not both"))
+        problems += network_problems(spec.network)
+        if problems:
+            raise InvalidArgument(
+                "; ".join(f"{problem.field}: {problem.description}" for problem in problems),
+                reason="INVALID_SPEC",
+                violations=problems,
+            )
+
+    def check_network(self, policy: NetworkPolicy) -> None:
+        """Raises FailedPrecondition (UPSTREAM_NOT_ALLOWED) for an upstream that the operator has not listed."""
+        if policy.kind is NetworkKind.ONE_ENDPOINT and not any(
+            fnmatch.fnmatchcase(policy.upstream, pattern) for pattern in self.limits.allowed_upstreams
+        ):
+            raise FailedPrecondition(
+                f"sandboxes may not be connected to {policy.upstream}; the operator's allowed_upstreams must name it",
+                reason="UPSTREAM_NOT_ALLOWED",
+                metadata={"upstream": policy.upstream},
+            )
+
+    def with_trust(self, policy: NetworkPolicy) -> NetworkPolicy:
+        """Returns the policy with the operator's CA file for upstreams."""
+        return replace(policy, upstream_ca=self.limits.upstream_ca)
+
+
+def network_problems(policy: NetworkPolicy) -> list[Violation]:
+    """Returns what is malformed in a policy, independent of the operator's limits."""
+    if policy.kind is not NetworkKind.ONE_ENDPOINT:
+        return []
+    problems = []
+    if not 1024 <= policy.local_port <= 65535:
+        problems.append(Violation("spec.network.one_endpoint.local_port", "must be 1024 to 65535"))
+    host, _, port = policy.upstream.removeprefix("tls:").rpartition(":")
+    unix = policy.upstream.startswith("unix:/")
+    if not unix and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        problems.append(
+            Violation("spec.network.one_endpoint.upstream", 'must be "host:port", "tls:host:port" or "unix:/path"')
+        )
+    return problems

@@ -1,0 +1,131 @@
+"""The sandbox registry: each sandbox's record, lookups, and checks that it can be used.
+
+Invariants
+- States only move forward: CREATING -> READY <-> PAUSED -> LOST or DELETED. Terminal states are announced once.
+- A sandbox is in the table until all of it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack
+
+from penstock_chassis.aio.broadcast import Signal
+from penstock_chassis.aio.deletion import Deletion
+from penstock_chassis.errors import FailedPrecondition, NotFound
+from penstock_sandbox.domain.backend import Backend, SandboxHandle
+from penstock_sandbox.domain.model import Sandbox, State
+from penstock_sandbox.host.errors import sandbox_lost
+from penstock_sandbox.processes.manager import Processes
+
+
+class SandboxEntry:
+    """A sandbox's record: its view, its handle and processes once it is made (kept to the end), and its holds."""
+
+    def __init__(self, view: Sandbox, backend: Backend, holds: ExitStack | None = None) -> None:
+        self.view = view
+        self.backend = backend
+        self.handle: SandboxHandle | None = None
+        self.processes: Processes | None = None
+        self.ready_at: float | None = None
+        self.holds = holds or ExitStack()
+        """Released when nothing of the sandbox is left: its slot, its toolboxes, the layer below it."""
+        self.creation: asyncio.Task[SandboxEntry] | None = None
+        self.changing = asyncio.Lock()
+        """Serializes the backend's pause, resume, copy, seal and destroy of this sandbox."""
+        self.renewing = asyncio.Lock()
+        self.destruction: Deletion | None = None
+        """Destroys it and releases its holds; begun when it is lost or to be removed."""
+        self.removal: asyncio.Task[None] | None = None
+        """Takes it out of the table after its destruction; begun when it is to be removed."""
+        self.changed = Signal()
+
+    def become(self, **changes: object) -> None:
+        """Changes the view and notifies the watchers."""
+        self.view = dataclasses.replace(self.view, **changes)  # type: ignore[arg-type]
+        self.changed.notify()
+
+    def check_lives(self) -> None:
+        """Raises FailedPrecondition (SANDBOX_LOST) if it is lost, NotFound if it was deleted meanwhile."""
+        if self.view.state is State.LOST:
+            raise sandbox_lost(self.view.lost_reason, self.view.id)
+        if self.view.state is State.DELETED:
+            raise _unknown(self.view.id)
+
+
+class Table:
+    """All sandboxes by id."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, SandboxEntry] = {}
+
+    def __iter__(self) -> Iterator[SandboxEntry]:
+        return iter(list(self._live.values()))
+
+    def add(self, live: SandboxEntry) -> None:
+        self._live[live.view.id] = live
+
+    def drop(self, live: SandboxEntry) -> None:
+        """Removes a sandbox; an absent one is ignored."""
+        self._live.pop(live.view.id, None)
+
+    def find(self, sandbox_id: str) -> SandboxEntry | None:
+        """Returns a sandbox's record, or None."""
+        return self._live.get(sandbox_id)
+
+    def get(self, sandbox_id: str) -> SandboxEntry:
+        """Returns a sandbox's record. Raises NotFound (SANDBOX_UNKNOWN)."""
+        live = self._live.get(sandbox_id)
+        if live is None:
+            raise _unknown(sandbox_id)
+        return live
+
+    def there(self, sandbox_id: str) -> tuple[SandboxEntry, SandboxHandle, Processes]:
+        """Returns a sandbox that is READY or PAUSED.
+
+        Raises NotFound (SANDBOX_UNKNOWN), FailedPrecondition (SANDBOX_LOST, SANDBOX_NOT_READY).
+        """
+        live = self.get(sandbox_id)
+        live.check_lives()
+        if live.handle is None or live.processes is None:
+            raise FailedPrecondition("the sandbox is still being created", reason="SANDBOX_NOT_READY")
+        return live, live.handle, live.processes
+
+    def usable(self, sandbox_id: str) -> tuple[SandboxEntry, SandboxHandle, Processes]:
+        """Returns a READY sandbox. Raises as ``there`` does, and FailedPrecondition (SANDBOX_PAUSED)."""
+        found = self.there(sandbox_id)
+        if found[0].view.state is State.PAUSED:
+            raise FailedPrecondition(
+                "the sandbox is paused: resume it first",
+                reason="SANDBOX_PAUSED",
+                metadata={"sandbox_id": sandbox_id},
+            )
+        return found
+
+    def processes(self, sandbox_id: str) -> Processes:
+        """Returns a sandbox's processes, also if it is paused or lost (outputs and exits stay readable)."""
+        live = self.get(sandbox_id)
+        return live.processes if live.processes is not None else self.there(sandbox_id)[2]
+
+    def matching(self, labels: Mapping[str, str]) -> list[Sandbox]:
+        """Returns the sandboxes with all of ``labels``, newest first."""
+        found = [live.view for live in self if labels.items() <= live.view.spec.labels.items()]
+        return sorted(found, key=lambda view: (view.created_at, view.id), reverse=True)
+
+    async def watch(self, sandbox_id: str) -> AsyncIterator[Sandbox]:
+        """Yields the present state, then each change, up to the terminal one."""
+        live = self.get(sandbox_id)
+        while True:
+            number, view = live.changed.number, live.view
+            yield view
+            if view.state.terminal:
+                return
+            await live.changed.wait(number)
+
+
+def _unknown(sandbox_id: str) -> NotFound:
+    return NotFound(
+        f"there is no sandbox {sandbox_id[:200]!r}", reason="SANDBOX_UNKNOWN", metadata={"sandbox_id": sandbox_id}
+    )

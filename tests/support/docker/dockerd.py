@@ -1,0 +1,304 @@
+"""A real Docker engine for tests: started by hand with a data root of its own, with images that no registry gave.
+
+One engine a session, started by the first test that asks, stopped by ``stop`` at its end. It has no bridge and touches
+no packet filter, so it leaves nothing behind. A machine that cannot run one says so: a failure where CI is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import pytest
+from tests.support.docker import base_images
+from tests.support.docker.base_images import which
+
+BASE: Final = "penstock-test/debian:1"
+"""Debian with Python and bash."""
+GVISOR_BROKEN: Final = "runsc-broken"
+"""gVisor asked for a network that it cannot have: its containers fail as they start, and leave their processes."""
+GVISOR_BASE: Final = "penstock-test/debian-gvisor:1"
+"""BASE with others in the place of coreutils' `ls` and `stat`, which ask for what Debian 12's gVisor refuses
+(AT_NO_AUTOMOUNT)."""
+TINY: Final = "penstock-test/busybox:1"
+"""One static program and its names: neither Python nor bash."""
+
+NOTED: Final = "noted"
+"""A runtime beside the engine's own: runc, which notes what it is asked in `Engine.runtime_log`."""
+GVISOR: Final = "runsc"
+"""gVisor, where this machine has it (`gvisor` says so)."""
+ELSEWHERE: Final = "elsewhere"
+"""A runtime whose containers' processes are not this machine's, as with gVisor and Kata: what shows is another's."""
+
+_NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
+_ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
+_READY_S = 60.0
+_LOG_LINES = 30
+_GVISOR_ADVICE = "apt-get install -y --no-install-recommends runsc"
+# It needs no kernel module, and no network of its own: sandboxes have none but their endpoint.
+_GVISOR_ARGUMENTS = ("--platform=ptrace", "--network=none")
+_ELSEWHERE = r"""
+for word in "$@"; do
+  [ "$before" = --bundle ] && sed -i 's#"/opt/penstock/hold"#"/bin/sleep","1000"#' "$word/config.json"
+  before=$word
+done
+"""
+
+
+@dataclass
+class Engine:
+    """A running engine."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    api: Any
+
+    @property
+    def runtime_log(self) -> str:
+        """What NOTED was asked for, a line each."""
+        log = self.folder / f"{NOTED}.log"
+        return log.read_text() if log.exists() else ""
+
+    @property
+    def host(self) -> str:
+        """What DOCKER_HOST is for it."""
+        return f"unix://{self.folder}/docker.sock"
+
+    def remains(self, label: str = "penstock.instance") -> list[str]:
+        """Everything of ours that the engine still has: containers, volumes and images with the label."""
+        found = self.api.containers(all=True, filters={"label": [label]})
+        names = [f"container {one['Names']}: {one['Status']}" for one in found]
+        names += [f"volume {one['Name']}" for one in self.api.volumes(filters={"label": [label]}).get("Volumes") or []]
+        for image in self.api.images(filters={"label": [label]}):
+            # Prepared images are a cache; theirs is empty.
+            if image["Labels"].get(label):
+                names.append(f"image {image['RepoTags']}")
+        if label == "penstock.instance":
+            # With whatever label: an image may declare some of its own.
+            names = [name for name in names if not name.startswith("volume ")]
+            names += [f"volume {one['Name']}" for one in self.api.volumes().get("Volumes") or []]
+        names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in ("host", "none")]
+        return names
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """The ids of all containers that are made meanwhile, those that are gone again included."""
+        stream = self.api.events(filters={"type": "container", "event": "create"}, decode=True)
+        made: set[str] = set()
+
+        def watch() -> None:
+            for event in stream:
+                made.add(event["id"])
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield made
+        finally:
+            stream.close()
+            thread.join()
+
+    def traces(self, containers: set[str]) -> list[str]:
+        """What this machine's kernel still has of containers: control groups, their supervisors, mounts."""
+        found = []
+        for folder, names, _ in os.walk("/sys/fs/cgroup"):
+            found += [f"control group {folder}/{name}" for name in names if name in containers]
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                found += [f"process {arguments}" for argument in arguments if argument in containers]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            point = line.split()[4]
+            # One of the layers' driver itself is there as long as the engine.
+            if point.startswith((f"{self.folder}/data/overlay2/", f"{self.folder}/exec/netns/")):
+                found.append(f"mount {point}")
+        return found
+
+
+_engine: Engine | None = None
+
+
+def engine() -> Engine:
+    """The session's engine, started where it is not. Skips, or fails where CI is set, when this machine has none."""
+    global _engine
+    if _engine is None:
+        missing = [name for name in _NEEDED if which(name) is None]
+        problem = f"no {', '.join(missing)}: {_ADVICE}" if missing else ""
+        if os.geteuid() != 0:
+            problem = "an engine of its own needs root"
+        if problem:
+            _cannot(f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}")
+        _engine = _start()
+    return _engine
+
+
+def gvisor() -> Engine:
+    """The same with gVisor as GVISOR, and GVISOR_BASE; the same where this machine has none."""
+    found = engine()
+    if which("runsc") is None:
+        _cannot(f"THE DOCKER BACKEND IS NOT TESTED WITH GVISOR HERE: no runsc: {_GVISOR_ADVICE}")
+    if not found.api.images(name=GVISOR_BASE):
+        with tarfile.open(fileobj=(archive := io.BytesIO()), mode="w") as made:
+            for name in ("ls", "stat"):
+                made.add(which("busybox") or "busybox", f"usr/local/bin/{name}")
+        container = found.api.create_container(BASE, "-", labels={})["Id"]
+        archive.seek(0)
+        found.api.put_archive(container, "/", archive)
+        repository, _, tag = GVISOR_BASE.partition(":")
+        found.api.commit(container, repository, tag)
+        found.api.remove_container(container)
+    return found
+
+
+def _cannot(message: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
+
+
+def kill(sandbox_id: str) -> bool:
+    """Kill a sandbox's container, if the session's engine has it."""
+    if _engine is None:
+        return False
+    found = _engine.api.containers(filters={"label": [f"penstock.sandbox={sandbox_id}"], "status": ["running"]})
+    for one in found:
+        _engine.api.kill(one["Id"])
+    return bool(found)
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """What is made with the session's engine meanwhile is gone at the end. What another test left is its own fault."""
+    before = set(_engine.remains()) if _engine is not None else set()
+    yield
+    if _engine is not None:
+        left = [one for one in _engine.remains() if one not in before]
+        log = (_engine.folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:] if left else []
+        assert left == [], "\n".join([f"{left} left with the engine, whose log ends with", *log])
+
+
+def stop() -> None:
+    """End the session's engine, if there is one, and remove all that it made."""
+    global _engine
+    stopped, _engine = _engine, None
+    if stopped is not None:
+        stopped.api.close()
+        _end(stopped.process, stopped.folder)
+
+
+def _start() -> Engine:
+    import docker
+
+    # A short path: it holds sockets, whose names are limited.
+    folder = Path(tempfile.mkdtemp(prefix="pd-"))
+    folder.chmod(0o755)
+    log = folder / "log"
+    argv = [which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
+    argv += ["--pidfile", str(folder / "pid"), "-H", f"unix://{folder}/docker.sock"]
+    argv += ["--bridge", "none", "--iptables=false", "--ip6tables=false"]
+    for name, body in ((NOTED, f'echo "$*" >> {folder}/{NOTED}.log'), (ELSEWHERE, _ELSEWHERE)):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\n{body}\nexec runc "$@"\n')
+        program.chmod(0o755)
+        argv += ["--add-runtime", f"{name}={program}"]
+    if (runsc := which("runsc")) is not None:
+        configuration = folder / "daemon.json"
+        runtimes = {GVISOR: {"path": runsc, "runtimeArgs": list(_GVISOR_ARGUMENTS)}, GVISOR_BROKEN: {"path": runsc}}
+        configuration.write_text(json.dumps({"runtimes": runtimes}))
+        argv += ["--config-file", str(configuration)]
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+    try:
+        api = docker.APIClient(base_url=f"unix://{folder}/docker.sock", version="1.41", timeout=120)
+        deadline = time.monotonic() + _READY_S
+        while True:
+            with contextlib.suppress(Exception):
+                api.ping()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"dockerd did not start:\n{log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.05)
+        made = Engine(folder, process, api)
+        _import(made, BASE, base_images.base())
+        tiny = folder / "tiny.tar"
+        base_images.write_tiny(tiny)
+        _import(made, TINY, tiny)
+    except BaseException:
+        _end(process, folder)
+        raise
+    return made
+
+
+def _import(made: Engine, name: str, archive: Path) -> None:
+    repository, _, tag = name.partition(":")
+    with archive.open("rb") as content:
+        made.api.import_image_from_data(
+            content, repository=repository, tag=tag, changes=["ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
+        )
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+        point = line.split()[4]
+        if point.startswith(f"{folder}/"):
+            subprocess.run(["umount", "-l", point], check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# Services on it -------------------------------------------------------------------------------------------------------
+
+
+def settings(reach: str) -> dict[str, str]:
+    """The settings of a service whose default backend is Docker, reached in one of the two ways."""
+    chosen = {"DEFAULT_BACKEND": "docker", "DOCKER_IMAGE": BASE, "DOCKER_SIDECAR_IMAGE": BASE, "DOCKER_REACH": reach}
+    return {f"PENSTOCK_SANDBOX_{name}": value for name, value in chosen.items()}
+
+
+def gvisor_settings() -> dict[str, str]:
+    """The settings of a service whose default backend is Docker with gVisor."""
+    return {
+        **settings("auto"),
+        "PENSTOCK_SANDBOX_DOCKER_RUNTIME": GVISOR,
+        "PENSTOCK_SANDBOX_DOCKER_IMAGE": GVISOR_BASE,
+    }
+
+
+@contextlib.asynccontextmanager
+async def running_gvisor() -> AsyncIterator[Mapping[str, str]]:
+    """The session's engine with gVisor beside a service, as its settings name it."""
+    yield {"PENSTOCK_SANDBOX_DOCKER_HOST": (await asyncio.to_thread(gvisor)).host}
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncIterator[Mapping[str, str]]:
+    """The session's engine beside a service, as its settings name it."""
+    yield {"PENSTOCK_SANDBOX_DOCKER_HOST": (await asyncio.to_thread(engine)).host}
+
+
+def build(name: str, *lines: str) -> None:
+    """An image of the session's engine from the lines of a Dockerfile, which needs no other file and no network."""
+    text = "\n".join(lines).encode()
+    for said in engine().api.build(fileobj=io.BytesIO(text), tag=name, rm=True, forcerm=True, decode=True):
+        assert "error" not in said, said["error"]

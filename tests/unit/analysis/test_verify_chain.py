@@ -1,0 +1,125 @@
+"""An export is what the gate recorded, or the check says where it is not."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.analysis.export import read_rows
+from penstock.analysis.verify_chain import Row, verify
+from penstock.client import InvalidArgument
+from penstock_codec.chat import FinishReason, Message, Sampling
+from penstock_interception.graph.record import chain_next, chain_start
+from penstock_interception.graph.values import LogprobsMode, Sampled, VersionSpan
+
+
+def recorded(calls: int = 3, rollout_id: str = "r") -> tuple[list[Row], list[Row]]:
+    """Rows of both tables, with the chain as the gate makes it."""
+    rng = np.random.default_rng(7)
+    head, line, turns = chain_start(rollout_id), np.array([1, 2, 3], np.int32), []
+    spans, mask, logs = [], [0, 0, 0], [0.0, 0.0, 0.0]
+    for index in range(calls):
+        ids = rng.integers(0, 100, 4).astype(np.int32)
+        logprobs = -rng.random(4).astype(np.float32)
+        sampling = Sampling(temperature=0.7, top_p=0.95, stop=("</s>",), response_format="{}") if index else None
+        sampled = Sampled(
+            Message.assistant("x"), FinishReason.STOP, ids, logprobs, LogprobsMode.PROCESSED,
+            (VersionSpan(index, 0, 4),), sampling_used=sampling,
+        )  # fmt: skip
+        head = chain_next(head, f"{rollout_id}-{index}", line, sampled)
+        used = {"temperature": 0.7, "top_p": 0.95, "stop": ["</s>"], "response_format_json": "{}"}
+        turns.append(
+            {
+                "rollout_id": rollout_id, "call_id": f"{rollout_id}-{index}", "capture_level": "tokens_and_logprobs",
+                "prompt_token_ids": line.tolist(), "completion_token_ids": ids.tolist(),
+                "completion_logprobs": logprobs.tolist(), "logprobs_mode": "processed",
+                "policy_spans": [{"policy_version": index, "start": 0, "end": 4}],
+                "sampling_used": used if index else None, "chain_index": index, "chain_sha256": head.hex(),
+            }
+        )  # fmt: skip
+        spans.append({"call_id": f"{rollout_id}-{index}", "start": line.size, "end": line.size + 4})
+        mask += [1, 1, 1, 1, 0]
+        logs += [*logprobs.tolist(), 0.0]
+        line = np.concatenate([line, ids, np.array([9], np.int32)])
+    for row in turns:
+        row["rollout_chain_sha256"] = head.hex()
+    sample = {
+        "rollout_id": rollout_id, "sample_id": f"{rollout_id}-{rollout_id}-{calls - 1}",
+        "input_ids": line[:-1].tolist(), "loss_mask": mask[:-1], "logprobs": logs[:-1],
+        "turn_spans": spans,
+    }  # fmt: skip
+    return turns, [sample]
+
+
+@pytest.mark.requirement("R82")
+def test_recorded_chain_is_valid() -> None:
+    """In whatever order the rows come."""
+    turns, sequences = recorded()
+    others, _ = recorded(2, "other")
+    proof = verify([*reversed(turns), *others], sequences)
+    assert not proof.problems
+    assert (proof.rollouts, proof.calls, proof.tokens, proof.samples, proof.unproven) == (2, 5, 20, 1, 0)
+
+
+CHANGES: dict[str, Any] = {
+    "a sampled token": lambda row: row["completion_token_ids"].__setitem__(1, row["completion_token_ids"][1] + 1),
+    "a prompt's token": lambda row: row["prompt_token_ids"].__setitem__(0, 77),
+    "a logprob": lambda row: row["completion_logprobs"].__setitem__(3, row["completion_logprobs"][3] / 2),
+    "the version": lambda row: row["policy_spans"][0].update(policy_version=9),
+    "the temperature": lambda row: row.update(sampling_used={"temperature": 0.1}),
+    "the mode": lambda row: row.update(logprobs_mode="raw"),
+    "the call's id": lambda row: row.update(call_id="someone else"),
+}
+
+
+@given(place=st.integers(0, 2), change=st.sampled_from(sorted(CHANGES)))
+def test_any_change_is_found_at_its_call(place: int, change: str) -> None:
+    """One broken call is one problem."""
+    turns, _ = recorded()
+    CHANGES[change](turns[place])
+    (problem,) = verify(turns).problems
+    assert problem.call_id == turns[place]["call_id"]
+
+
+@given(place=st.integers(0, 2))
+def test_a_call_that_was_left_out_or_doubled_is_missed(place: int) -> None:
+    """Also the last."""
+    turns, _ = recorded()
+    assert "missing" in verify(turns[:place] + turns[place + 1 :]).problems[0].message
+    assert "twice" in verify([*turns, copy.deepcopy(turns[place])]).problems[0].message
+
+
+@pytest.mark.requirement("R84")
+def test_a_sample_that_trains_other_tokens_than_were_sampled_is_found() -> None:
+    turns, sequences = recorded()
+    for name, place, value in (("input_ids", 3, 5000), ("input_ids", 0, 5000), ("logprobs", 4, -9.0)):
+        changed = copy.deepcopy(sequences)
+        changed[0][name][place] = value
+        assert verify(turns, changed).problems
+    changed = copy.deepcopy(sequences)
+    changed[0]["loss_mask"][0] = 1
+    assert "no call sampled" in verify(turns, changed).problems[0].message
+    assert "not in turns" in verify(turns[:-1], sequences).problems[-1].message
+
+
+def test_text_without_tokens_is_marked() -> None:
+    """A link that cannot be computed is no proof and no breach."""
+    turns, _ = recorded()
+    turns[1]["capture_level"] = "text"
+    proof = verify(turns)
+    assert (proof.problems, proof.calls, proof.unproven) == ([], 2, 1)
+
+
+def test_other_files_than_exports_are_refused(tmp_path: Path) -> None:
+    """With the line, or the column that is missing."""
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(orjson.dumps({"a": 1}) + b"\n[]\n")
+    with pytest.raises(InvalidArgument, match="line 2"):
+        list(read_rows(file))
+    with pytest.raises(InvalidArgument, match="rollout_id"):
+        verify([{"a": 1}])

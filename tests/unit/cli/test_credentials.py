@@ -1,0 +1,126 @@
+"""`penstock credentials`: what it makes holds, is closed to others, and is not made twice."""
+
+import os
+import ssl
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.client import Tls
+from penstock.client.transport.endpoints import SERVICES, resolve
+from penstock_chassis.settings import CONFIG_VARIABLE, ServiceSettings
+from penstock_driver.settings import DriverSettings
+from penstock_interception.settings import InterceptionSettings
+from penstock_sandbox.settings import SandboxSettings
+
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "driver": DriverSettings,
+    "interception": InterceptionSettings,
+    "sandbox": SandboxSettings,
+}
+
+
+def made(place: Path, *more: str, code: int = 0) -> Path:
+    """Runs the command."""
+    done = CliRunner().invoke(app, ["credentials", str(place), *more])
+    assert done.exit_code == code, done.output
+    return place
+
+
+def handshake(place: Path, service: str, name: str, authority: Path) -> None:
+    """A TLS handshake as strict as it comes, in memory. Raises ssl.SSLError where the certificate does not hold."""
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(place / f"{service}.pem", place / f"{service}.key")
+    calling = ssl.create_default_context(cafile=str(authority))
+    calling.verify_flags |= ssl.VERIFY_X509_STRICT
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = calling.wrap_bio(to_client, to_server, server_hostname=name)
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
+    pending = [client, server]
+    while pending:
+        end = pending.pop(0)
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            pending.append(end)
+
+
+@pytest.mark.requirement("R9")
+@pytest.mark.parametrize("service", SERVICES)
+def test_each_service_s_certificate_holds_for_the_names_it_is_called_by(service: str, tmp_path: Path) -> None:
+    """TLS between services and to clients, verified by one authority."""
+    place = made(tmp_path / "c", "--host", "gate.example", "--host", "10.1.2.3")
+    for name in (service, "localhost", "127.0.0.1", "::1", "gate.example", "10.1.2.3"):
+        handshake(place, service, name, place / "ca.pem")
+    for name in ("elsewhere.example", "10.1.2.4"):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            handshake(place, service, name, place / "ca.pem")
+    other = made(tmp_path / "other")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(place, service, service, other / "ca.pem")
+
+
+@pytest.mark.requirement("R1")
+def test_credentials_are_private_and_the_authority_signs_no_more(tmp_path: Path) -> None:
+    """No secret where others can read it, whatever this process's umask is."""
+    before = os.umask(0)
+    try:
+        place = made(tmp_path / "c")
+    finally:
+        os.umask(before)
+    assert place.stat().st_mode & 0o777 == 0o700
+    for role in ("operator", "trainer", "observer"):
+        assert (place / f"{role}.token").stat().st_mode & 0o077 == 0
+    keys = sorted(path.name for path in place.glob("*.key"))
+    assert keys == sorted(f"{service}.key" for service in (*SERVICES, "dashboard"))
+    assert list(tmp_path.iterdir()) == [place]
+
+
+@pytest.mark.requirement("R5")
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_service_takes_its_file_and_admits_the_three_roles(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token for each role, the same at every service."""
+    place = made(tmp_path / "c")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(place / f"{service}.toml"))
+    settings = SETTINGS[service].load([])
+    for role in ("operator", "trainer", "observer"):
+        token = getattr(settings, f"{role}_token")
+        assert token.get_secret_value() == (place / f"{role}.token").read_text().strip()
+    if isinstance(settings, DriverSettings):
+        assert settings.sandbox_token == settings.interception_token == settings.operator_token
+    if isinstance(settings, InterceptionSettings):
+        assert settings.inference_token == settings.operator_token
+
+
+@pytest.mark.requirement("R8", "R11")
+def test_a_client_finds_the_services_by_the_connection_file_as_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TLS, with no more rights than a rollout needs, to the first name that was given."""
+    place = made(tmp_path / "c", "--host", "gate.example", "--host", "10.1.2.3")
+    monkeypatch.setenv("PENSTOCK_CONNECTION", str(place / "connection.json"))
+    found = resolve()
+    assert (found.driver, found.tls) == ("gate.example:7702", Tls(place / "ca.pem"))
+    assert found.token == (place / "trainer.token").read_text().strip()
+
+
+def test_existing_credentials_are_kept_unless_renewed(tmp_path: Path) -> None:
+    """Running it again harms nobody."""
+    place = made(tmp_path / "c")
+    first = (place / "ca.pem").read_bytes()
+    assert (made(place) / "ca.pem").read_bytes() == first
+    assert (made(place, "--renew") / "ca.pem").read_bytes() != first
+    assert list(tmp_path.iterdir()) == [place]
+
+
+def test_a_directory_of_other_things_is_left_alone(tmp_path: Path) -> None:
+    """Bad input: what it did not make it does not replace."""
+    (tmp_path / "precious").write_text("")
+    made(tmp_path, "--renew", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    (tmp_path / "precious").unlink()
+    made(tmp_path, "--host", "not a name\N{SNOWMAN}", code=2)

@@ -1,0 +1,143 @@
+"""Where the services are found, and whom a token is sent to."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.client import ConfigurationError, Endpoints, Tls, connect
+from penstock.client.transport.endpoints import connection_file, read_connection, resolve, write_connection
+
+
+@pytest.mark.requirement("R9")
+def test_endpoints_default_to_the_loopback_ports() -> None:
+    """Loopback by default."""
+    found = resolve()
+    assert (found.sandbox, found.driver) == ("127.0.0.1:7701", "127.0.0.1:7702")
+    assert (found.interception, found.inference, found.token) == ("127.0.0.1:7703", "127.0.0.1:7704", None)
+
+
+def test_the_environment_comes_before_the_connection_file_and_the_caller_before_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One declared order."""
+    write_connection(connection_file(), Endpoints(driver="127.0.0.1:9", token="file"), pid=os.getpid())
+    assert (resolve().driver, resolve().token) == ("127.0.0.1:9", "file")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "environment")
+    assert (resolve().driver, resolve().token) == ("127.0.0.1:9", "environment")
+    monkeypatch.setenv("PENSTOCK_DRIVER_ADDRESS", "127.0.0.1:8")
+    assert resolve().driver == "127.0.0.1:8"
+    said = resolve({"driver": "127.0.0.1:7"}, "said")
+    assert (said.driver, said.token) == ("127.0.0.1:7", "said")
+
+
+@pytest.mark.requirement("R11")
+def test_the_connection_files_token_goes_to_no_address_that_the_environment_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A key is sent only to the address that it was configured for."""
+    write_connection(connection_file(), Endpoints(token="file"), pid=os.getpid())
+    monkeypatch.setenv("PENSTOCK_DRIVER_ADDRESS", "127.0.0.1:8")
+    assert resolve().token is None
+
+
+def test_the_file_of_a_stack_that_is_gone_is_not_believed() -> None:
+    """A kill -9 leaves the file behind; its token is for nobody any more."""
+    write_connection(connection_file(), Endpoints(token="file"), pid=2**22 + 1)
+    assert resolve().token is None
+
+
+@pytest.mark.requirement("R1")
+def test_the_connection_file_is_readable_by_its_owner_only_and_refused_otherwise() -> None:
+    """No secret where others can read it."""
+    file = connection_file()
+    write_connection(file, Endpoints(token="secret"), pid=os.getpid())
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        resolve()
+
+
+@pytest.mark.requirement("R8", "R9")
+@pytest.mark.parametrize("target", ["10.0.0.1", "gate.example", "::2"])
+def test_a_token_is_never_sent_in_clear_beyond_this_machine(target: str) -> None:
+    """In clear a token travels on loopback only."""
+    with pytest.raises(ConfigurationError, match="in clear"):
+        resolve(target, "token")
+    assert resolve(target, "token", Tls()).token == "token"
+    assert resolve(target).token is None
+
+
+@pytest.mark.requirement("R3")
+@pytest.mark.parametrize("token", ["", " ", "x ", "a\nb", "é"])
+def test_a_blank_or_broken_token_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is ever authorised by an empty secret."""
+    monkeypatch.setenv("PENSTOCK_TOKEN", token)
+    with pytest.raises(ConfigurationError, match="token"):
+        resolve()
+
+
+def test_a_token_may_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newline at its end is an editor's."""
+    (tmp_path / "token").write_text("abc\n")
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(tmp_path / "token"))
+    assert resolve().token == "abc"
+
+
+@pytest.mark.parametrize(
+    "target", ["", "http://x", "host:7702", {"driver": "host"}, {"driver": "host:0"}, {"gate": "127.0.0.1:1"}]
+)
+def test_invalid_address_is_refused_by_name(target: str | dict[str, str]) -> None:
+    """An address that does not hold is an error before anything is called."""
+    with pytest.raises(ConfigurationError):
+        connect(target)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"addresses": 3, "token": null}', b"\xff"])
+def test_a_broken_connection_file_is_named(tmp_path: Path, content: bytes) -> None:
+    """The error names the file and what to do."""
+    file = tmp_path / "connection.json"
+    file.touch(0o600)
+    file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"connection\.json"):
+        read_connection(file)
+
+
+@pytest.mark.requirement("R8")
+def test_a_token_is_in_no_printed_form() -> None:
+    """No credential in logs."""
+    assert "secret" not in repr(Endpoints(token="secret"))
+
+
+@pytest.mark.requirement("R9")
+def test_the_ca_comes_from_the_environment_or_the_connection_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token travels beyond this machine when there is a CA to verify the other side by."""
+    file = tmp_path / "connection.json"
+    write_connection(file, Endpoints(driver="10.0.0.1:9", token="file", tls=Tls(Path("ca.pem"))), pid=None)
+    monkeypatch.setenv("PENSTOCK_CONNECTION", str(file))
+    found = resolve()
+    assert (found.driver, found.token, found.tls) == ("10.0.0.1:9", "file", Tls(tmp_path / "ca.pem"))
+    assert read_connection(file, tls=Tls()).tls == Tls()
+    monkeypatch.setenv("PENSTOCK_DRIVER_ADDRESS", "10.0.0.2:9")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "environment")
+    with pytest.raises(ConfigurationError, match="in clear"):
+        resolve()
+    monkeypatch.setenv("PENSTOCK_CA_FILE", "/elsewhere/ca.pem")
+    assert resolve().tls == Tls(Path("/elsewhere/ca.pem"))
+
+
+def test_absent_connection_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever names a file means it: the defaults would be refused, and for another reason."""
+    monkeypatch.setenv("PENSTOCK_CONNECTION", str(tmp_path / "nosuch.json"))
+    with pytest.raises(ConfigurationError, match=r"names .*nosuch.json, which does not") as told:
+        resolve()
+    assert told.value.reason == "CONNECTION_FILE_ABSENT"
+    assert resolve("127.0.0.1", "token").token == "token", "what the caller says comes first"
+
+
+def test_caller_without_a_token_is_pointed_to_the_state_directory() -> None:
+    """`penstock up --state-dir DIR` writes its file there, where no command looks by itself."""
+    advice = resolve().token_advice
+    assert "--state-dir" in advice and f"The default is {connection_file()}, which does not exist" in advice

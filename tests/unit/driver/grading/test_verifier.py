@@ -1,0 +1,119 @@
+"""What a reward file may say, and what of it is a failure of the verifier."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_driver.domain.ports import Command
+from penstock_driver.domain.rollout import Outcome, Reward, RolloutFailed, Verifier
+from penstock_driver.grading.verifier import in_range, parse_reward
+from penstock_driver.wire.to_proto import outcome_to_proto
+
+VERIFIER = Verifier(commands=(Command(shell="true"),), reward_by_file=True)
+
+
+def refusal(content: bytes, verifier: Verifier = VERIFIER) -> str:
+    """Why it is no reward."""
+    with pytest.raises(RolloutFailed) as caught:
+        value, components = parse_reward(content)
+        in_range(value, verifier, components)
+    assert caught.value.failure.cause == "VERIFIER"
+    assert not caught.value.failure.retriable
+    assert len(caught.value.failure.message) < 2000
+    return caught.value.failure.reason
+
+
+@pytest.mark.requirement("R73")
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        (b"1", 1.0),
+        (b" 0.5\n", 0.5),
+        (b".5", 0.5),
+        (b"1e-3", 0.001),
+        (b"+1.", 1.0),
+        (b"-0", 0.0),
+        (b'{"reward": 1}', 1.0),
+    ],
+)
+def test_a_number_is_a_reward(content: bytes, value: float) -> None:
+    assert parse_reward(content) == (value, {})
+
+
+@pytest.mark.requirement("R73", "R74", "R77")
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "REWARD_ABSENT"),
+        (b" \n\t", "REWARD_ABSENT"),
+        (b"nan", "REWARD_OUT_OF_RANGE"),
+        (b"-Infinity", "REWARD_OUT_OF_RANGE"),
+        (b"1e999", "REWARD_OUT_OF_RANGE"),
+        (b"9" * 60_000, "REWARD_OUT_OF_RANGE"),
+        (b"1.0000001", "REWARD_OUT_OF_RANGE"),
+        (b"-1e-9", "REWARD_OUT_OF_RANGE"),
+        (b"1_0", "REWARD_INVALID"),
+        (b"0x1", "REWARD_INVALID"),
+        (b"1 1", "REWARD_INVALID"),
+        (b"reward=1", "REWARD_INVALID"),
+        (b"true", "REWARD_INVALID"),
+        (b"\xff1", "REWARD_INVALID"),
+        ("\N{ARABIC-INDIC DIGIT ONE}".encode(), "REWARD_INVALID"),
+        (b"[1]", "REWARD_INVALID"),
+        (b'{"reward": NaN}', "REWARD_OUT_OF_RANGE"),
+        (b'{"reward": 1e999}', "REWARD_OUT_OF_RANGE"),
+        (b'{"reward": ' + b"9" * 400 + b"}", "REWARD_OUT_OF_RANGE"),
+        (b'{"reward": ' + b"9" * 6000 + b"}", "REWARD_INVALID"),
+        (b'{"reward": true}', "REWARD_INVALID"),
+        (b'{"reward": "1"}', "REWARD_INVALID"),
+        (b'{"reward": null}', "REWARD_INVALID"),
+        (b'{"components": {}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "reward": 1}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"a": 0, "a": 1}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "note": "x"}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": [1]}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"a": Infinity}}', "REWARD_OUT_OF_RANGE"),
+        (b'{"reward": 0, "components": {"a": {"b": 1}}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {' + b",".join(b'"%d": 1' % n for n in range(300)) + b"}}", "REWARD_INVALID"),
+        (b'{"reward": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "REWARD_INVALID"),
+        (b'{"a": ' * 10_000, "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"\\ud83d": 1}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"a\\u0000": 1}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"' + b"a" * 300 + b'": 1}}', "REWARD_INVALID"),
+    ],
+)
+def test_reward_outside_its_range_is_the_verifiers_failure(content: bytes, reason: str) -> None:
+    """Nothing is clipped, read by halves, or taken for zero."""
+    assert refusal(content) == reason
+
+
+@pytest.mark.requirement("R73")
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_any_content_is_a_reward_or_a_failure_of_the_verifier(content: bytes) -> None:
+    try:
+        value, components = parse_reward(content)
+    except RolloutFailed as error:
+        assert error.failure.cause == "VERIFIER"
+    else:
+        assert math.isfinite(value)
+        assert all(map(math.isfinite, components.values()))
+        assert outcome_to_proto(Outcome(reward=Reward(value, 0.0, 1.0, components))).HasField("reward")
+
+
+@pytest.mark.requirement("R73")
+def test_components_have_their_declared_names_and_ranges() -> None:
+    """A missing one, another one and one out of its range are failures."""
+    verifier = Verifier(
+        commands=VERIFIER.commands, reward_by_file=True, component_ranges={"tests": (0, 1), "style": (-1, 0)}
+    )
+    good = b'{"reward": 0.5, "components": {"tests": 1, "style": -0.5}}'
+    value, components = parse_reward(good)
+    assert in_range(value, verifier, components).components == {"tests": 1.0, "style": -0.5}
+    assert refusal(b'{"reward": 0.5, "components": {"tests": 1}}', verifier) == "REWARD_INVALID"
+    assert refusal(b'{"reward": 0.5, "components": {"tests": 1, "style": 0, "x": 1}}', verifier) == "REWARD_INVALID"
+    assert refusal(b'{"reward": 0.5, "components": {"tests": 1, "style": 1}}', verifier) == "REWARD_OUT_OF_RANGE"
+    assert refusal(b"0.5", verifier) == "REWARD_INVALID"

@@ -1,0 +1,320 @@
+"""When vLLM stands still, sleeps, and goes on, whatever comes in between; vLLM itself is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from tests.support.waiting import eventually
+
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_inference.engines.base import EngineOptions, GenerateRequest, PauseMode, Sampling
+from penstock_inference.engines.checks import closed
+
+HOUSE = "penstock_inference.engines.vllm"
+OURS = ("adapters", "features", "runtime", "core", "params", "generation", "updates", "engine")
+THEIRS = (
+    *("vllm", "vllm.envs", "vllm.engine", "vllm.engine.arg_utils", "vllm.outputs", "vllm.platforms", "vllm.v1"),
+    *("vllm.v1.engine", "vllm.v1.engine.async_llm", "vllm.v1.metrics", "vllm.v1.metrics.loggers", "vllm.lora"),
+    *("vllm.lora.request", "vllm.sampling_params", "vllm.inputs", "vllm.inputs.engine"),
+)
+
+
+class EngineDeadError(Exception):
+    """As vLLM's."""
+
+
+class VLLMClientError(Exception):
+    """As vLLM's."""
+
+
+class Llm:
+    """A vLLM that stops, goes on and sleeps when the test lets it."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.stands = False
+        self.asleep = 0
+        self.slept_with: list[int] = []
+        self.asked = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.failure: Exception | None = None
+        self.running = 0
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.asked.set()
+        self.stands = True
+        await self.go_on.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def resume_generation(self) -> None:
+        self.stands = False
+
+    async def sleep(self, level: int) -> None:
+        await asyncio.sleep(0)
+        self.slept_with.append(self.running)
+        self.asleep = level
+
+    async def wake_up(self) -> None:
+        await asyncio.sleep(0)
+        self.asleep = 0
+
+    async def collective_rpc(self, name: str, args: object) -> None:
+        return None
+
+    def shutdown(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The engine's modules, imported without vLLM; they do not stay imported."""
+    for name in THEIRS:
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    for name, error in (("vllm.v1.engine.exceptions", EngineDeadError), ("vllm.exceptions", VLLMClientError)):
+        module = ModuleType(name)
+        setattr(module, error.__name__, error)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, f"{HOUSE}.{name}", raising=False)
+    yield SimpleNamespace(
+        **{name: importlib.import_module(f"{HOUSE}.{name}") for name in ("runtime", "core", "engine")}
+    )
+    for name in OURS:
+        sys.modules.pop(f"{HOUSE}.{name}", None)
+
+
+@pytest.fixture
+def lives(house: Any, monkeypatch: pytest.MonkeyPatch) -> list[Llm]:
+    """The vLLMs that the core starts, oldest first."""
+    started: list[Llm] = []
+
+    async def start(*_: object) -> Any:
+        started.append(Llm())
+        return house.runtime.Runtime(started[-1], house.runtime.Gauges())
+
+    monkeypatch.setattr(house.core.Runtime, "start", start)
+    return started
+
+
+@pytest.fixture
+async def core(house: Any, lives: list[Llm]) -> Any:
+    features = SimpleNamespace(weight_version=False)
+    chosen = SimpleNamespace(max_adapters=0, max_adapter_rank=8, transfer_backend="", sleep=True)
+    house.core.engine_arguments = lambda *_: {}
+    core = house.core.Core(EngineOptions(Path(), "m"), chosen, features, MagicMock(), MagicMock())
+    await core.start()
+    yield core
+    await core.aclose(closed)
+
+
+def engine_of(house: Any, core: Any) -> Any:
+    return house.engine.VllmEngine(core, MagicMock(), MagicMock(), SimpleNamespace(cleanup=lambda: None))
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest("r", np.ones(1, np.int32), Sampling(max_tokens=1))
+
+
+class Generating:
+    """A generation that runs until it is ended."""
+
+    def __init__(self, core: Any, llm: Llm) -> None:
+        self._core, self._llm = core, llm
+
+    async def begin(self) -> None:
+        async with asyncio.timeout(5):
+            assert await self._core.admission.enter(request())
+        self._llm.running += 1
+
+    def end(self) -> None:
+        self._llm.running -= 1
+        self._core.admission.leave()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.requirement("R49", "R130")
+async def test_an_update_cancelled_while_vllm_stops_lets_it_continue(core: Any, lives: list[Llm]) -> None:
+    """A transfer's caller may leave at that moment; vLLM stood still for ever, and so did every generation."""
+    (llm,) = lives
+    llm.go_on.clear()
+
+    async def update() -> None:
+        async with core.stopped(PauseMode.KEEP):
+            raise AssertionError
+
+    updating = asyncio.create_task(update())
+    await llm.asked.wait()
+    updating.cancel()
+    await turns()
+    llm.go_on.set()
+    await asyncio.gather(updating, return_exceptions=True)
+    stood = [llm.stands]
+    for change in (core.freeze, core.thaw):
+        await change("pause")
+        stood.append(llm.stands)
+    assert stood == [False, True, False]
+
+
+@pytest.mark.requirement("R49", "R130")
+async def test_a_vllm_that_dies_while_stopping_runs_after_its_restart(core: Any, lives: list[Llm]) -> None:
+    """The reason to stop ends with the update, also where it failed."""
+    lives[0].failure = EngineDeadError()
+    with pytest.raises(PenstockError):
+        async with core.stopped(PauseMode.KEEP):
+            raise AssertionError
+    await eventually(lambda: len(lives) == 2, "it starts again")
+    await Generating(core, lives[1]).begin()
+    assert not lives[1].stands
+
+
+@pytest.mark.requirement("R130")
+async def test_two_concurrent_sleeps_need_one_wake(house: Any, core: Any, lives: list[Llm]) -> None:
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    both = [asyncio.create_task(engine.sleep(1)) for _ in range(2)]
+    await turns()
+    generating.end()
+    await asyncio.gather(*both)
+    assert lives[0].slept_with == [0]
+    await engine.wake()
+    await Generating(core, lives[0]).begin()
+
+
+@pytest.mark.requirement("R130")
+async def test_two_concurrent_wakes_release_no_pause(house: Any, core: Any) -> None:
+    engine = engine_of(house, core)
+    await engine.sleep(1)
+    await engine.pause(PauseMode.KEEP)
+    await asyncio.gather(engine.wake(), engine.wake())
+    entering = asyncio.create_task(core.admission.enter(request()))
+    await turns()
+    assert not entering.done()
+    await engine.resume()
+    assert await entering
+
+
+@pytest.mark.requirement("R130")
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_an_engine_does_not_sleep_over_generations_that_a_pause_froze(
+    house: Any, core: Any, lives: list[Llm], resumed: bool
+) -> None:
+    """Their caches would be lost, and they would go on with others' memory."""
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    sleeping = asyncio.create_task(engine.sleep(1))
+    await turns()
+    await engine.pause(PauseMode.KEEP)
+    if resumed:
+        await engine.resume()
+    await turns()
+    assert not lives[0].slept_with
+    if not resumed:
+        with pytest.raises(FailedPrecondition):
+            await sleeping
+    generating.end()
+    await asyncio.gather(sleeping, return_exceptions=True)
+    assert lives[0].slept_with == ([0] if resumed else [])
+
+
+@pytest.mark.requirement("R87")
+async def test_an_update_waiting_for_generations_still_waits_after_a_resume(
+    house: Any, core: Any, lives: list[Llm]
+) -> None:
+    """With WAIT no completion has two versions, whoever paused and resumed meanwhile."""
+    engine = engine_of(house, core)
+    generating = Generating(core, lives[0])
+    await generating.begin()
+    found: list[int] = []
+
+    async def update() -> None:
+        async with core.stopped(PauseMode.WAIT):
+            found.append(lives[0].running)
+
+    updating = asyncio.create_task(update())
+    await turns()
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await turns()
+    await engine.resume()
+    await pausing
+    await turns()
+    assert not found
+    generating.end()
+    await updating
+    assert found == [0]
+
+
+@pytest.mark.requirement("R49", "R130")
+async def test_a_resume_during_a_restart_of_vllm_lets_it_continue(
+    house: Any, core: Any, lives: list[Llm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died in a pause; the one that takes its place must not stand still for a pause that has ended."""
+    engine, asked, go_on = engine_of(house, core), asyncio.Event(), asyncio.Event()
+    await engine.pause(PauseMode.KEEP)
+    pauses = Llm.pause_generation
+
+    async def slowly(llm: Llm, mode: str, clear_cache: bool) -> None:
+        asked.set()
+        await go_on.wait()
+        await pauses(llm, mode, clear_cache)
+
+    monkeypatch.setattr(Llm, "pause_generation", slowly)
+    core.runtime.kill()
+    await asked.wait()
+    await engine.resume()
+    go_on.set()
+    await Generating(core, lives[0]).begin()
+    assert not lives[1].stands
+
+
+@pytest.mark.requirement("R49", "R130")
+@pytest.mark.parametrize("step", ["sleep", "wake_up", "resume_generation"])
+async def test_an_engine_stays_usable_when_a_caller_leaves_during_a_step(
+    house: Any, core: Any, lives: list[Llm], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """vLLM does what it was asked, and nobody forgets it: the engine then wakes and takes requests."""
+    engine, asked, go_on = engine_of(house, core), asyncio.Event(), asyncio.Event()
+    steps = {"sleep": lambda: engine.sleep(1), "wake_up": engine.wake, "resume_generation": engine.resume}
+    if step == "wake_up":
+        await engine.sleep(1)
+    if step == "resume_generation":
+        await engine.pause(PauseMode.KEEP)
+    known = getattr(Llm, step)
+
+    async def elsewhere(llm: Llm, *given: Any) -> None:
+        await go_on.wait()
+        await known(llm, *given)
+
+    async def slowly(llm: Llm, *given: Any) -> None:
+        work = asyncio.ensure_future(elsewhere(llm, *given))  # in a process of its own, which hears of no cancellation
+        asked.set()
+        await asyncio.shield(work)
+
+    monkeypatch.setattr(Llm, step, slowly)
+    leaving = asyncio.create_task(steps[step]())
+    await asked.wait()
+    leaving.cancel()
+    await turns()
+    go_on.set()
+    await asyncio.gather(leaving, return_exceptions=True)
+    await turns()
+    await engine.wake()
+    await engine.resume()
+    await Generating(core, lives[0]).begin()
+    assert not lives[0].stands and not lives[0].asleep

@@ -1,0 +1,110 @@
+"""A copied layer is the layer: whatever overlayfs reads of it is the same."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock_sandbox.backends.local import layers
+from penstock_sandbox.backends.local.copying import copy
+
+
+def described(folder: Path) -> dict[str, tuple[object, ...]]:
+    """Every path below `folder`, with all that must be kept."""
+    found: dict[str, tuple[object, ...]] = {}
+    for parent, folders, files, opened in os.fwalk(folder):
+        found[os.path.relpath(parent, folder)] = _facts(os.fstat(opened), sorted(os.listxattr(opened)))
+        for name in (*folders, *files):
+            status = os.lstat(name, dir_fd=opened)
+            content: object = None
+            if stat.S_ISREG(status.st_mode):
+                content = Path(parent, name).read_bytes()
+            elif stat.S_ISLNK(status.st_mode):
+                content = os.readlink(name, dir_fd=opened)
+            found[os.path.relpath(Path(parent, name), folder)] = (*_facts(status, content),)
+    return found
+
+
+def _facts(status: os.stat_result, content: object) -> tuple[object, ...]:
+    links = status.st_nlink if stat.S_ISREG(status.st_mode) else 0
+    return status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev, links, content
+
+
+@pytest.mark.requirement("R52")
+def test_owners_modes_times_links_whiteouts_and_opaque_directories_are_kept(tmp_path: Path) -> None:
+    source = tmp_path / "upper"
+    (source / "opaque/below").mkdir(parents=True)
+    os.setxattr(source / "opaque", "user.overlay.opaque", b"y")
+    (source / "opaque/file").write_bytes(b"content")
+    os.link(source / "opaque/file", source / "opaque/below/hard")
+    (source / "opaque/file").chmod(0o4711)
+    (source / "soft").symlink_to("/etc/passwd")
+    (source / "dangling").symlink_to("nowhere")
+    os.mknod(source / "whiteout", stat.S_IFCHR, 0)
+    os.mkfifo(source / "pipe", 0o620)
+    (source / os.fsdecode(b"odd \xff\n name")).write_bytes(b"")
+    if os.geteuid() == 0:
+        os.chown(source / "opaque/file", 61234, 61235)
+        os.chown(source / "soft", 61234, 61235, follow_symlinks=False)
+    os.utime(source / "opaque", ns=(1, 1_000_000_007))
+    before = described(source)
+    assert copy(source, tmp_path / "copy") == len(b"content")
+    assert described(tmp_path / "copy") == before == described(source)
+
+
+@pytest.mark.requirement("R44", "R52")
+def test_holes_stay_holes_and_large_files_are_whole(tmp_path: Path) -> None:
+    source = tmp_path / "upper"
+    source.mkdir()
+    with (source / "holes").open("wb") as file:
+        file.write(os.urandom(5000))
+        file.seek(50 << 20)
+        file.write(b"end")
+        file.truncate(100 << 20)
+    (source / "large").write_bytes(content := os.urandom(20 << 20))
+    assert copy(source, tmp_path / "copy") == (100 << 20) + len(content)
+    assert (tmp_path / "copy/large").read_bytes() == content
+    assert (tmp_path / "copy/holes").read_bytes() == (source / "holes").read_bytes()
+    assert (tmp_path / "copy/holes").stat().st_blocks <= 64
+
+
+@pytest.mark.requirement("R80")
+def test_a_tree_deeper_than_any_path_can_say_is_copied_and_removed(tmp_path: Path) -> None:
+    """An agent makes such trees in a second."""
+    source = tmp_path / "upper"
+    source.mkdir()
+    opened = os.open(source, os.O_RDONLY)
+    for _ in range(300):
+        os.mkdir("d" * 100, dir_fd=opened)
+        below = os.open("d" * 100, os.O_RDONLY, dir_fd=opened)
+        os.close(opened)
+        opened = below
+    os.close(os.open("last", os.O_CREAT | os.O_WRONLY, dir_fd=opened))
+    os.close(opened)
+    copy(source, tmp_path / "copy")
+    opened, depth = os.open(tmp_path / "copy", os.O_RDONLY), 0
+    while (name := next(os.scandir(opened)).name) != "last":
+        below = os.open(name, os.O_RDONLY, dir_fd=opened)
+        os.close(opened)
+        opened, depth = below, depth + 1
+    os.close(opened)
+    assert depth == 300
+    for folder in (source, tmp_path / "copy"):
+        layers.remove(folder)
+        assert not folder.exists()
+
+
+@pytest.mark.requirement("R49")
+def test_failed_copy_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    source = tmp_path / "upper"
+    (source / "a").mkdir(parents=True)
+    (tmp_path / "copy").mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(FileExistsError):
+        copy(source, tmp_path / "copy")
+    with pytest.raises(FileNotFoundError):
+        copy(tmp_path / "absent", tmp_path / "other")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

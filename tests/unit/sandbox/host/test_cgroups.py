@@ -1,0 +1,93 @@
+"""Both kinds of freezer that this machine may have: frozen is frozen, and the killed do not wait for anybody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock_sandbox.domain.model import Resources
+from penstock_sandbox.host import cgroups
+from penstock_sandbox.host.cgroups import FREEZER, Cgroups, Group
+
+
+@pytest.fixture(params=[1, 2])
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group | None]:
+    """A group whose freezer is of this version; None where the machine has no such one that we may use."""
+    mounts = [found for found in cgroups._mounts() if found[0] == request.param]
+    monkeypatch.setattr(cgroups, "_mounts", lambda: mounts)
+    name = f"penstock-freezer-test-{os.getpid()}"
+    found = Cgroups.detect(name)
+    if FREEZER not in found.controllers:
+        assert os.geteuid() != 0 or not any(FREEZER in mount[1] or mount[0] == 2 for mount in mounts)
+        cgroups.remove_parents(found.parents, name)
+        yield None
+        return
+    made = found.create("one", Resources())
+    yield made
+    for _ in range(500):
+        try:
+            made.remove()
+        except OSError:
+            time.sleep(0.002)  # the kernel notices in a moment that it is empty
+        else:
+            break
+    cgroups.remove_parents(found.parents, name)
+
+
+@pytest.mark.requirement("R40", "R55")
+def test_frozen_group_stands_still_thaws_and_can_be_killed(group: Group | None) -> None:
+    if group is None:
+        return  # declared: the backend offers no pause here
+    with subprocess.Popen(["/bin/bash", "-c", "while :; do :; done"], stdin=subprocess.DEVNULL) as process:
+        for file in group.members_files:
+            Path(file).write_text(str(process.pid))
+        for _ in range(2):
+            group.freeze()
+            _until(group.frozen)
+            before = _ticks(process.pid)
+            _burn()
+            assert _ticks(process.pid) == before
+            group.thaw()
+            _until(lambda: _ticks(process.pid) > before)  # noqa: B023 - called in the loop only
+            assert not group.frozen()
+        group.freeze()
+        _until(group.frozen)
+        group.kill_and_thaw()
+        assert process.wait(10) == -9
+
+
+def _until(holds: object) -> None:
+    for _ in range(5000):
+        if holds():  # type: ignore[operator]
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never came to that")
+
+
+def _burn() -> None:
+    """Time in which something that runs would have run: three ticks of ours."""
+    until = time.process_time() + 0.03
+    while time.process_time() < until:
+        pass
+
+
+def _ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+@pytest.mark.requirement("R51")
+def test_hastening_a_move_moves_nothing() -> None:
+    """The wait that it takes off a create must not cost this process its own place."""
+    name = f"penstock-hasten-test-{os.getpid()}"
+    found = Cgroups.detect(name)
+    before = Path("/proc/self/cgroup").read_text()
+    found.hasten()
+    Cgroups(()).hasten()
+    assert Path("/proc/self/cgroup").read_text() == before
+    cgroups.remove_parents(found.parents, name)

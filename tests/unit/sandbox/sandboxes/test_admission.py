@@ -1,0 +1,273 @@
+"""Places are taken in turn: never too many, nobody waits in vain, and no owner's queue is in another's way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.unit.sandbox.scripted_domain import opened, pass_turns
+
+from penstock_chassis.errors import Aborted, PenstockError, ResourceExhausted, Unavailable
+from penstock_sandbox.sandboxes.admission import FairQueue
+
+OWNERS = (None, "a", "b", "c")
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """Turns against a model that says who must be served next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.stamps = itertools.count()
+        # The model: those that wait, in order; since when each owner has not been served.
+        self.queue: list[tuple[str | None, asyncio.Task[None]]] = []
+        self.since: dict[str | None, int] = {}
+        self.held: list[str | None] = []
+
+    @initialize(most=st.integers(1, 4), per_owner=st.none() | st.integers(1, 3))
+    def begin(self, most: int, per_owner: int | None) -> None:
+        self.most, self.per_owner = most, per_owner
+        self.turns = FairQueue(most, per_owner)
+
+    def room(self, owner: str | None) -> bool:
+        limit = self.per_owner
+        return len(self.held) < self.most and (owner is None or limit is None or self.held.count(owner) < limit)
+
+    def run(self) -> None:
+        self.loop.run_until_complete(pass_turns(5))
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def take(self, owner: str | None) -> None:
+        had_room = self.room(owner)
+        task = self.loop.create_task(self.turns.take(owner))
+        self.run()
+        assert task.done() == had_room
+        if had_room:
+            self.held.append(owner)
+        else:
+            if owner not in {waiting for waiting, _ in self.queue}:
+                self.since[owner] = next(self.stamps)
+            self.queue.append((owner, task))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(self.held))
+        self.held.remove(owner)
+        self.turns.give_back(owner)
+        expected = []
+        while able := [waiting for waiting, _ in self.queue if self.room(waiting)]:
+            chosen = min(able, key=lambda waiting: self.since[waiting])
+            entry = next(entry for entry in self.queue if entry[0] == chosen)
+            self.queue.remove(entry)
+            self.held.append(chosen)
+            self.since[chosen] = next(self.stamps)
+            expected.append(entry[1])
+        self.run()
+        assert all(task.done() for task in expected), "who is next is served"
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.queue))
+        self.queue.remove(entry)
+        entry[1].cancel()
+        self.run()
+        assert entry[1].cancelled()
+
+    @precondition(lambda self: self.queue and self.held)
+    @rule(data=st.data())
+    def give_up_in_the_moment_of_being_served(self, data: st.DataObject) -> None:
+        """Whichever comes first, the place is not lost."""
+        freed = data.draw(st.sampled_from(self.held))
+        entry = data.draw(st.sampled_from(self.queue))
+        self.turns.give_back(freed)
+        entry[1].cancel()
+        self.run()
+        self.held.remove(freed)
+        self.queue.remove(entry)
+        served = [waiting for waiting in self.queue if waiting[1].done()]
+        for owner, task in served:
+            self.queue.remove((owner, task))
+            self.held.append(owner)
+        # The order of service is not followed through this: begin anew with what is so.
+        for owner in list(self.since):
+            del self.since[owner]
+        for owner in self.turns._queues:
+            self.since[owner] = next(self.stamps)
+
+    @invariant()
+    def nobody_waits_while_there_is_room(self) -> None:
+        assert not any(self.room(owner) and not task.done() for owner, task in self.queue)
+        assert len(self.held) <= getattr(self, "most", 0)
+
+    def teardown(self) -> None:
+        for _, task in self.queue:
+            task.cancel()
+        self.run()
+        self.loop.close()
+
+
+@pytest.mark.requirement("R26", "R51")
+def test_admission_order_is_the_models_in_any_history() -> None:
+    run_state_machine_as_test(TurnsMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
+
+
+async def refusal(work: object) -> PenstockError:
+    with pytest.raises(PenstockError) as caught:
+        await work  # type: ignore[misc]
+    return caught.value
+
+
+@pytest.mark.requirement("R51")
+async def test_create_without_a_place_waits_in_order(tmp_path: Path) -> None:
+    async with opened(tmp_path, most=1) as domain:
+        first = await domain.create()
+        waiting = [domain.begin() for _ in range(2)]
+        await pass_turns()
+        assert len(domain.sandboxes.table.matching({})) == 1, "those that wait are not there yet"
+        await domain.sandboxes.delete(first.id)
+        second = await waiting[0]
+        assert not waiting[1].done()
+        await domain.sandboxes.delete(second.id)
+        await waiting[1]
+
+
+@pytest.mark.requirement("R26")
+async def test_create_without_time_or_queue_room_is_refused_at_once(tmp_path: Path) -> None:
+    """With a delay after which to try again."""
+    async with opened(tmp_path, most=1, queued=1) as domain:
+        first = await domain.create("a")
+        error = await refusal(domain.create("b", wait_s=0))
+        assert isinstance(error, ResourceExhausted) and error.reason == "SANDBOX_LIMIT" and error.retry_after_s
+        waiting = domain.begin("b")
+        await pass_turns()
+        assert (await refusal(domain.create("b"))).reason == "SANDBOX_LIMIT"
+        # Its queue is full; another owner's is not.
+        other = domain.begin("c")
+        await pass_turns()
+        assert not other.done()
+        await domain.sandboxes.delete(first.id)
+        await domain.sandboxes.delete((await waiting).id)
+        await other
+
+
+@pytest.mark.requirement("R41")
+async def test_a_wait_ends_with_the_operators_limit(tmp_path: Path) -> None:
+    async with opened(tmp_path, most=1, queue_timeout_s=0.01) as domain:
+        await domain.create()
+        assert (await refusal(domain.create(wait_s=100))).reason == "SANDBOX_LIMIT"
+        assert len(domain.sandboxes.table.matching({})) == 1 and len(await domain.rows()) == 1
+
+
+@pytest.mark.requirement("R4", "R51")
+async def test_an_owner_at_its_limit_waits_alone(tmp_path: Path) -> None:
+    """One owner's limit is nobody else's, and preparing for all has none."""
+    async with opened(tmp_path, per_owner=1) as domain:
+        held = await domain.create("a")
+        error = await refusal(domain.create("a", wait_s=0))
+        assert isinstance(error, ResourceExhausted) and error.reason == "OWNER_LIMIT" and error.retry_after_s
+        waiting = [domain.begin("a") for _ in range(5)]
+        await pass_turns()
+        await domain.create("b")
+        await domain.sandboxes.create("", (await domain.create("c")).spec, shared=True)
+        assert not any(task.done() for task in waiting)
+        await domain.sandboxes.delete(held.id)
+        await waiting[0]
+
+
+@pytest.mark.requirement("R23", "R49")
+async def test_a_create_that_is_given_up_leaves_the_queue(tmp_path: Path) -> None:
+    async with opened(tmp_path, most=1) as domain:
+        first = await domain.create()
+        given_up = domain.begin()
+        kept = domain.begin()
+        await pass_turns()
+        given_up.cancel()
+        await pass_turns()
+        await domain.sandboxes.delete(first.id)
+        assert (await kept).id and given_up.cancelled()
+        assert len(await domain.rows()) == 1
+
+
+@pytest.mark.requirement("R51")
+async def test_concurrent_creates_are_bounded_and_owners_take_turns(tmp_path: Path) -> None:
+    async with opened(tmp_path) as domain:
+        domain.backend.creates_at_once = 2
+        domain.backend.gate.clear()
+        many = [domain.begin("many") for _ in range(10)]
+        await _until(lambda: domain.backend.in_creation == 2)
+        one = domain.begin("one")
+        await pass_turns()
+        assert len(domain.sandboxes.table.matching({})) == 2
+        domain.backend.gate.set()
+        await asyncio.gather(*many, one)
+        assert domain.backend.most_in_creation == 2
+        order = [live.view for live in domain.sandboxes.table]
+        assert "one" in [view.spec.labels["owner"] for view in order[:4]], "it did not wait for all of the others"
+
+
+@pytest.mark.requirement("R49", "R70")
+async def test_a_sandbox_that_is_deleted_while_it_is_made_is_never_there(tmp_path: Path) -> None:
+    """Who waited for it is told."""
+    async with opened(tmp_path) as domain:
+        domain.backend.gate.clear()
+        making = domain.begin("a")
+        await _until(lambda: domain.backend.in_creation == 1)
+        (view,) = domain.sandboxes.table.matching({"owner": "a"})
+        assert await domain.sandboxes.delete_labelled({"owner": "a"}) == [view.id]
+        error = await refusal(making)
+        assert isinstance(error, Aborted) and error.reason == "DELETED_MEANWHILE"
+        assert not domain.world.sandboxes and not await domain.rows()
+
+
+@pytest.mark.requirement("R24")
+async def test_stopping_service_notifies_its_waiters(tmp_path: Path) -> None:
+    async with opened(tmp_path, most=1) as domain:
+        await domain.create()
+        waiting = domain.begin()
+        await pass_turns()
+        await domain.sandboxes.drain()
+        error = await refusal(waiting)
+        assert isinstance(error, Unavailable) and error.reason == "DRAINING"
+        assert (await refusal(domain.create())).reason == "DRAINING"
+
+
+@pytest.mark.requirement("R49", "R50")
+async def test_a_service_that_stops_lets_what_was_given_up_be_cleaned_up(tmp_path: Path) -> None:
+    """Whoever gave it up, and however often."""
+    async with opened(tmp_path) as domain:
+        domain.backend.gate.clear()
+        domain.backend.cleared.clear()
+        given_up = domain.begin()
+        await _until(lambda: domain.backend.in_creation == 1)
+        given_up.cancel()
+        await pass_turns()
+        stops = [asyncio.create_task(domain.sandboxes.drain()) for _ in range(2)]
+        await pass_turns()
+        assert not any(stop.done() for stop in stops)
+        domain.backend.cleared.set()
+        await asyncio.gather(*stops)
+        assert domain.backend.cleaned_up == 1 and not domain.world.sandboxes
+
+
+async def _until(holds: object) -> None:
+    """The journal answers from a thread of its own."""
+    for _ in range(2000):
+        if holds():  # type: ignore[operator]
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to that")

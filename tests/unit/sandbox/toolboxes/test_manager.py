@@ -1,0 +1,292 @@
+"""Toolboxes: installed once, retried where that can help, whole or not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from penstock_sandbox.domain.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
+from penstock_sandbox.toolboxes.installer import Installer
+from penstock_sandbox.toolboxes.manager import Toolboxes, toolbox_hash
+
+Npm = Callable[..., Path]
+
+# Stands in for npm, at its own interface: arguments, settings and exit code. It fails the given number of times.
+NPM = """#!/bin/sh
+if [ "$1" = config ]; then
+    echo "globalconfig={folder}/machine"; echo "userconfig=$HOME/.npmrc"; echo "cafile={folder}/ca.pem"; exit 0
+fi
+cat "$npm_config_globalconfig" "$npm_config_userconfig" "$npm_config_cafile" >> {log} 2> /dev/null
+echo "proxy $HTTPS_PROXY, registry $npm_config_registry, named $NAMED, home $HOME" >> {log}
+echo run >> {log}
+echo "npm warn this is only a warning"
+echo "$TOKEN_OF_THE_SERVICE" >> {log}
+if [ $(grep -c run {log}) -le {failures} ]; then echo '{message}'; exit 1; fi
+mkdir -p node_modules/.bin && echo 'echo ran' > node_modules/.bin/tool && chmod 700 node_modules/.bin/tool
+"""
+
+
+@pytest.fixture
+def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Npm]:
+    """Puts a stand-in first in PATH; answers how often it ran."""
+    # In a place that the installer's own user can reach, which tmp_path is not when the tests run as root.
+    folder = Path(f"/tmp/penstock-test-npm-{os.getpid()}")
+    folder.mkdir(mode=0o755)
+    log = folder / "log"
+
+    def install(failures: int, message: str = "npm error network timeout") -> Path:
+        log.touch()
+        log.chmod(0o666)
+        (folder / "npm").write_text(NPM.format(folder=folder, log=log, failures=failures, message=message))
+        (folder / "npm").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        monkeypatch.setenv("TOKEN_OF_THE_SERVICE", "sk-service")
+        return log
+
+    yield install
+    for child in folder.iterdir():
+        child.unlink()
+    folder.rmdir()
+
+
+def pauseless(pauses: list[float]) -> Installer:
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    uid = 61235 if os.geteuid() == 0 else None
+    return Installer(uid, lambda seconds: asyncio.ensure_future(pause(seconds)))
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def toolboxes(tmp_path: Path, pauses: list[float]) -> Toolboxes:
+    made = Toolboxes(tmp_path / "toolboxes", pauseless(pauses))
+    made.open()
+    return made
+
+
+async def install(toolboxes: Toolboxes, spec: ToolboxSpec) -> tuple[list[str], Toolbox]:
+    lines, box = [], None
+    async for event in toolboxes.prepare(spec):
+        if isinstance(event, Toolbox):
+            box = event
+        else:
+            lines.append(event)
+    assert box is not None
+    return lines, box
+
+
+PACKAGES = ToolboxSpec("agent", npm_packages=("tool@1.0.0",))
+
+
+@pytest.mark.requirement("R56")
+async def test_a_transient_failure_is_retried_whatever_was_printed(
+    npm: Npm, toolboxes: Toolboxes, pauses: list[float]
+) -> None:
+    log = npm(failures=2)
+    lines, box = await install(toolboxes, PACKAGES)
+    assert log.read_text().count("run") == 3 and pauses == [1.0, 2.0]
+    assert any("only a warning" in line for line in lines)
+    mounted = toolboxes.mounted(box.id)
+    tool = mounted.source / "node_modules/.bin/tool"
+    # Everybody may run it, and nobody but the service may change it.
+    assert tool.stat().st_mode & 0o777 == 0o755 and tool.stat().st_uid == os.geteuid()
+    assert mounted.path[:2] == ("/opt/penstock/toolboxes/agent/bin", "/opt/penstock/toolboxes/agent/node_modules/.bin")
+
+
+@pytest.mark.requirement("R56")
+async def test_a_package_that_does_not_exist_is_not_retried(
+    npm: Npm, toolboxes: Toolboxes, pauses: list[float]
+) -> None:
+    log = npm(failures=9, message="npm error code E404")
+    with pytest.raises(Unavailable) as caught:
+        await install(toolboxes, PACKAGES)
+    assert caught.value.reason == "INSTALL_FAILED" and "E404" in caught.value.message
+    assert log.read_text().count("run") == 1 and pauses == []
+    assert toolboxes.all() == []
+
+
+@pytest.mark.requirement("R48", "R56")
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("SELF_SIGNED_CERT_IN_CHAIN", "cafile"),
+        ("UNABLE_TO_VERIFY_LEAF_SIGNATURE", "cafile"),
+        ("ETARGET", "version"),
+        ("E404", "registry"),
+        ("EBADENGINE", "Node.js"),
+    ],
+)
+async def test_permanent_failure_is_not_retried_and_gives_advice(
+    npm: Npm, toolboxes: Toolboxes, pauses: list[float], code: str, advice: str
+) -> None:
+    log = npm(failures=9, message=f"npm error code {code}\nnpm error errno {code}\nnpm error the cause\nnpm error more")
+    with pytest.raises(Unavailable) as caught:
+        await install(toolboxes, PACKAGES)
+    assert log.read_text().count("run") == 1 and pauses == []
+    assert f"({code}): the cause;" in caught.value.message and advice in caught.value.message
+    assert caught.value.metadata["permanent"] == "true"
+
+
+@pytest.mark.requirement("R56")
+async def test_each_failed_attempt_shows_the_installers_message(npm: Npm, toolboxes: Toolboxes) -> None:
+    npm(failures=2, message="npm error code ECONNRESET\nnpm error network https://me:hunter2@host/ reset")
+    lines, _ = await install(toolboxes, PACKAGES)
+    failed = [line for line in lines if line.startswith("npm install failed")]
+    assert failed == [
+        f"npm install failed (ECONNRESET): network https://***@host/ reset; again in {pause} s" for pause in (1, 2)
+    ]
+    assert "hunter2" not in "".join(lines)
+
+
+@pytest.mark.requirement("R48")
+async def test_installer_has_the_machines_and_the_users_npm_settings(
+    npm: Npm, toolboxes: Toolboxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the installer's own home and user are, and although its prefix is not the machine's."""
+    log = npm(failures=0)
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (log.parent / "machine").write_text("settings of the machine\n")
+    (log.parent / "ca.pem").write_text("a certificate\n")
+    (home / ".npmrc").write_text("settings of the user ${NAMED} ${PENSTOCK_SANDBOX_TOKENS}\n")
+    (home / ".npmrc").chmod(0o600)
+    for name, value in {
+        "HOME": str(home),
+        "HTTPS_PROXY": "http://proxy",
+        "NPM_CONFIG_PREFIX": "/elsewhere",
+        "npm_config_registry": "https://registry",
+        "NAMED": "by the settings",
+        "PENSTOCK_SANDBOX_TOKENS": "sk-penstock",
+    }.items():
+        monkeypatch.setenv(name, value)
+    lines, _ = await install(toolboxes, PACKAGES)
+    seen = log.read_text()
+    for expected in ("of the machine", "of the user", "a certificate", "proxy http://proxy", "registry https://regi"):
+        assert expected in seen
+    assert "named by the settings" in seen and f"home {home}" not in seen and "sk-penstock" not in seen
+    assert not any("settings of" in line for line in lines)
+
+
+@pytest.mark.requirement("R12")
+async def test_the_installer_sees_none_of_the_services_variables(npm: Npm, toolboxes: Toolboxes) -> None:
+    log = npm(failures=0)
+    await install(toolboxes, PACKAGES)
+    assert "sk-service" not in log.read_text()
+
+
+@pytest.mark.requirement("R57")
+async def test_callers_share_one_installation_and_later_ones_find_it(
+    npm: Npm, toolboxes: Toolboxes, tmp_path: Path, pauses: list[float]
+) -> None:
+    log = npm(failures=0)
+    made = await asyncio.gather(*(install(toolboxes, PACKAGES) for _ in range(4)))
+    assert len({box.id for _, box in made}) == 1
+    assert log.read_text().count("run") == 1
+    again = Toolboxes(tmp_path / "toolboxes", pauseless(pauses))
+    again.open()
+    assert [box.id for box in again.all()] == [made[0][1].id]
+    assert (await install(again, PACKAGES))[1].id == made[0][1].id
+    assert log.read_text().count("run") == 1
+
+
+@pytest.mark.requirement("R50")
+async def test_an_interrupted_installation_is_removed_at_the_next_start(tmp_path: Path, pauses: list[float]) -> None:
+    (tmp_path / "toolboxes" / "partial-1" / "content").mkdir(parents=True)
+    made = Toolboxes(tmp_path / "toolboxes", pauseless(pauses))
+    made.open()
+    assert list((tmp_path / "toolboxes").iterdir()) == []
+
+
+@pytest.mark.requirement("R44")
+async def test_files_are_put_in_place_with_their_modes(toolboxes: Toolboxes) -> None:
+    spec = ToolboxSpec(
+        "files",
+        runtimes=(Runtime(RuntimeKind.PYTHON, "3.9"),),
+        files=(ToolboxFile("bin/run", b"#!/bin/sh\n"), ToolboxFile("lib/data", b"x"), ToolboxFile("k", b"", 0o600)),
+    )
+    lines, box = await install(toolboxes, spec)
+    source = toolboxes.mounted(box.id).source
+    modes = {path: (source / path).stat().st_mode & 0o777 for path in ("bin/run", "lib/data", "k")}
+    assert modes == {"bin/run": 0o755, "lib/data": 0o644, "k": 0o600}
+    assert lines[0].startswith("python 3.")
+
+
+@pytest.mark.requirement("R70")
+async def test_a_toolbox_in_use_stays(toolboxes: Toolboxes) -> None:
+    _, box = await install(toolboxes, ToolboxSpec("used", files=(ToolboxFile("a", b"x"),)))
+    toolboxes.hold([box.id])
+    with pytest.raises(FailedPrecondition):
+        await toolboxes.delete(box.id)
+    toolboxes.release([box.id])
+    for _ in range(2):
+        await toolboxes.delete(box.id)
+    with pytest.raises(NotFound):
+        toolboxes.mounted(box.id)
+
+
+@pytest.mark.requirement("R48")
+async def test_a_runtime_that_is_not_there_is_named_with_what_to_install(toolboxes: Toolboxes) -> None:
+    with pytest.raises(FailedPrecondition) as caught:
+        await install(toolboxes, ToolboxSpec("old", runtimes=(Runtime(RuntimeKind.NODE, "99.0"),)))
+    assert caught.value.reason == "RUNTIME_MISSING" and "install" in caught.value.message
+
+
+@pytest.mark.requirement("R42", "R64")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ToolboxSpec("Bad Name"),
+        ToolboxSpec("../x"),
+        ToolboxSpec("x", npm_packages=("tool",)),
+        ToolboxSpec("x", npm_packages=("tool@latest",)),
+        ToolboxSpec("x", npm_packages=("--flag@1",)),
+        ToolboxSpec("x", npm_packages=("https://example.com/x.tgz@1",)),
+        ToolboxSpec("x", files=(ToolboxFile("../escape", b""),)),
+        ToolboxSpec("x", files=(ToolboxFile("/absolute", b""),)),
+        ToolboxSpec("x", path_directories=("a:b",)),
+    ],
+)
+async def test_a_malformed_spec_is_refused_by_field(toolboxes: Toolboxes, spec: ToolboxSpec) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await install(toolboxes, spec)
+    assert caught.value.violations
+
+
+@pytest.mark.requirement("R25")
+def test_the_id_is_the_contents() -> None:
+    one = ToolboxSpec("x", files=(ToolboxFile("bin/a", b"1"), ToolboxFile("b", b"2")))
+    same = ToolboxSpec("x", files=(ToolboxFile("b", b"2"), ToolboxFile("bin/a", b"1", 0o755)))
+    other = ToolboxSpec("x", files=(ToolboxFile("b", b"2"), ToolboxFile("bin/a", b"3")))
+    assert toolbox_hash(one) == toolbox_hash(same) != toolbox_hash(other)
+
+
+@pytest.mark.requirement("R48")
+@pytest.mark.parametrize(
+    "record", ["", "[]", '"x"', '{"name": "agent"}', b"\xff", '{"name": "a", "runtimes": [["node"]]}', "[" * 100_000]
+)
+async def test_toolbox_with_an_unreadable_record_is_made_anew(
+    tmp_path: Path, pauses: list[float], record: str | bytes
+) -> None:
+    """Damaged, or of another version; the service comes up all the same."""
+    spec = ToolboxSpec("agent", files=(ToolboxFile("bin/tool", b"echo"),))
+    first = Toolboxes(tmp_path / "toolboxes", pauseless(pauses))
+    first.open()
+    _, kept = await install(first, ToolboxSpec("other", files=(ToolboxFile("bin/tool", b"echo"),)))
+    _, broken = await install(first, spec)
+    path = tmp_path / "toolboxes" / broken.id / "toolbox.json"
+    path.write_bytes(record if isinstance(record, bytes) else record.encode())
+    again = Toolboxes(tmp_path / "toolboxes", pauseless(pauses))
+    again.open()
+    assert [box.id for box in again.all()] == [kept.id]
+    _, made = await install(again, spec)
+    assert made.id == broken.id

@@ -1,0 +1,394 @@
+"""Importers: what is carried over, what is refused by name, and what the graders make of pytest's words."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support import foreign_tasks
+
+from penstock.client import ConfigurationError, InvalidArgument, Limits, Resources, Task
+from penstock.client.tasks.spec import SandboxChoice
+from penstock.client.tasks.yaml import YamlFile
+from penstock.tasks import importers as package
+from penstock.tasks.importers import Choices, import_tasks
+from penstock.tasks.importers.common import Folder, Refused
+from penstock.tasks.importers.dockerfile import contents
+
+PROGRAMS = Path(package.__file__).parent / "programs"
+
+
+def only(form: str, source: Path, destination: Path, choices: Choices | None = None) -> Task:
+    """The one task of a source."""
+    (found,) = import_tasks(form, source, destination, choices)
+    assert found.folder is not None, found.problem
+    return Task.load(found.folder)
+
+
+def refusal(form: str, source: Path, destination: Path, choices: Choices | None = None) -> str:
+    """Why the one task of a source is refused; nothing is left of it."""
+    (found,) = import_tasks(form, source, destination, choices)
+    assert found.folder is None
+    assert list(destination.iterdir()) == []
+    return found.problem
+
+
+def test_a_harbor_task_keeps_its_image_its_limits_and_its_resources(tmp_path: Path) -> None:
+    """Issue 6, point 6: times, sizes, root and metadata are what they were."""
+    more = 'storage_mb = 1024\ndocker_image = "registry.example/sum:1"\n'
+    more += 'env = { TOKEN = "${TOKEN}", LEVEL = "${LEVEL:-2}" }\n'
+    foreign_tasks.harbor(tmp_path / "sum", more=more)
+    task = only("harbor", tmp_path / "sum", tmp_path / "out", Choices(env={"TOKEN": "t"}))
+    assert task.sandbox == SandboxChoice(
+        image="registry.example/sum:1",
+        user="root",
+        resources=Resources(cpu=1.0, memory_bytes=512 << 20, disk_bytes=1 << 30),
+    )
+    assert task.limits == Limits(prepare=300.0, agent=90.0, verify=90.0)
+    assert dict(task.env) == {"TOKEN": "t", "LEVEL": "2"}
+    assert task.metadata["difficulty"] == "easy"
+    assert task.verifier is not None
+    assert {file.path for file in task.verifier.files} >= {"/tests/test.sh", "/tests/data/expected"}
+    assert next(file.mode for file in task.verifier.files if file.path == "/tests/test.sh") == 0o755
+    assert not [file.path for file in task.files], "neither tests nor solution are in the agent's sandbox"
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("files", "more", "named"),
+    [
+        ({}, "gpus = 1\n", "gpus"),
+        ({}, "healthcheck = { command = 'x' }\n", "healthcheck"),
+        ({}, "env = { KEY = '${SECRET}' }\n", "--env SECRET=VALUE"),
+        ({"environment/docker-compose.yaml": "services: {}\n"}, "", "several containers"),
+        ({}, "[steps]\nx = 1\n", "steps"),
+        ({"task.toml": "= nonsense"}, "", "nvalid"),
+    ],
+)
+def test_unsupported_wishes_of_a_harbor_task_are_refused_by_name(
+    tmp_path: Path, files: dict[str, str], more: str, named: str
+) -> None:
+    """Nothing that would change what a task means is left out silently."""
+    foreign_tasks.harbor(tmp_path / "sum", more=more)
+    foreign_tasks.write(tmp_path / "sum", files)
+    assert named in refusal("harbor", tmp_path / "sum", tmp_path / "out")
+
+
+@pytest.mark.requirement("R75")
+def test_a_link_that_leads_out_of_a_task_is_not_followed(tmp_path: Path) -> None:
+    """R75's spirit: importing what others wrote reads nothing else of this machine."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    (tmp_path / "sum" / "tests" / "passwd").symlink_to("/etc/passwd")
+    assert "link" in refusal("harbor", tmp_path / "sum", tmp_path / "out")
+
+
+@pytest.mark.requirement("R75")
+@pytest.mark.parametrize("name", ["instruction.md", "tests", "solution", "environment"])
+def test_no_part_of_a_task_is_itself_a_link(tmp_path: Path, name: str) -> None:
+    """R75's spirit: what a stranger's task names is not the importer's own files."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    part = tmp_path / "sum" / name
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    assert "link" in refusal("harbor", tmp_path / "sum", tmp_path / "out")
+
+
+@pytest.mark.requirement("R63")
+def test_a_task_of_the_wrong_form_is_refused_and_ends_no_other(tmp_path: Path) -> None:
+    """Each by its own name, nothing half-made stays, and the rest is imported."""
+    foreign_tasks.harbor(tmp_path / "all" / "a-bad")
+    foreign_tasks.harbor(tmp_path / "all" / "b-good")
+    config = tmp_path / "all" / "a-bad" / "task.toml"
+    config.write_text(config.read_text().replace("[environment]", "[environment]\ncpus = 'two'"))
+    bad, good = sorted(import_tasks("harbor", tmp_path / "all", tmp_path / "out"), key=lambda item: item.name)
+    assert bad.problem and bad.folder is None and good.folder is not None
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b-good"]
+
+
+@pytest.mark.requirement("R63")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"task.yaml": "instruction: x\nparser_name: swelancer\n"}, "parser_name swelancer"),
+        ({"task.yaml": "instruction: x\nrun_tests_in_same_shell: true\n"}, "run_tests_in_same_shell"),
+        ({"docker-compose.yaml": "services: {client: {}, server: {}}\n"}, "2 services"),
+        ({"task.yaml": "descriptions: []\n"}, "no instruction"),
+    ],
+)
+def test_unsupported_wishes_of_a_terminal_bench_task_are_refused_by_name(
+    tmp_path: Path, change: dict[str, str], named: str
+) -> None:
+    """As above."""
+    foreign_tasks.terminal_bench(tmp_path / "sum")
+    foreign_tasks.write(tmp_path / "sum", change)
+    assert named in refusal("terminal-bench", tmp_path / "sum", tmp_path / "out")
+
+
+@pytest.mark.requirement("R75")
+def test_neither_tests_nor_solution_come_into_a_terminal_bench_task_s_image(tmp_path: Path) -> None:
+    """The form keeps its build context beside them."""
+    foreign_tasks.terminal_bench(tmp_path / "sum")
+    task = only("terminal-bench", tmp_path / "sum", tmp_path / "out")
+    assert task.build is not None
+    assert {path.name for path in task.build.iterdir()} == {"Dockerfile", "numbers.txt"}
+    assert task.solution is not None
+    assert [file.path for file in task.solution.files] == ["/oracle/solution.sh"]
+
+
+def test_scripts_that_install_from_the_network_are_listed(tmp_path: Path) -> None:
+    """Issue 6, point 6: a verifier has no network, and such a test would never have one pass."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    foreign_tasks.write(tmp_path / "sum", {"tests/test.sh": "apt-get update\ncurl -LsSf https://astral.sh/uv | sh\n"})
+    (found,) = import_tasks("harbor", tmp_path / "sum", tmp_path / "out")
+    assert any("test.sh seems to install" in note for note in found.notes)
+
+
+@pytest.mark.requirement("R54")
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("RUN make", "RUN"),
+        ("COPY --from=x a b", "--from"),
+        ("COPY absent /", "not exist"),
+        ("COPY ../x /", "outside"),
+    ],
+)
+def test_an_importer_without_images_refuses_dockerfiles_that_do_more_than_copy(
+    tmp_path: Path, line: str, named: str
+) -> None:
+    """No silent downgrade to a sandbox that lacks what the image has."""
+    (tmp_path / "x").write_text("x")
+    context = foreign_tasks.write(tmp_path / "context", {"Dockerfile": f"FROM a\n{line}\n"})
+    with pytest.raises(Refused, match=named):
+        contents(context)
+
+
+def test_an_importer_without_images_puts_copies_where_docker_does(tmp_path: Path) -> None:
+    """Issue 6, point 6: relative and absolute targets, directories, several sources, lines that go on."""
+    context = foreign_tasks.write(
+        tmp_path,
+        {
+            "Dockerfile": (
+                "# comment\nFROM a AS b\nWORKDIR /app\nWORKDIR sub\nENV A=1 \\\n    B='two words'\nENV C three words\n"
+                'COPY a.txt ./\nCOPY a.txt renamed.txt\nCOPY data /data\nCOPY ["a.txt", "b.txt", "/both/"]\nCMD ["x"]\n'
+            ),
+            "a.txt": "a",
+            "b.txt": "b",
+            "data/c.txt": "c",
+        },
+    )
+    found = contents(context)
+    assert found.workdir == "/app/sub"
+    assert found.env == {"A": "1", "B": "two words", "C": "three words"}
+    assert [(path.name, place) for path, place in found.copies] == [
+        ("a.txt", "/app/sub/a.txt"),
+        ("a.txt", "/app/sub/renamed.txt"),
+        ("data", "/data"),
+        ("a.txt", "/both/a.txt"),
+        ("b.txt", "/both/b.txt"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
+        ({"FAIL_TO_PASS": "[oops"}, "neither a list"),
+        ({"FAIL_TO_PASS": '"test_a"'}, "neither a list"),
+        ({"FAIL_TO_PASS": {"test_a": 1}}, "neither a list"),
+        ({"FAIL_TO_PASS": ["test_a (mod.Case)"]}, "not a test of pytest"),
+        ({"problem_statement": ""}, "no problem_statement"),
+        ({"problem_statement": "half a pair: \ud83d"}, "unexpected form"),
+        ({"test_patch": "diff --git a/../x b/../x\n"}, "leads out"),
+        ({"image": ""}, "names no image"),
+    ],
+)
+def test_a_record_that_cannot_be_graded_is_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    """Issue 6, point 6: nothing is guessed of a record."""
+    (tmp_path / "r.jsonl").write_text(json.dumps(foreign_tasks.record("abc", **{"image": "i", **change})))
+    assert named in refusal("swe", tmp_path / "r.jsonl", tmp_path / "out")
+
+
+def test_records_come_as_lines_as_a_list_and_as_parquet(tmp_path: Path) -> None:
+    """Issue 6, point 6: whatever holds the records, they become the same task."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    record = foreign_tasks.record("abc", image="i", FAIL_TO_PASS=["tests/test_sums.py::TestAdd::test_add[up]"])
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "r.json").write_text(json.dumps([record]))
+    parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "r.parquet")
+    tasks = [only("swe", tmp_path / f"r.{kind}", tmp_path / kind) for kind in ("jsonl", "json", "parquet")]
+    assert tasks[0] == tasks[1] == tasks[2]
+    assert tasks[0].sandbox == SandboxChoice(image="i", user="root")
+    assert tasks[0].task_id == "kiwi__sums-1"
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u0085", "\x0b", "\x1e"])
+def test_a_text_of_a_record_may_have_any_line_end(tmp_path: Path, end: str) -> None:
+    """Issue 7, point 21: JSON Lines end with a line feed alone; the others made the whole file unreadable."""
+    said = f"before{end}after"
+    record = foreign_tasks.record("abc", image="i", problem_statement="MARK")
+    text = json.dumps(record, ensure_ascii=False).replace("MARK", said if end > "\x1f" else json.dumps(said)[1:-1])
+    (tmp_path / "r.jsonl").write_text(f"{text}\r\n\n{text.replace('kiwi__sums-1', 'other')}", encoding="utf-8")
+    found = list(import_tasks("swe", tmp_path / "r.jsonl", tmp_path / "out"))
+    assert [one.problem for one in found] == ["", ""]
+    assert {Task.load(one.folder).instruction for one in found if one.folder is not None} == {said}
+
+
+@given(
+    st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("\x85\u2028\r\n\t :#'\"|")), min_size=1)
+)
+def test_an_imported_text_is_read_back_unchanged(text: str) -> None:
+    """Issue 7, point 21: a line end of Unicode's became a space in the instruction of an imported task."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Folder(Path(place), "t")
+        (made,) = [folder.filled(lambda: folder.content.update(instruction=text))]
+        assert made.folder is not None
+        assert YamlFile(made.folder / "task.yaml").content["instruction"] == text
+
+
+@pytest.mark.requirement("R48")
+def test_an_importer_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing optional package is a named error."""
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "r.parquet").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"penstock\[parquet\]"):
+        import_tasks("swe", tmp_path / "r.parquet", tmp_path / "out")
+
+
+def test_missing_format_missing_source_and_taken_place_are_typed_errors(tmp_path: Path) -> None:
+    """Issue 6, point 6: nothing of a person's is overwritten."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    with pytest.raises(InvalidArgument, match="formats: harbor, terminal-bench, swe"):
+        import_tasks("inspect", tmp_path, tmp_path / "out")
+    with pytest.raises(InvalidArgument, match="there is no"):
+        import_tasks("harbor", tmp_path / "absent", tmp_path / "out")
+    with pytest.raises(InvalidArgument, match="no task in the format"):
+        import_tasks("harbor", tmp_path / "sum" / "tests", tmp_path / "out")
+    import_tasks("harbor", tmp_path / "sum", tmp_path / "out")
+    with pytest.raises(InvalidArgument, match="exists"):
+        import_tasks("harbor", tmp_path / "sum", tmp_path / "out")
+
+
+# The graders themselves ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grader() -> ModuleType:
+    """The program that grades records, as a module."""
+    described = importlib.util.spec_from_file_location("swe_grade", PROGRAMS / "swe_grade.py")
+    assert described is not None
+    assert described.loader is not None
+    module = importlib.util.module_from_spec(described)
+    described.loader.exec_module(module)
+    return module
+
+
+REPORT = """<testsuites><testsuite>
+<testcase file="tests/a/test_x.py" classname="tests.a.test_x.TestOne.TestIn" name="test_b[1]"/>
+<testcase file="tests/a/test_x.py" classname="tests.a.test_x" name="test_c"><failure>no</failure></testcase>
+<testcase file="tests/a/test_x.py" classname="tests.a.test_x" name="test_d"><skipped/></testcase>
+<testcase file="tests/a/test_x.py" classname="tests.a.test_x" name="test_e[with blank]"/>
+<testcase file="tests/a/test_x.py" classname="tests.a.test_x" name="test_f"/>
+<testcase file="tests/a/test_x.py" classname="tests.a.test_x" name="test_f"><error>teardown</error></testcase>
+<testcase classname="" name="tests/broken.py"><error>collection</error></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "outcome"),
+    [
+        ("tests/a/test_x.py::TestOne::TestIn::test_b[1]", "passed"),
+        ("tests/a/test_x.py::TestOne::TestIn::test_b", "passed"),
+        ("tests/a/test_x.py::test_c", "failure"),
+        ("tests/a/test_x.py::test_d", "skipped"),
+        ("tests/a/test_x.py::test_e[with", "passed"),
+        ("tests/a/test_x.py::test_f", "error"),
+        ("test_c", "failure"),
+        ("tests/a/test_x.py::test_absent", "absent"),
+        ("tests/broken.py::test_z", "absent"),
+    ],
+)
+def test_each_test_of_a_record_is_found_in_pytest_s_report(
+    grader: ModuleType, tmp_path: Path, wanted: str, outcome: str
+) -> None:
+    """Issue 6, point 6: node ids are made of what the report says, names cut at a blank are recognised."""
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert grader.outcome_of(wanted, grader.results(str(tmp_path / "report.xml"))) == outcome
+
+
+_NAMES = st.lists(st.sampled_from("abcdef"), unique=True, max_size=6)
+
+
+@given(_NAMES, _NAMES, st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["passed", "failure", "skipped"])))
+def test_record_is_resolved_exactly_when_all_its_tests_are(
+    grader: ModuleType, fail: list[str], keep: list[str], outcomes: dict[str, str]
+) -> None:
+    """Issue 6, point 6: all or nothing in binary, the share of tests as a fraction, both within 0 and 1."""
+    fail = fail or ["a"]
+    found = {f"t.py::{name}": outcome for name, outcome in outcomes.items()}
+    task = {
+        "fail_to_pass": [f"t.py::{name}" for name in fail],
+        "pass_to_pass": [f"t.py::{name}" for name in keep],
+        "reward": "binary",
+    }
+    good = [outcomes.get(name) == "passed" for name in fail]
+    good += [outcomes.get(name) in ("passed", "skipped") for name in keep]
+    assert grader.judge(task, found)["reward"] == float(all(good))
+    assert grader.judge({**task, "reward": "fraction"}, found)["reward"] == pytest.approx(sum(good) / len(good))
+
+
+@pytest.mark.requirement("R74")
+@pytest.mark.parametrize(
+    ("said", "how", "reward"),
+    [
+        ("{head}\nPASSED a\nPASSED b\n{end}\n", "binary", (1.0, 2, 0)),
+        ("{head}\nPASSED a\nFAILED b - x\n{end}\n", "binary", (0.0, 1, 1)),
+        ("{head}\nPASSED a\nERROR b - x\n{end}\n", "fraction", (0.5, 1, 1)),
+        ("\033[36m{head}\033[0m\n\033[32mPASSED\033[0m a\r\n", "binary", (1.0, 1, 0)),
+        ("PASSED before any summary\n", "binary", None),
+        ("{head}\n{end}\n", "binary", None),
+        ("", "binary", None),
+    ],
+)
+def test_pytest_summary_is_read_as_terminal_bench_does(
+    tmp_path: Path, said: str, how: str, reward: tuple[float, int, int] | None
+) -> None:
+    """Tests that never ran are not graded, which is not zero."""
+    said = said.format(head="=== short test summary info ===", end="=== 2 failed in 0.1s ===")
+    tests = tmp_path / "tests"
+    foreign_tasks.write(tests, {"said.txt": said, "run-tests.sh": f"cat {tests}/said.txt\n"})
+    # The program as it is, but for the place of /tests.
+    program = (PROGRAMS / "terminal_bench.sh").read_text().replace("/tests", str(tests))
+    foreign_tasks.write(tmp_path / "grade", {"terminal_bench.sh": program, "manifest": "said.txt\nrun-tests.sh\n"})
+    environment = {**os.environ, "PENSTOCK_REWARD_FILE": str(tmp_path / "reward")}
+    argv = ["sh", str(tmp_path / "grade" / "terminal_bench.sh"), how]
+    subprocess.run(argv, env=environment, check=True, capture_output=True)
+    written = (tmp_path / "reward").read_text()
+    if reward is None:
+        assert written == ""
+        return
+    value, passed, failed = reward
+    assert json.loads(written) == {"reward": value, "components": {"passed": passed, "failed": failed}}
+
+
+def test_written_task_is_the_same_for_any_directory_order(tmp_path: Path) -> None:
+    """Issue 6, point 6: importing twice gives the same task, so that an evaluation may go on."""
+    foreign_tasks.harbor(tmp_path / "sum")
+    choices = replace(Choices(), resources=False)
+    assert (
+        only("harbor", tmp_path / "sum", tmp_path / "one", choices).verifier
+        == only("harbor", tmp_path / "sum", tmp_path / "two", choices).verifier
+    )
