@@ -225,10 +225,13 @@ func fromRPC(ctx context.Context, err error, from *service) *Error {
 		failure.Message = fmt.Sprintf("The call to %s failed with %s.", from.peer, said.Code())
 	}
 	switch {
-	case ctx.Err() != nil:
+	case ctx.Err() != nil || failure.Reason == "TRANSPORT_DEADLINE_EXCEEDED" && almostOver(ctx):
 		failure.cause = ctx.Err()
+		if failure.cause == nil {
+			failure.cause = context.DeadlineExceeded
+		}
 		failure.Kind, failure.Reason = ErrCancelled, "TRANSPORT_CANCELLED"
-		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		if errors.Is(failure.cause, context.DeadlineExceeded) {
 			failure.Kind, failure.Reason = ErrDeadlineExceeded, "TRANSPORT_DEADLINE_EXCEEDED"
 		}
 	case failure.Reason == "TRANSPORT_UNAVAILABLE":
@@ -252,6 +255,13 @@ func fromRPC(ctx context.Context, err error, from *service) *Error {
 		failure.Message += fmt.Sprintf(" The token that was sent is from %s.", from.token.origin)
 	}
 	return failure
+}
+
+// almostOver reports whether the context's deadline is so near that a service may have seen it pass first: the deadline
+// is sent with the call, and the service counts it by its own clock.
+func almostOver(ctx context.Context) bool {
+	deadline, has := ctx.Deadline()
+	return has && time.Until(deadline) < time.Second
 }
 
 // broken reports whether a stream ended that can be taken up where it was: the service went away, or it was not read.

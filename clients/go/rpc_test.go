@@ -29,6 +29,22 @@ func refusal(t *testing.T, code codes.Code, message string, details ...protoadap
 	return said.Err()
 }
 
+// A service counts a caller's deadline by its own clock, so it may end the call before the caller's own timer fires.
+func TestTheCallersDeadlineIsItsOwnWhoeverSeesItPass(t *testing.T) {
+	server, ps := serve(t)
+	server.getRollout = func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error) {
+		return nil, status.Error(codes.DeadlineExceeded, "Deadline Exceeded")
+	}
+	for allowed, expected := range map[time.Duration]bool{900 * time.Millisecond: true, time.Hour: false} {
+		ctx, cancel := context.WithTimeout(context.Background(), allowed)
+		_, err := ps.Rollouts.Get(ctx, "r")
+		cancel()
+		if !errors.Is(err, ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) != expected {
+			t.Errorf("with %v it came as %#v", allowed, err)
+		}
+	}
+}
+
 // What a service says of an error arrives: its reason, the fields, the facts, when to try again (R26, R63).
 func TestAnErrorArrivesWithAllThatTheServiceSaid(t *testing.T) {
 	server, ps := serve(t)
