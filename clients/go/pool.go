@@ -24,7 +24,7 @@ type pool struct {
 	closed bool
 }
 
-// newPool opens the first connection, so that an address that is invalid is told now.
+// newPool opens the first connection, so that an invalid address fails at once.
 func newPool(dial func() (*grpc.ClientConn, error)) (*pool, error) {
 	first, err := dial()
 	if err != nil {

@@ -16,7 +16,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.driver.v1 import rollout_pb2
 from penstock.sandbox.v1 import process_service_pb2, sandbox_pb2, sandbox_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values import ValueMismatch, from_proto, reader, to_proto, writer
+from penstock.values import ValueMismatch, from_proto, numbers, reader, to_proto, writer
 
 pytestmark = pytest.mark.requirement("R63", "R64")
 
@@ -252,7 +252,7 @@ SPAN = completion_pb2.PolicyVersionSpan
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: from_proto(Short, SPAN()), r"Short has no field for penstock\.chat\.v1\.PolicyVersionSpan\.end"),
         (lambda: to_proto(Short(1, 2), SPAN), r"Short has no field for .*end"),
@@ -283,9 +283,9 @@ SPAN = completion_pb2.PolicyVersionSpan
         (lambda: writer(Long, trajectory_pb2.TurnSpan)(Long(1, 2, 3)), r"Long\.policy_version"),
     ],
 )
-def test_what_does_not_fit_is_an_error_that_names_the_field(make: Callable[[], Any], told: str) -> None:
+def test_what_does_not_fit_is_an_error_that_names_the_field(make: Callable[[], Any], message: str) -> None:
     """Fields that one side alone has, types that differ, exceptions that name nothing."""
-    with pytest.raises(ValueMismatch, match=told):
+    with pytest.raises(ValueMismatch, match=message):
         make()
 
 
@@ -294,3 +294,16 @@ def test_an_error_of_a_function_shows_its_line() -> None:
     with pytest.raises(TypeError) as caught:
         write_times(Times("soon", None, None, "oom"))  # type: ignore[arg-type]
     assert "duration=c_duration_s(it.duration_s)" in "".join(str(entry) for entry in caught.traceback)
+
+
+def test_numbers_of_an_enum_are_found_by_the_names_of_its_members() -> None:
+    """The class's enum may lack some of the proto's, and may have a name of its own for what is unspecified."""
+
+    class Finish(Enum):
+        STOP = "s"
+        NONE = "n"
+
+    finish = numbers(Finish, chat_pb2.FinishReason, unspecified=Finish.NONE)
+    assert finish == {Finish.STOP: chat_pb2.FINISH_REASON_STOP, Finish.NONE: 0}
+    with pytest.raises(ValueMismatch, match=r"FinishReason has no NONE, which Finish has"):
+        numbers(Finish, chat_pb2.FinishReason)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from penstock.driver.v1 import rollout_pb2
@@ -57,6 +59,8 @@ class RolloutUseCases:
         self._agents = agents
         self._preflight = preflight
         self._captures = captures
+        self._beginning: Counter[str] = Counter()
+        self._deleting: Counter[str] = Counter()
 
     async def create(self, key: RequestKey, request: rollout_pb2.RolloutSpec, rollout_id: str = "") -> Record:
         """Check, record and start a rollout; an empty `rollout_id` is replaced by a fresh one."""
@@ -100,36 +104,44 @@ class RolloutUseCases:
 
         Must not be cancelled in between: a rollout that is recorded but not started would never end.
         """
-        try:
-            await self._records.create(key, records, group)
-        except AlreadyExists:
-            known = await self._records.known_request(key)
-            if known is None:
-                raise
-            return known
-        self._manager.start(spec, records, group)
+        ids = [record.rollout_id for record in records] + ([group.group_id] if group else [])
+        if self._deleting.keys() & set(ids):
+            message = "the rollout or group with this id is being deleted: try again, or choose another id"
+            raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
+        with _counted(self._beginning, ids):
+            try:
+                await self._records.create(key, records, group)
+            except AlreadyExists:
+                known = await self._records.known_request(key)
+                if known is None:
+                    raise
+                return known
+            self._manager.start(spec, records, group)
         return group.group_id if group else records[0].rollout_id
 
     async def delete(self, rollout_ids: Sequence[str]) -> None:
         """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
-        if any(map(self._manager.is_running, rollout_ids)):
+        if any(self._manager.is_running(each) or each in self._beginning for each in rollout_ids):
             raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
-        if await self._records.with_pending_cleanup(rollout_ids):
-            # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
-            message = "the rollout's clean-up is still pending: try again later"
-            raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
-        for rollout_id in rollout_ids:
-            await self._captures.delete(rollout_id)
-            await self._manager.delete(rollout_id)
+        # No rollout of the same id begins meanwhile: it would lose its events and its capture.
+        with _counted(self._deleting, rollout_ids):
+            if await self._records.with_pending_cleanup(rollout_ids):
+                # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
+                message = "the rollout's clean-up is still pending: try again later"
+                raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
+            for rollout_id in rollout_ids:
+                await self._captures.delete(rollout_id)
+                await self._manager.delete(rollout_id)
 
     async def delete_group(self, group_id: str) -> None:
         """Delete a group and its rollouts; idempotent."""
-        try:
-            group = await self._records.group(group_id)
-        except NotFound:
-            return
-        await self.delete(group.rollout_ids)
-        await self._records.delete_group(group_id)
+        with _counted(self._deleting, [group_id]):
+            try:
+                group = await self._records.group(group_id)
+            except NotFound:
+                return
+            await self.delete(group.rollout_ids)
+            await self._records.delete_group(group_id)
 
     async def wait_group(self, group_id: str, timeout_s: float | None) -> GroupRecord:
         """Return a group once all its rollouts have ended, or after `timeout_s`.
@@ -246,3 +258,16 @@ async def _within(signal: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+@contextmanager
+def _counted(ids: Counter[str], added: Sequence[str]) -> Iterator[None]:
+    """Hold ids in a counter; it keeps none that nobody holds."""
+    ids.update(added)
+    try:
+        yield
+    finally:
+        ids.subtract(added)
+        for each in added:
+            if not ids[each]:
+                del ids[each]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Value
 
 from penstock.driver.v1 import agent_pb2, agent_service_pb2
 from penstock.sandbox.v1 import toolbox_service_pb2
+from penstock.values import numbers
 from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.agents.output_events import EventKind
@@ -23,33 +24,10 @@ from penstock_driver.wire.converters import (
     toolbox_to_proto,
 )
 
-EVENT_KINDS: Final[Mapping[EventKind, agent_pb2.AgentEventKind.ValueType]] = {
-    EventKind.IGNORED: agent_pb2.AGENT_EVENT_KIND_UNSPECIFIED,
-    EventKind.ASSISTANT: agent_pb2.AGENT_EVENT_KIND_ASSISTANT,
-    EventKind.REASONING: agent_pb2.AGENT_EVENT_KIND_REASONING,
-    EventKind.TOOL_CALL: agent_pb2.AGENT_EVENT_KIND_TOOL_CALL,
-    EventKind.TOOL_RESULT: agent_pb2.AGENT_EVENT_KIND_TOOL_RESULT,
-    EventKind.ERROR: agent_pb2.AGENT_EVENT_KIND_ERROR,
-    EventKind.DONE: agent_pb2.AGENT_EVENT_KIND_DONE,
-    EventKind.OTHER: agent_pb2.AGENT_EVENT_KIND_OTHER,
-}
-_METHODS: Final = {
-    PromptDelivery.FILE: agent_pb2.InstructionDelivery.METHOD_FILE,
-    PromptDelivery.STDIN: agent_pb2.InstructionDelivery.METHOD_STDIN,
-    PromptDelivery.ARGV: agent_pb2.InstructionDelivery.METHOD_ARGV,
-    PromptDelivery.CONFIG: agent_pb2.InstructionDelivery.METHOD_CONFIG,
-}
-_TYPES: Final = {
-    OptionType.STRING: agent_pb2.AgentOption.TYPE_STRING,
-    OptionType.INTEGER: agent_pb2.AgentOption.TYPE_INTEGER,
-    OptionType.NUMBER: agent_pb2.AgentOption.TYPE_NUMBER,
-    OptionType.BOOLEAN: agent_pb2.AgentOption.TYPE_BOOLEAN,
-}
-_SOURCES: Final = {
-    EventSource.NONE: agent_pb2.EventMapping.SOURCE_NONE,
-    EventSource.STDOUT_JSON_LINES: agent_pb2.EventMapping.SOURCE_STDOUT_JSON_LINES,
-    EventSource.STDOUT_LINES: agent_pb2.EventMapping.SOURCE_STDOUT_LINES,
-}
+EVENT_KINDS = numbers(EventKind, agent_pb2.AgentEventKind, unspecified=EventKind.IGNORED)
+_METHODS = numbers(PromptDelivery, agent_pb2.InstructionDelivery.Method)
+_TYPES = numbers(OptionType, agent_pb2.AgentOption.Type)
+_SOURCES = numbers(EventSource, agent_pb2.EventMapping.Source)
 
 
 def agent_to_proto(agent: Agent) -> agent_service_pb2.Agent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -12,7 +11,7 @@ from pydantic import JsonValue
 
 from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2, toolbox_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values import reader, writer
+from penstock.values import numbers, reader, writer
 from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.agents.launch import FileToWrite
@@ -22,16 +21,8 @@ from penstock_driver.domain.ports import Command, CommandResult, Exit, ExitReaso
 _DEFAULT_PAGE: Final = 100
 _MAX_PAGE: Final = 1000
 
-DIALECTS: Final[Mapping[Dialect, trajectory_pb2.Dialect.ValueType]] = {
-    Dialect.CHAT_COMPLETIONS: trajectory_pb2.DIALECT_CHAT_COMPLETIONS,
-    Dialect.RESPONSES: trajectory_pb2.DIALECT_RESPONSES,
-    Dialect.MESSAGES: trajectory_pb2.DIALECT_MESSAGES,
-    Dialect.GENERATE_CONTENT: trajectory_pb2.DIALECT_GENERATE_CONTENT,
-}
-RUNTIMES: Final = {
-    RuntimeKind.PYTHON: toolbox_service_pb2.RUNTIME_KIND_PYTHON,
-    RuntimeKind.NODE: toolbox_service_pb2.RUNTIME_KIND_NODE,
-}
+DIALECTS: Final = numbers(Dialect, trajectory_pb2.Dialect)
+RUNTIMES: Final = numbers(RuntimeKind, toolbox_service_pb2.RuntimeKind)
 _REASONS: Final = {process_service_pb2.ExitReason.Value(f"EXIT_REASON_{reason.value}"): reason for reason in ExitReason}
 _DEFAULT_MODE: Final = 0o644
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
-from penstock.values import reader, to_proto, writer
+from penstock.values import numbers, reader, to_proto, writer
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_inference.engines.base import (
@@ -36,22 +36,9 @@ from penstock_inference.logprob_diff import Gap
 from penstock_inference.rpc import messages
 from penstock_inference.weights.model_files import TokenizerDirectory
 
-_LOGPROBS_MODES = {
-    LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
-    LogprobsMode.RAW: completion_pb2.LOGPROBS_MODE_RAW,
-    LogprobsMode.SCRIPTED: completion_pb2.LOGPROBS_MODE_SCRIPTED,
-    LogprobsMode.NONE: completion_pb2.LOGPROBS_MODE_UNSPECIFIED,
-}
-_FINISH_REASONS = {
-    FinishReason.STOP: chat_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: chat_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: chat_pb2.FINISH_REASON_ABORT,
-}
-_PAUSE_MODES: dict[int, PauseMode] = {
-    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
-    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
-    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
-}
+_LOGPROBS_MODES = numbers(LogprobsMode, completion_pb2.LogprobsMode, unspecified=LogprobsMode.NONE)
+_FINISH_REASONS = numbers(FinishReason, chat_pb2.FinishReason)
+_PAUSE_MODES: dict[int, PauseMode] = {number: mode for mode, number in numbers(PauseMode, pb.PauseMode).items()}
 # Fields with the same name in chat.v1.Sampling, each a single number.
 _NUMBERS = (
     "temperature",

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.chat.v1 import chat_pb2
+from penstock.values import numbers
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import (
     FinishReason,
@@ -22,20 +23,8 @@ from penstock_codec.chat import (
     ToolResultPart,
 )
 
-_ROLES: dict[int, Role] = {
-    chat_pb2.ROLE_SYSTEM: Role.SYSTEM,
-    chat_pb2.ROLE_DEVELOPER: Role.DEVELOPER,
-    chat_pb2.ROLE_USER: Role.USER,
-    chat_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
-    chat_pb2.ROLE_TOOL: Role.TOOL,
-}
-_FINISH_REASONS = {
-    FinishReason.STOP: chat_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: chat_pb2.FINISH_REASON_LENGTH,
-    FinishReason.TOOL_CALLS: chat_pb2.FINISH_REASON_TOOL_CALLS,
-    FinishReason.ABORT: chat_pb2.FINISH_REASON_ABORT,
-    FinishReason.CONTENT_FILTER: chat_pb2.FINISH_REASON_CONTENT_FILTER,
-}
+_ROLES: dict[int, Role] = {number: role for role, number in numbers(Role, chat_pb2.Role).items()}
+_FINISH_REASONS = numbers(FinishReason, chat_pb2.FinishReason)
 
 
 def messages_from(messages: Iterable[chat_pb2.Message]) -> list[Message]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
-from penstock.values import reader
+from penstock.values import numbers, reader
 from penstock_chassis import times
 from penstock_interception.domain.agent_keys import ID_BYTES, AgentKey, KeyTerms, Scope
 from penstock_interception.domain.budgets import Budgets, CallRate, RunBudgets
@@ -20,11 +20,7 @@ _B = TypeVar("_B", bound=RunBudgets)
 MAX_PERIOD_S = 86_400.0
 MAX_TTL_S = 366 * 86_400.0
 
-_SCOPES = {
-    Scope.COMPLETIONS: interception_pb2.TOKEN_SCOPE_COMPLETIONS,
-    Scope.READ: interception_pb2.TOKEN_SCOPE_READ,
-    Scope.TOOLS: interception_pb2.TOKEN_SCOPE_TOOLS,
-}
+_SCOPES = numbers(Scope, interception_pb2.TokenScope)
 _SCOPES_BACK = {value: key for key, value in _SCOPES.items()}
 
 

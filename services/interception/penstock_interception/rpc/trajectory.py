@@ -9,7 +9,7 @@ from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
-from penstock.values import to_proto, writer
+from penstock.values import numbers, to_proto, writer
 from penstock_chassis import times
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import CallState, Mode, RolloutState, Totals
@@ -22,24 +22,11 @@ from penstock_interception.wire import convert
 
 FRAGMENT_BYTES = 4 << 20
 
-MODES = {
-    Mode.BLACK_BOX: interception_pb2.MODE_BLACK_BOX,
-    Mode.TRANSPARENT_PROXY: interception_pb2.MODE_TRANSPARENT_PROXY,
-    Mode.INTERCEPTION_GATE: interception_pb2.MODE_INTERCEPTION_GATE,
-}
+MODES = numbers(Mode, interception_pb2.Mode)
 
-_LEVELS = {
-    CaptureLevel.NONE: pb.CAPTURE_LEVEL_NONE,
-    CaptureLevel.TEXT: pb.CAPTURE_LEVEL_TEXT,
-    CaptureLevel.TOKENS: pb.CAPTURE_LEVEL_TOKENS,
-    CaptureLevel.TOKENS_AND_LOGPROBS: pb.CAPTURE_LEVEL_TOKENS_AND_LOGPROBS,
-}
-_GRADES = {Grade.EXACT: pb.GRADE_EXACT, Grade.USABLE: pb.GRADE_USABLE, Grade.UNUSABLE: pb.GRADE_UNUSABLE}
-_STATES = {
-    RolloutState.OPEN: gate_pb2.GATE_ROLLOUT_STATE_OPEN,
-    RolloutState.EXHAUSTED: gate_pb2.GATE_ROLLOUT_STATE_EXHAUSTED,
-    RolloutState.CLOSED: gate_pb2.GATE_ROLLOUT_STATE_CLOSED,
-}
+_LEVELS = numbers(CaptureLevel, pb.CaptureLevel)
+_GRADES = numbers(Grade, pb.Grade)
+_STATES = numbers(RolloutState, gate_pb2.GateRolloutState)
 
 
 def call_to(

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values import reader, writer
+from penstock.values import numbers, reader, writer
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import (
     FinishReason,
@@ -31,64 +31,18 @@ from penstock_interception.domain.calls import Answerer, CallState, Dialect
 from penstock_interception.domain.completions import Completion, Timings, Tokens
 from penstock_interception.graph.values import CallClass, IntArray, LogprobsMode, VersionSpan, little_endian
 
-_ROLES = {
-    Role.SYSTEM: chat_pb2.ROLE_SYSTEM,
-    Role.DEVELOPER: chat_pb2.ROLE_DEVELOPER,
-    Role.USER: chat_pb2.ROLE_USER,
-    Role.ASSISTANT: chat_pb2.ROLE_ASSISTANT,
-    Role.TOOL: chat_pb2.ROLE_TOOL,
-}
+_ROLES = numbers(Role, chat_pb2.Role)
 _ROLES_BACK = {value: key for key, value in _ROLES.items()}
-_FINISH = {
-    FinishReason.STOP: chat_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: chat_pb2.FINISH_REASON_LENGTH,
-    FinishReason.TOOL_CALLS: chat_pb2.FINISH_REASON_TOOL_CALLS,
-    FinishReason.ABORT: chat_pb2.FINISH_REASON_ABORT,
-    FinishReason.CONTENT_FILTER: chat_pb2.FINISH_REASON_CONTENT_FILTER,
-}
+_FINISH = numbers(FinishReason, chat_pb2.FinishReason)
 _FINISH_BACK = {value: key for key, value in _FINISH.items()}
-_MODES = {
-    LogprobsMode.RAW: completion_pb2.LOGPROBS_MODE_RAW,
-    LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
-    LogprobsMode.SCRIPTED: completion_pb2.LOGPROBS_MODE_SCRIPTED,
-}
+_MODES = numbers(LogprobsMode, completion_pb2.LogprobsMode)
 _MODES_BACK = {value: key for key, value in _MODES.items()}
-_CHOICES = {
-    ToolChoiceMode.AUTO: chat_pb2.ToolChoice.MODE_AUTO,
-    ToolChoiceMode.NONE: chat_pb2.ToolChoice.MODE_NONE,
-    ToolChoiceMode.REQUIRED: chat_pb2.ToolChoice.MODE_REQUIRED,
-    ToolChoiceMode.NAMED: chat_pb2.ToolChoice.MODE_NAMED,
-}
-DIALECTS = {
-    Dialect.CHAT_COMPLETIONS: trajectory_pb2.DIALECT_CHAT_COMPLETIONS,
-    Dialect.RESPONSES: trajectory_pb2.DIALECT_RESPONSES,
-    Dialect.MESSAGES: trajectory_pb2.DIALECT_MESSAGES,
-    Dialect.GENERATE_CONTENT: trajectory_pb2.DIALECT_GENERATE_CONTENT,
-}
+_CHOICES = numbers(ToolChoiceMode, chat_pb2.ToolChoice.Mode)
+DIALECTS = numbers(Dialect, trajectory_pb2.Dialect)
 DIALECTS_BACK = {value: key for key, value in DIALECTS.items()}
-CLASSES = {
-    CallClass.MAIN: trajectory_pb2.CALL_CLASS_MAIN,
-    CallClass.SUB_AGENT: trajectory_pb2.CALL_CLASS_SUB_AGENT,
-    CallClass.COMPACTION: trajectory_pb2.CALL_CLASS_COMPACTION,
-    CallClass.TITLE: trajectory_pb2.CALL_CLASS_TITLE,
-    CallClass.PROBE: trajectory_pb2.CALL_CLASS_PROBE,
-    CallClass.EDIT: trajectory_pb2.CALL_CLASS_EDIT,
-    CallClass.RETRY: trajectory_pb2.CALL_CLASS_RETRY,
-}
-STATES = {
-    CallState.QUEUED: trajectory_pb2.CALL_STATE_QUEUED,
-    CallState.LEASED: trajectory_pb2.CALL_STATE_LEASED,
-    CallState.DISPATCHED: trajectory_pb2.CALL_STATE_DISPATCHED,
-    CallState.DELIVERED: trajectory_pb2.CALL_STATE_DELIVERED,
-    CallState.FAILED: trajectory_pb2.CALL_STATE_FAILED,
-    CallState.CANCELLED: trajectory_pb2.CALL_STATE_CANCELLED,
-    CallState.EXPIRED: trajectory_pb2.CALL_STATE_EXPIRED,
-}
-ANSWERERS = {
-    Answerer.TRAINER: trajectory_pb2.ANSWERER_TRAINER,
-    Answerer.INFERENCE: trajectory_pb2.ANSWERER_INFERENCE,
-    Answerer.UPSTREAM: trajectory_pb2.ANSWERER_UPSTREAM,
-}
+CLASSES = numbers(CallClass, trajectory_pb2.CallClass)
+STATES = numbers(CallState, trajectory_pb2.CallState)
+ANSWERERS = numbers(Answerer, trajectory_pb2.Answerer)
 
 # Made by `penstock.values`, these take no longer than written ones would: they run for every call.
 sampling_to = writer(Sampling, chat_pb2.Sampling, renamed={"response_format": "response_format_json"})

@@ -421,10 +421,7 @@ async def test_a_cancelled_create_of_the_service_leaves_a_rollout_that_ends(driv
             await go_on.wait()
 
     servicer = _servicer(driver, driver.gate, Slow(driver.journal))
-    spec = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
-    spec.source.tokenizer.name = "tiny"
-    spec.agent.name = "shell"
-    spec.task.instruction = "copy"
+    spec = _order()
     request = pb.CreateRolloutRequest(rollout_id="r1", spec=spec)
     call = asyncio.ensure_future(servicer.CreateRollout(request, None))
     await asyncio.wait([call, asyncio.ensure_future(remembering.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -442,10 +439,7 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
     driver.sandboxes.holds["prepare_toolbox"] = asyncio.Event()
     room = driver.manager._max_live = 3
     servicer = _servicer(driver, driver.gate)
-    spec = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
-    spec.source.tokenizer.name = "tiny"
-    spec.agent.name = "shell"
-    spec.task.instruction = "copy"
+    spec = _order()
     requests = [pb.CreateRolloutRequest(rollout_id=f"r{index}", spec=spec) for index in range(6)]
     answers = await asyncio.gather(
         *(servicer.CreateRollout(request, None) for request in requests), return_exceptions=True
@@ -628,13 +622,20 @@ async def test_a_watch_that_fell_behind_is_begun_anew_and_excuses_nobody() -> No
 
 
 class _Captures:
-    """No capture is read here."""
+    """No capture is read here; where `slow` is given, a deletion waits for it."""
+
+    def __init__(self, slow: asyncio.Event | None = None) -> None:
+        self.asked = 0
+        self._slow = slow
 
     def capture(self, rollout_id: str, *, include_bodies: bool) -> Any:
         raise NotImplementedError
 
     async def delete(self, rollout_id: str) -> None:
-        raise NotImplementedError
+        if self._slow is None:
+            raise NotImplementedError
+        self.asked += 1
+        await self._slow.wait()
 
 
 @pytest.mark.requirement("R49", "R50")
@@ -649,11 +650,45 @@ async def test_pending_cleanup_runs_when_the_service_is_back(driver: Driver) -> 
     assert driver.gate.closed == {record.rollout_id: "ROLLOUT_ENDED"}
 
 
-def _servicer(driver: Driver, gate: Gate, records: Records | None = None) -> RolloutServicer:
+def _servicer(
+    driver: Driver, gate: Gate, records: Records | None = None, captures: _Captures | None = None
+) -> RolloutServicer:
     """The service over a driver's own parts."""
-    preflight, records = Preflight(driver.sandboxes, gate), records or driver.records
-    service = RolloutUseCases(driver.manager, records, driver.history, driver.registry, preflight, _Captures())
+    preflight, records, captures = Preflight(driver.sandboxes, gate), records or driver.records, captures or _Captures()
+    service = RolloutUseCases(driver.manager, records, driver.history, driver.registry, preflight, captures)
     return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal))
+
+
+def _order() -> rollout_pb2.RolloutSpec:
+    """A rollout as a client orders it."""
+    spec = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
+    spec.source.tokenizer.name = "tiny"
+    spec.agent.name = "shell"
+    spec.task.instruction = "copy"
+    return spec
+
+
+@pytest.mark.requirement("R49", "R50", "R146")
+async def test_an_id_is_not_given_again_while_a_deletion_of_it_runs(driver: Driver) -> None:
+    """The slower of two deletions would take the new rollout's events and its capture."""
+    slow = asyncio.Event()
+    servicer = _servicer(driver, driver.gate, captures=(captures := _Captures(slow)))
+    await servicer.CreateRollout(create := pb.CreateRolloutRequest(rollout_id="r1", spec=_order()), None)
+    await eventually_async(lambda: driver.is_over("r1"), "it has ended")
+    delete = pb.DeleteRolloutRequest(rollout_id="r1")
+    slower = asyncio.ensure_future(servicer.DeleteRollout(delete, None))
+    await eventually(lambda: captures.asked == 1, "the gate is asked to delete the capture")
+    await driver.manager.delete("r1")  # as the faster one does
+    create.request_id = "again"
+    with pytest.raises(AlreadyExists, match="is being deleted"):
+        await servicer.CreateRollout(create, None)
+    slow.set()
+    await slower
+    await servicer.CreateRollout(create, None)
+    with pytest.raises(FailedPrecondition, match="cancel it first"):
+        await servicer.DeleteRollout(delete, None)
+    await eventually_async(lambda: driver.is_over("r1"), "the new one has ended")
+    assert (await driver.events("r1"))[0].sequence == 1
 
 
 @pytest.mark.requirement("R145", "R146")

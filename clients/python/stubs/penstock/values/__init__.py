@@ -14,11 +14,14 @@ A class's field has the name of the message's field, or that name and `_s` for s
 - a dataclass for a message, a tuple, Sequence (read as a tuple) or frozenset for a repeated field, a Mapping for a map;
 - a message's own class, and `int` for an enum: the same object.
 
+`numbers` maps an Enum alone, for the few converters that are written by hand.
+
 Unset fields become None if the class's field may be None, else its default, else what an empty message gives. None is
 written as unset. Of a oneof, the first member that is not None (for other types: not empty) is written.
 """
 
+from penstock.values.enums import numbers
 from penstock.values.fields import ValueMismatch
 from penstock.values.functions import check, from_proto, reader, to_proto, writer
 
-__all__ = ["ValueMismatch", "check", "from_proto", "reader", "to_proto", "writer"]
+__all__ = ["ValueMismatch", "check", "from_proto", "numbers", "reader", "to_proto", "writer"]

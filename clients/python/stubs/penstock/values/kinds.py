@@ -7,11 +7,12 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from penstock.values.enums import by_name
 from penstock.values.fields import Pair
 from penstock.values.times import duration, seconds, timestamp
 
@@ -76,7 +77,7 @@ def reading(pair: Pair, nested: Nested) -> Convert | None:
     """
     field, kind = pair.proto, pair.kind
     if field.enum_type is not None and kind is not int:
-        members, numbers = _members(pair), _numbers(field.enum_type)
+        members, numbers = _members(pair), by_name(field.enum_type)
         table = {number: members.get(name) for name, number in numbers.items() if number or name in members}
         lacking = [name for name, number in numbers.items() if number and name not in members]
         if lacking:
@@ -96,7 +97,7 @@ def writing(pair: Pair, nested: Nested) -> Convert | None:
     """
     field, kind = pair.proto, pair.kind
     if field.enum_type is not None and kind is not int:
-        members, numbers = _members(pair), _numbers(field.enum_type)
+        members, numbers = _members(pair), by_name(field.enum_type)
         lacking = members.keys() - numbers.keys()
         if lacking:
             raise pair.mismatch(f"{field.enum_type.full_name} has no {', '.join(sorted(lacking))}")
@@ -136,18 +137,12 @@ def _kept(pair: Pair, message: Any) -> Any:
     return message
 
 
-def _numbers(enum: EnumDescriptor) -> dict[str, int]:
-    """Returns an enum's numbers by their names without the enum's prefix."""
-    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
-    return {value.name.removeprefix(prefix): value.number for value in enum.values}
-
-
 def _members(pair: Pair) -> Mapping[str, Any]:
     """Returns the members of a class's enum by name, or the words where the class has plain ones."""
     kind = pair.kind
     if kind is str:
         assert pair.proto.enum_type is not None
-        return {name: name.lower() for name in _numbers(pair.proto.enum_type)}
+        return {name: name.lower() for name in by_name(pair.proto.enum_type)}
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pair.mismatch(f"{_name(kind)} is no Enum")
     return kind.__members__

@@ -81,7 +81,12 @@ class Endpoint:
         host, colon, port = authority.rpartition(":")
         if not colon or port.endswith("]"):
             host, port = authority, "80"
-        if scheme != "http" or not host or not port.isdigit() or any(c <= " " or c == "\x7f" for c in base_url):
+        if (
+            scheme != "http"
+            or not host
+            or not (port.isascii() and port.isdigit())
+            or any(c <= " " or c == "\x7f" for c in base_url)
+        ):
             raise Stop(2, "base_url: expected http://HOST:PORT/PATH without spaces or control characters")
         if any(c < " " or c == "\x7f" for c in key):
             raise Stop(2, "key: control characters are not allowed")
@@ -255,7 +260,7 @@ def ask(endpoint: Endpoint, config: "dict[str, Any]", request: "dict[str, Any]")
             if status not in (408, 409, 425, 429) and status < 500:
                 raise Stop(4, f"the endpoint refused the call: {status} {text[:500]}")
             after = headers.get("retry-after", "")
-            raise Retry(f"{status} {text[:500]}", float(after) if after.isdigit() else None)
+            raise Retry(f"{status} {text[:500]}", float(after) if after.isascii() and after.isdigit() else None)
         except ValueError as error:
             raise Stop(6, f"the reply is not JSON: {error}") from None
         except Retry as failure:

@@ -30,6 +30,7 @@ _LONG_S = 900.0
 # Overhead of the archive itself, beyond the counted content.
 _OVERHEAD = 16 * 1024 * 1024
 _ERRORS_KEPT = 300
+_LONGEST_SIZE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ async def capture(remote: Remote, place: bootstrap.PreparedJob, target: Path, li
     if result.code == change_archive.TOO_MUCH:
         raise _cannot_seal(f"{result.stderr[-_ERRORS_KEPT:].strip()} (snapshot_cache_bytes)")
     size, _, sha256 = result.stdout.strip().partition(" ")
-    if result.code != 0 or not size.isdigit():
+    # What is inside wrote it: digits of other scripts, or thousands of them, are no size.
+    if result.code != 0 or not (size.isascii() and size.isdigit() and len(size) < _LONGEST_SIZE):
         raise _cannot_seal(
             f"its files could not be packed (exit {result.code}): {result.stderr[-_ERRORS_KEPT:].strip()}"
         )

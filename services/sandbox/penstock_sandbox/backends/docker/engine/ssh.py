@@ -45,9 +45,14 @@ class SshRelay:
         self._folder = tempfile.mkdtemp(prefix="penstock-ssh-")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
-        self._listener.bind(f"{self._folder}/docker.sock")
-        self._listener.listen(_WAITING)
         self.address = f"unix://{self._folder}/docker.sock"
+        try:
+            self._listener.bind(f"{self._folder}/docker.sock")
+            self._listener.listen(_WAITING)
+        except OSError:  # such as a folder for temporary files whose name is too long for a socket's
+            self._listener.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._task = asyncio.create_task(self._relay(), name="docker-ssh")
 
     async def aclose(self) -> None:

@@ -51,6 +51,7 @@ _ACCOUNT_LABEL = "penstock.account"
 _WORKDIR_LABEL = "penstock.workdir"
 _BYTES_LABEL = "penstock.added_bytes"
 _PREPARED = "prepared"
+_LONGEST_LABEL = 20
 _ACCOUNTS_LIMIT = 4 * 1024 * 1024
 # A container of a prepared image is made sooner than this.
 _GRACE_S = 60.0
@@ -337,4 +338,4 @@ def _names(image: Json) -> Iterable[str]:
 
 def _added(image: Json) -> int:
     label = str((image.get("Labels") or {}).get(_BYTES_LABEL, ""))
-    return int(label) if label.isdigit() else 0
+    return int(label) if label.isascii() and label.isdigit() and len(label) < _LONGEST_LABEL else 0
