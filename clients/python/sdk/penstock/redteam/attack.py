@@ -96,7 +96,7 @@ class Attack(BaseModel):
     grading: tuple[Grading, ...] = (Grading.IN_PLACE,)
     backends: tuple[str, ...] = ()
     """Backends that it applies to; none given = all."""
-    seconds: Annotated[float, Field(gt=0, le=120)] = 20.0
+    seconds: Annotated[float, Field(gt=0, le=300)] = 20.0
     """Seconds that the agent may run."""
     alone: bool = False
     """It uses so many resources that no other attack runs meanwhile."""
