@@ -129,6 +129,7 @@ class Interceptor:
 
         Raises what Gate.admit raises.
         """
+        self.gate.check_open(rollout)  # its id may be another rollout's by now
         conversation = self.conversations[rollout.id]
         inline = conversation.new_bytes(parsed) <= INLINE_BYTES
         call = self.gate.admit(rollout, request, journal=not inline)
@@ -167,9 +168,10 @@ class Interceptor:
 
         Raises:
             PenstockError, CodecError: as planning a call does.
-            FailedPrecondition: TOKENIZER_ABSENT, where the rollout's source has no token ids.
+            FailedPrecondition: TOKENIZER_ABSENT, where the rollout's source has no token ids; ROLLOUT_CLOSED.
             ResourceExhausted: RATE_LIMIT.
         """
+        self.gate.check_open(rollout)
         self.gate.budgets.pace(rollout)
         conversation = self.conversations[rollout.id]
         return await self.in_thread(lambda: conversation.count(request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -355,3 +356,25 @@ async def test_call_with_an_undecodable_tool_name_is_text_and_stays_readable(ser
     assert (message.content, message.tool_calls) == (said, None)
     captured = await service.capture(rollout.rollout_id)
     assert [call.state for call in captured.calls] == [trajectory_pb2.CALL_STATE_DELIVERED]
+
+
+@pytest.mark.requirement("R60", "R146")
+async def test_a_request_whose_body_comes_after_the_close_is_refused(service: Any) -> None:
+    """Its key was good as it began; the verifier may run by now, and the id may be another rollout's."""
+    rollout = await service.open()
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "late"}]}).encode()
+    host, _, port = service.ingress.rpartition(":")
+    path = rollout.base_url.partition(service.ingress)[2]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        head = f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {rollout.token}\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n".encode())
+        # Sent by the route's handler: the key is checked.
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body[:10])
+        await service.close(rollout.rollout_id)
+        writer.write(body[10:])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+    finally:
+        writer.close()
+    assert not (await service.capture(rollout.rollout_id)).calls

@@ -26,6 +26,7 @@ from penstock.adapters.trainers import (
     verl,
 )
 from penstock.client import InvalidArgument
+from penstock.client.types.chat import LogprobsMode
 from penstock.client.types.results import FailureCause, RolloutResult
 from penstock.client.types.trajectories import Trajectory
 
@@ -84,6 +85,10 @@ def test_every_rollout_is_learned_from_or_dropped_with_a_reason(results: list[Tr
         (trajectory("r", [sample("s", [(1, 1, False)])]), DropReason.NOTHING_TRAINED),
         (trajectory("r", []), DropReason.NOTHING_TRAINED),
         (trajectory("r", [sample("s", [(1, 1, True)], with_logprobs=False)]), DropReason.NO_LOGPROBS),
+        (
+            trajectory("r", [replace(sample("s", [(1, 1, True)]), logprobs_mode=LogprobsMode.UNSPECIFIED)]),
+            DropReason.MIXED_LOGPROBS,
+        ),
         (trajectory("r", [sample("s", [(9, 1, True)])]), DropReason.TOO_LONG),
         (trajectory("r", [sample("s", [(1, 9, True)])]), DropReason.TOO_LONG),
     ],
@@ -139,10 +144,20 @@ def test_equal_rewards_have_advantages_of_exactly_zero(kind: type[np.floating[An
 
 @pytest.mark.requirement("R149")
 def test_rewards_that_differ_by_little_still_set_rollouts_apart() -> None:
-    """No threshold takes a small difference for none."""
+    """No threshold takes a small difference for none, unless it is one of rounding."""
     rewards = {"a": 0.1, "b": 0.1 + 1e-12, "c": 0.1}
     found = select([trajectory(n, [sample(n, [(1, 1, True)])], reward=r) for n, r in rewards.items()]).advantages()
     assert found["b"] > 0 > found["a"] == found["c"]
+
+
+@pytest.mark.requirement("R149")
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.7 + 0.2 + 0.1, 0.1 + 0.2 + 0.7, 1.0]])
+def test_rewards_that_differ_by_rounding_are_equal(rewards: list[float], scale: bool) -> None:
+    """The same components, added in another order, are no better and no worse."""
+    assert len(set(rewards)) > 1
+    results = [trajectory(f"r{n}", [sample(f"s{n}", [(1, 1, True)])], reward=r) for n, r in enumerate(rewards)]
+    assert set(select(results).advantages(scale=scale).values()) == {0.0}
 
 
 @pytest.mark.requirement("R149")

@@ -141,5 +141,14 @@ def test_a_comparison_pairs_the_tasks_that_both_have() -> None:
     found = compare(before, after)
     assert [(task.task_id, task.difference) for task in found.tasks] == [("a", 0.0), ("b", 1.0)]
     assert (found.only_before, found.only_after) == (("x",), ("y",))
-    assert found.difference == 0.5
+    assert found.difference == 0.5 and found.half_width == pytest.approx(0.98, abs=0.01)
     assert compare(before, summarise([], [], 1)).difference is None
+
+
+def test_tasks_that_differ_alike_give_no_interval() -> None:
+    """One attempt at one task is no certainty."""
+    for names in (["a"], ["a", "b"]):
+        before = summarise([attempt(name, 0, 0.0) for name in names], names, 1)
+        after = summarise([attempt(name, 0, 1.0) for name in names], names, 1)
+        found = compare(before, after)
+        assert (found.difference, found.half_width) == (1.0, None)

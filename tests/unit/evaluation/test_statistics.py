@@ -78,7 +78,7 @@ def test_interval_of_pass_at_1_covers_the_truth_as_stated() -> None:
 def test_a_mean_has_half_a_width_and_nothing_has_none() -> None:
     """Without a reward there is no mean, which is not zero."""
     assert mean([]) is None
-    assert mean([0.25]) == (0.25, 0.0)
+    assert mean([0.25]) == mean([0.25] * 3) == (0.25, None)
     found = mean([0.0, 1.0])
     assert found is not None
     assert found == pytest.approx((0.5, 1.96 * 0.5), abs=1e-3)
@@ -119,7 +119,7 @@ def test_equal_values_have_no_width_and_equal_tasks_count_once_each() -> None:
     for size in range(2, 65):
         for hundredths in range(101):
             value = hundredths / 100
-            assert mean([value] * size) == (value, 0.0)
+            assert mean([value] * size) == (value, None)
             found = bounded_mean({str(task): [value, value] for task in range(size)}, 0.0, 1.0)
             assert found is not None
             assert (found.low, found.high) == pytest.approx(wilson(value, size), abs=1e-12)

@@ -329,6 +329,45 @@ def test_each_test_of_a_record_is_found_in_pytest_s_report(
     assert grader.outcome_of(wanted, grader.results(str(tmp_path / "report.xml"))) == outcome
 
 
+def test_an_inherited_test_is_found_in_the_file_that_it_was_collected_from(
+    grader: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest reports the file where its function is written; two classes may inherit it."""
+    for name in ("tests/base.py", "tests/test_a.py", "tests/test_b.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    cases = "".join(
+        f'<testcase file="tests/base.py" classname="tests.test_{name}.TestAll" name="test_f">{body}</testcase>'
+        for name, body in (("a", ""), ("b", "<failure/>"))
+    )
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert grader.results("report.xml") == {
+        "tests/test_a.py::TestAll::test_f": "passed",
+        "tests/test_b.py::TestAll::test_f": "failure",
+    }
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "diff --git a/tests/test_old.py b/tests/test_new.py\nsimilarity index 90%\nrename from tests/test_old.py\n"
+        "rename to tests/test_new.py\n",
+        "diff --git a/tests/test_old.py b/tests/test_old.py\ndeleted file mode 100644\n--- a/tests/test_old.py\n"
+        "+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+        "diff --git a/tests/test_new.py b/tests/test_new.py\nnew file mode 100644\n",
+    ],
+)
+def test_a_file_that_the_test_patch_removes_is_not_given_to_pytest(tmp_path: Path, patch: str) -> None:
+    """It runs nothing at all if a file of its command line is not there."""
+    record = foreign_tasks.record("abc", image="i", test_patch=patch, FAIL_TO_PASS='["tests/test_new.py::test_x"]')
+    (tmp_path / "r.jsonl").write_text(json.dumps({**record, "PASS_TO_PASS": "[]"}))
+    import_tasks("swe", tmp_path / "r.jsonl", tmp_path / "out", Choices(image=True))
+    (grading,) = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("grading.json")]
+    assert grading["test_files"] == ["tests/test_new.py"]
+    assert "tests/test_old.py" in grading["changed_files"]
+
+
 _NAMES = st.lists(st.sampled_from("abcdef"), unique=True, max_size=6)
 
 

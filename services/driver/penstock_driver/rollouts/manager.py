@@ -66,6 +66,8 @@ class _End:
 
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: Failure | None = None
+    """Why it was cancelled before it was started."""
 
     def set(self) -> None:
         self.reached.set()
@@ -89,7 +91,7 @@ class RolloutManager:
         self._cleanups = Cleanups(self._release)
         self._live: dict[str, RolloutRunner] = {}
         self._ends: dict[str, _End] = {}
-        """Of live rollouts, and of those that recovery still has to end."""
+        """Of live rollouts, of those that are being recorded, and of those that recovery still has to end."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: dict[str, GroupWatch] = {}
         self._stopping = False
@@ -182,14 +184,31 @@ class RolloutManager:
         """Run `work` to completion and return its result, even if the caller is cancelled; `aclose` waits for it."""
         return await asyncio.shield(self._own(work))
 
+    @contextmanager
+    def beginning(self, rollout_ids: Sequence[str]) -> Iterator[None]:
+        """Count rollouts as running while they are recorded: who sees a record can wait for its rollout or cancel it.
+
+        Within it, `start` starts those that were recorded.
+        """
+        ends = {rollout_id: _End() for rollout_id in rollout_ids if rollout_id not in self._ends}
+        self._ends |= ends
+        try:
+            yield
+        finally:
+            for rollout_id in ends.keys() - self._live.keys():
+                self._ends.pop(rollout_id).set()
+
     def start(self, spec: RolloutSpec, records: Sequence[Record], group: GroupRecord | None = None) -> None:
         """Start rollouts that are already recorded."""
         for record in records:
             recorder = RolloutRecorder(record, self._event_log, self._limits)
             labels = self._labels(record.rollout_id)
             runner = RolloutRunner(spec, recorder, self._services, labels, self._slots)
-            self._live[record.rollout_id], self._ends[record.rollout_id] = runner, _End()
+            self._live[record.rollout_id] = runner
+            end = self._ends.setdefault(record.rollout_id, _End())
             self._own(self._supervise(runner))
+            if end.cancelled:
+                runner.cancel(end.cancelled)
             if self._stopping:  # recorded before `aclose`, started too late for its cancellation
                 runner.cancel(STOPPED)
         if group:
@@ -351,6 +370,8 @@ class RolloutManager:
 
     async def _cancel_all(self, rollout_ids: Collection[str], failure: Failure) -> None:
         ends = [end for rollout_id in rollout_ids if (end := self._ends.get(rollout_id))]
+        for end in ends:
+            end.cancelled = failure
         for rollout_id in rollout_ids:
             if runner := self._live.get(rollout_id):
                 runner.cancel(failure)

@@ -59,7 +59,6 @@ class RolloutUseCases:
         self._agents = agents
         self._preflight = preflight
         self._captures = captures
-        self._beginning: Counter[str] = Counter()
         self._deleting: Counter[str] = Counter()
 
     async def create(self, key: RequestKey, request: rollout_pb2.RolloutSpec, rollout_id: str = "") -> Record:
@@ -104,11 +103,11 @@ class RolloutUseCases:
 
         Must not be cancelled in between: a rollout that is recorded but not started would never end.
         """
-        ids = [record.rollout_id for record in records] + ([group.group_id] if group else [])
-        if self._deleting.keys() & set(ids):
+        ids = [record.rollout_id for record in records]
+        if self._deleting.keys() & {*ids, group.group_id if group else ids[0]}:
             message = "the rollout or group with this id is being deleted: try again, or choose another id"
             raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
-        with _counted(self._beginning, ids):
+        with self._manager.beginning(ids):
             try:
                 await self._records.create(key, records, group)
             except AlreadyExists:
@@ -121,10 +120,10 @@ class RolloutUseCases:
 
     async def delete(self, rollout_ids: Sequence[str]) -> None:
         """Delete ended rollouts with their events, and their captures at the gate; none while one of them runs."""
-        if any(self._manager.is_running(each) or each in self._beginning for each in rollout_ids):
+        if any(map(self._manager.is_running, rollout_ids)):
             raise FailedPrecondition("the rollout runs: cancel it first", reason="ROLLOUT_RUNNING")
         # No rollout of the same id begins meanwhile: it would lose its events and its capture.
-        with _counted(self._deleting, rollout_ids):
+        with self._deletes(rollout_ids):
             if await self._records.with_pending_cleanup(rollout_ids):
                 # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
                 message = "the rollout's clean-up is still pending: try again later"
@@ -135,7 +134,7 @@ class RolloutUseCases:
 
     async def delete_group(self, group_id: str) -> None:
         """Delete a group and its rollouts; idempotent."""
-        with _counted(self._deleting, [group_id]):
+        with self._deletes([group_id]):
             try:
                 group = await self._records.group(group_id)
             except NotFound:
@@ -163,6 +162,15 @@ class RolloutUseCases:
         group = await self._records.group(group_id)
         await self._manager.cancel_group(group, reason)
         return group
+
+    @contextmanager
+    def _deletes(self, ids: Sequence[str]) -> Iterator[None]:
+        """Refuse new rollouts and groups of these ids meanwhile."""
+        self._deleting.update(ids)
+        try:
+            yield
+        finally:
+            self._deleting -= Counter(ids)  # keeps none that no deletion holds
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -258,16 +266,3 @@ async def _within(signal: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-@contextmanager
-def _counted(ids: Counter[str], added: Sequence[str]) -> Iterator[None]:
-    """Hold ids in a counter; it keeps none that nobody holds."""
-    ids.update(added)
-    try:
-        yield
-    finally:
-        ids.subtract(added)
-        for each in added:
-            if not ids[each]:
-                del ids[each]

@@ -158,7 +158,8 @@ class TerminalManager:
             setup = commands_to_proto(prepared.commands)
             await self._records.opened(record.terminal_id, place, deadline, recovery_request(spec), setup)
         except BaseException:
-            await self._forget(record)
+            # Owned: stopping cancels the opening and must not interrupt this.
+            await asyncio.shield(self._own(self._forget(record)))
             raise
         shell = ShellState(place.shell_directory)
         start = EpisodeStart(spec, place, shell, EpisodeProgress(spec.max_commands), left_s)

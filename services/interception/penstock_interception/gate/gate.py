@@ -20,7 +20,7 @@ from typing import cast
 
 import structlog
 
-from penstock_chassis.errors import ResourceExhausted, Unavailable
+from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from penstock_chassis.random_ids import random_id
 from penstock_codec.chat import Sampling
 from penstock_interception import telemetry
@@ -107,13 +107,23 @@ class Gate:
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def check_open(rollout: Rollout) -> None:
+        """Refuses requests whose rollout was closed after their key was checked: while their body came, say.
+
+        Raises FailedPrecondition: ROLLOUT_CLOSED.
+        """
+        if rollout.state is RolloutState.CLOSED:
+            raise FailedPrecondition("The rollout is closed.", reason="ROLLOUT_CLOSED")
+
     def admit(self, rollout: Rollout, request: CallRequest, *, journal: bool) -> Call:
         """Creates a call of an agent. Without `journal`, its `offer` or its failure is written with it.
 
-        Raises what BudgetEnforcer.admit and BudgetEnforcer.pace raise, and:
+        Raises what `check_open`, BudgetEnforcer.admit and BudgetEnforcer.pace raise, and:
             Unavailable: DRAINING.
             ResourceExhausted: CALL_LIMIT (transient, with a retry delay).
         """
+        self.check_open(rollout)
         if self._registry.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=2.0)
         now = self._clock.wall()

@@ -82,6 +82,7 @@ class Passthrough:
         call = None
         if request.method == "POST":
             onward = await self._read(rollout, source, path, body, request.remote)
+        self._interceptor.gate.check_open(rollout)
         if request.method == "POST" and path != auth.COUNTS:
             call = self._interceptor.gate.admit(rollout, _call_request(body, dialect, onward), journal=True)
         try:

@@ -68,6 +68,8 @@ def of_refusal(error: PenstockError) -> Problem:
         return Problem(429, "too_many_requests", error.message, retry=True, retry_after_s=error.retry_after_s)
     if error.reason == "CALL_LIMIT":
         return Problem(429, "too_many_calls", error.message, retry=True, retry_after_s=error.retry_after_s)
+    if error.reason == "ROLLOUT_CLOSED":
+        return UNAUTHORISED  # as its key is from now on
     if error.reason == "TOKENIZER_ABSENT":
         return UNKNOWN_ROUTE  # agents that count tokens then estimate
     if error.reason == "DRAINING":

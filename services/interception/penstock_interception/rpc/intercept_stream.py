@@ -132,7 +132,10 @@ class InterceptStream:
 
     async def _take(self, request: pb.InterceptRequest) -> None:
         session, interceptor = self.session, self._interceptor
-        match request.WhichOneof("frame"):
+        frame = request.WhichOneof("frame")
+        if session.taken_over and frame in ("credits", "pause", "resume", "policy"):
+            return  # its successor speaks for it, and nothing would end what it begins
+        match frame:
             case "results":
                 given = request.results.results
                 await self._judged.put([await results.judge_one(interceptor, result, session) for result in given])

@@ -258,20 +258,22 @@ class Sandboxes:
 
     async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
         """Narrows a sandbox's network access. Raises FailedPrecondition (POLICY_WIDER, CAPABILITY_MISSING)."""
-        live, handle, _ = self.table.usable(sandbox_id)
-        present = live.view.spec.network
-        if policy == present:
-            return
-        if policy.kind.value >= present.kind.value:
-            raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
-        if not live.backend.allows(policy.kind):
-            raise FailedPrecondition(
-                f"the {live.backend.name} backend does not support: network {policy.kind.name}",
-                reason="CAPABILITY_MISSING",
-                metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
-            )
-        await handle.set_network(policy)
-        live.become(spec=dataclasses.replace(live.view.spec, network=policy))
+        live, _, _ = self.table.usable(sandbox_id)
+        async with live.changing:
+            live, handle, _ = self.table.usable(sandbox_id)
+            present = live.view.spec.network
+            if policy == present:
+                return
+            if policy.kind.value >= present.kind.value:
+                raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
+            if not live.backend.allows(policy.kind):
+                raise FailedPrecondition(
+                    f"the {live.backend.name} backend does not support: network {policy.kind.name}",
+                    reason="CAPABILITY_MISSING",
+                    metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
+                )
+            await handle.set_network(policy)
+            live.become(spec=dataclasses.replace(live.view.spec, network=policy))
 
     async def pause(self, sandbox_id: str) -> None:
         """Freezes every process of a sandbox; succeeds if it is already paused.

@@ -691,6 +691,34 @@ async def test_an_id_is_not_given_again_while_a_deletion_of_it_runs(driver: Driv
     assert (await driver.events("r1"))[0].sequence == 1
 
 
+@pytest.mark.requirement("R49", "R146")
+async def test_a_rollout_that_is_recorded_and_not_started_is_waited_for_and_cancelled(driver: Driver) -> None:
+    """Its record is on disk some turns of the loop before its runner begins."""
+    recorded, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Records):
+        async def create(self, *args: Any, **kwargs: Any) -> None:
+            await super().create(*args, **kwargs)
+            recorded.set()
+            await go_on.wait()
+
+    servicer = _servicer(driver, driver.gate, Slow(driver.journal))
+    creation = asyncio.ensure_future(
+        servicer.CreateRollout(pb.CreateRolloutRequest(rollout_id="r1", spec=_order()), None)
+    )
+    await recorded.wait()
+    waiting = asyncio.ensure_future(driver.manager.wait("r1", GUARD_S))
+    cancelling = asyncio.ensure_future(driver.manager.cancel("r1", "no longer wanted"))
+    with pytest.raises(FailedPrecondition, match="cancel it first"):
+        await servicer.DeleteRollout(pb.DeleteRolloutRequest(rollout_id="r1"), None)
+    await driver.history.flush()
+    assert not waiting.done() and not cancelling.done()
+    go_on.set()
+    await asyncio.gather(creation, waiting, cancelling)
+    assert (await driver.manager.get("r1")).outcome is not None
+    assert "fork" not in driver.sandboxes.calls
+
+
 @pytest.mark.requirement("R145", "R146")
 @pytest.mark.parametrize("ranges", [{}, {"fmt": (0.0, 1.0)}], ids=["undeclared", "declared"])
 async def test_a_component_whose_name_is_no_text_is_the_verifiers_failure(

@@ -560,3 +560,33 @@ async def test_a_sandbox_that_cannot_be_deleted_is_owed_until_it_can(
     assert not world.sandboxes.boxes
     await world.terminals.close(ended)
     assert not terminal_to_proto(await world.terminals.get(ended)).sandbox_id
+
+
+@pytest.mark.requirement("R49", "R70")
+async def test_stopping_does_not_interrupt_the_cleanup_of_a_failed_opening(tmp_path: Path) -> None:
+    """The cancellation of the opening arrives while its sandbox is being released."""
+    boxes = Directories(tmp_path / "boxes")
+    async with HttpGate(lambda _: say("")) as gate, open_driver(tmp_path, boxes, gate, max_terminals=3) as opened:
+        world = World(opened, boxes)
+        write, delete = boxes.write_files, boxes.delete_labelled
+        releasing, go_on = asyncio.Event(), asyncio.Event()
+
+        async def refuse(sandbox_id: str, files: Any) -> None:
+            if boxes.boxes[sandbox_id].labels:
+                raise FailedPrecondition("no", reason="X")
+            await write(sandbox_id, files)
+
+        async def slow(labels: Any) -> Any:
+            releasing.set()
+            await go_on.wait()
+            return await delete(labels)
+
+        boxes.write_files, boxes.delete_labelled = refuse, slow  # type: ignore[method-assign]
+        opening = asyncio.ensure_future(world.open("q"))
+        await releasing.wait()
+        stopping = asyncio.ensure_future(world.terminals.aclose())
+        go_on.set()
+        await stopping
+        await asyncio.wait([opening])
+        assert not boxes.boxes
+        assert not await world.journal.query("SELECT terminal_id FROM terminals WHERE released = 0")

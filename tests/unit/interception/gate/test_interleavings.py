@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from tests.support.services.inner_gate import completion, inner_gate
 
-from penstock_chassis.errors import NotFound
+from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_interception import interceptor
 from penstock_interception.domain.budgets import Budgets
 from penstock_interception.domain.calls import CallState, Dialect, PolicyBounds, RolloutState
@@ -23,6 +25,7 @@ from penstock_interception.rollouts.answers import INLINE_TOKENS
 from penstock_interception.rollouts.trajectory import Grade, capture
 from penstock_interception.rpc import frames
 from penstock_interception.rpc.frames import CallWriter, frames_of
+from penstock_interception.rpc.intercept_stream import InterceptStream
 from penstock_interception.testing import OpenGate, parse
 
 LONG = completion("a", times=INLINE_TOKENS + 1)
@@ -358,3 +361,32 @@ async def test_a_long_prompt_without_its_conversation_fails_alone(tmp_path: Path
         await asyncio.wait_for(call.ended, 10.0)
         assert call.state is CallState.FAILED and call.end_reason == "INTERNAL"
         assert (await gate.open(rollout_id="r2", request_id="q2")).state is RolloutState.OPEN
+
+
+@pytest.mark.requirement("R31", "R146")
+async def test_a_replaced_session_begins_no_pause(tmp_path: Path) -> None:
+    """Its stream may still be read for a while; nothing would end such a pause."""
+    async with inner_gate(tmp_path) as gate:
+        rollout = await gate.open()
+        old = gate.join()
+        gate.join(resume=old.id)
+
+        async def late() -> AsyncIterator[pb.InterceptRequest]:
+            yield pb.InterceptRequest(pause=pb.PauseCalls())
+
+        await InterceptStream(old, gate.interceptor, 15.0, asyncio.Event()).read(late())
+        assert old.taken_over and not rollout.paused_by
+
+
+@pytest.mark.requirement("R60", "R146")
+async def test_a_closed_rollout_admits_no_call_that_was_on_its_way(tmp_path: Path) -> None:
+    """Its key was good when the request began; meanwhile the id may be another rollout's."""
+    async with inner_gate(tmp_path) as gate:
+        closed = await gate.open()
+        await gate.interceptor.rollouts.close(closed.id, "AGENT_EXITED")
+        await gate.interceptor.rollouts.delete(closed.id)
+        again = await gate.open(request_id="again")
+        with pytest.raises(FailedPrecondition, match="closed"):
+            await gate.ask(closed, "from the old agent")
+        assert not closed.calls and not again.calls
+        assert (await gate.ask(again, "from the new one")).index == 0

@@ -67,10 +67,12 @@ class Scored:
         """Combines a trajectory's sample with the trainer's logprobs of its tokens, shape (n,).
 
         Raises:
-            InvalidArgument: `LOGPROBS_ABSENT`, the engine gave none.
+            InvalidArgument: `LOGPROBS_ABSENT`, the engine gave none; `LOGPROBS_MODES_MIXED`, its turns have several
+                kinds.
         """
         if sample.logprobs is None:
             raise InvalidArgument(f"Sample {sample.sample_id} has no logprobs of the engine", reason="LOGPROBS_ABSENT")
+        refuse_mixed(sample.sample_id, sample.logprobs_mode, sample.loss_mask)
         return cls(
             engine=sample.logprobs,
             trainer=trainer,
@@ -82,6 +84,17 @@ class Scored:
             turns=sample.turns,
             rollout_id=rollout_id,
         )
+
+
+def refuse_mixed(sample_id: str, mode: LogprobsMode, mask: NDArray[np.bool_]) -> None:
+    """Refuses a sample that trains turns with logprobs of several kinds: the gate marks it with none.
+
+    Raises:
+        InvalidArgument: `LOGPROBS_MODES_MIXED`.
+    """
+    if mode is LogprobsMode.UNSPECIFIED and mask.any():
+        message = f"Sample {sample_id} has turns with raw and with processed logprobs, which no gap may mix"
+        raise InvalidArgument(message, reason="LOGPROBS_MODES_MIXED")
 
 
 def measure(

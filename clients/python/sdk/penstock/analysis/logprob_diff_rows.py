@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.analysis.export import Row
-from penstock.analysis.logprob_diff import Scored
+from penstock.analysis.logprob_diff import Scored, refuse_mixed
 from penstock.analysis.readable_calls import counted
 from penstock.client.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
 from penstock.client.inference.client import InferenceClient
@@ -103,7 +103,7 @@ def lines(rows: Iterable[Row], counts: RowCounts) -> Iterator[tuple[Line, Row]]:
     """Yields each row of either table that has the engine's tokens and logprobs.
 
     Raises:
-        InvalidArgument: `ROW_INVALID`, with the row.
+        InvalidArgument: `ROW_INVALID`, with the row; `LOGPROBS_MODES_MIXED`, it has several kinds of logprobs.
     """
     for number, row in enumerate(rows, 1):
         try:
@@ -289,6 +289,7 @@ def _of_sequence(row: Row) -> Line | None:
         samplings = [None if value is None else {"temperature": value} for value in known]
     if len(samplings) != len(turns):
         raise ValueError(f"{len(samplings)} samplings of {len(turns)} turns")
+    refuse_mixed(str(row["sample_id"]), LogprobsMode(row["logprobs_mode"]), np.asarray(row["loss_mask"], np.bool_))
     return _checked(
         Line(
             key=str(row["sample_id"]),

@@ -27,13 +27,16 @@ class TaskDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The comparison; `difference` is the mean over tasks with its 95 % half-width, None without a common task."""
+    """The comparison; `difference` is the mean over tasks with its 95 % half-width, None without a common task.
+
+    The half-width is None too where the tasks show no variance: there is one, or all differ by the same.
+    """
 
     tasks: tuple[TaskDifference, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
     difference: float | None
-    half_width: float
+    half_width: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for programs."""
@@ -51,5 +54,5 @@ def compare(before: Summary, after: Summary) -> Comparison:
         only_before=tuple(sorted(first.keys() - second.keys())),
         only_after=tuple(sorted(second.keys() - first.keys())),
         difference=None if found is None else found[0],
-        half_width=0.0 if found is None else found[1],
+        half_width=None if found is None else found[1],
     )

@@ -240,7 +240,8 @@ class Evaluation:
     def _rollout_id(self, task_id: str, index: int, again: int) -> str:
         # At most 120 characters: a long name is cut, and made unique by its hash.
         name = task_id if len(task_id) <= 60 else f"{task_id[:50]}-{sha256(task_id.encode()).hexdigest()[:9]}"
-        return f"{self._book.eval_id}-{name}-{index}" + (f"-{again}" if again else "")
+        # With a dot: "-" would make the first repetition of task `a` attempt 1 of a task `a-1`.
+        return f"{self._book.eval_id}-{name}-{index}" + (f".{again}" if again else "")
 
 
 def _cause(failure: Failure) -> str:

@@ -111,12 +111,15 @@ def _between_tasks(shares: Sequence[float], value: float, attempts: int) -> tupl
     return wilson(min(max(value, 0.0), 1.0), observations)
 
 
-def mean(values: Sequence[float]) -> tuple[float, float] | None:
-    """Returns mean and 95 % half-width of its normal interval; 0.0 for equal values, None without any."""
+def mean(values: Sequence[float]) -> tuple[float, float | None] | None:
+    """Returns mean and 95 % half-width of its normal interval; None without any value.
+
+    The half-width is None where the values show no variance: there is one, or all are equal.
+    """
     if not values:
         return None
     if min(values) == max(values):  # exactly: their rounded mean would have a half-width
-        return float(values[0]), 0.0
+        return float(values[0]), None
     centre = math.fsum(values) / len(values)
     variance = math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
     return centre, Z * math.sqrt(variance / len(values))

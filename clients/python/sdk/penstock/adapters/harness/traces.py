@@ -148,6 +148,8 @@ def _masks(trajectory: Trajectory) -> dict[str, NDArray[np.bool_]]:
     masks: dict[str, NDArray[np.bool_]] = {}
     for sample in trajectory.samples:
         for turn in sample.turns:
+            if turn.untrained_reason == "PARTIAL":
+                continue  # the sample has only the beginning of what was sampled, and trains none of it
             mask = sample.loss_mask[turn.start : turn.end]
             known = masks.get(turn.call_id)
             masks[turn.call_id] = mask if known is None else known | mask

@@ -14,12 +14,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client.types.chat import Logprobs, TokenIds
+from penstock.client.types.chat import Logprobs, LogprobsMode, TokenIds
 from penstock.client.types.results import FailureCause, RolloutResult
 from penstock.client.types.trajectories import Reward, Sample, Trajectory
 
 POLICY_CAUSES: Final = frozenset({FailureCause.AGENT, FailureCause.TIMEOUT, FailureCause.BUDGET})
 """Failures that the policy may have caused: with a reward they are learned from. All others are not its fault."""
+
+
+_ROUNDING: Final = 64 * float(np.finfo(np.float64).eps)
+"""Rewards that differ by no more than this share of the largest, 1.4e-14, are equal: so much is lost where the same
+components are added in another order."""
 
 
 class DropReason(StrEnum):
@@ -35,6 +40,8 @@ class DropReason(StrEnum):
     """The trajectory's grade: text only, scripted, without exact tokens."""
     NO_LOGPROBS = "no_logprobs"
     """No logprobs for importance ratios."""
+    MIXED_LOGPROBS = "mixed_logprobs"
+    """Its turns have logprobs of different kinds, raw and processed, which no ratio may mix."""
     NOTHING_TRAINED = "nothing_trained"
     """All of it is masked: every turn was cut by a limit, for example."""
     TOO_LONG = "too_long"
@@ -134,15 +141,15 @@ class Selection:
         """Returns, by rollout id, the reward minus its group's mean, over the group's standard deviation if `scale`.
 
         A rollout counts once, however many sequences it has; dropped ones do not count. If all rewards of a group are
-        equal, the advantages are exactly 0.0.
+        equal but for rounding (1.4e-14 of the largest), the advantages are exactly 0.0.
         """
         figures = {group: _mean_and_spread(rewards) for group, rewards in _rewards(self.places).items()}
         found = {}
         for place in self.places:
             if place.rows:
                 mean, spread = figures[place.group]
-                advantage = float(place.rows[0].reward) - mean
-                found[place.rollout_id] = advantage / spread if scale and spread > 0 else advantage
+                advantage = float(place.rows[0].reward) - mean if spread else 0.0
+                found[place.rollout_id] = advantage / spread if scale and spread else advantage
         return found
 
 
@@ -226,6 +233,8 @@ def _fault(
         return DropReason.NOTHING_TRAINED, "all of it is masked"
     if sample.logprobs is None:
         return DropReason.NO_LOGPROBS, "the engine returned no logprobs"
+    if sample.logprobs_mode is LogprobsMode.UNSPECIFIED:  # the gate takes none without a kind: there are several
+        return DropReason.MIXED_LOGPROBS, "its turns have raw and processed logprobs"
     sizes = (
         ("prompt", sample.prompt_count, max_prompt_tokens),
         ("response", len(sample) - sample.prompt_count, max_response_tokens),
@@ -246,14 +255,15 @@ def _rewards(places: Iterable[Place]) -> dict[str, list[float]]:
 
 
 def _mean_and_spread(rewards: list[float]) -> tuple[float, float]:
-    """Returns mean and population standard deviation of at least one reward; exact if all are equal.
+    """Returns mean and population standard deviation of at least one reward; the latter is 0 if all are equal.
 
-    The rounded mean of equal rewards is seldom that reward: three of 0.1 have 0.10000000000000002, and a deviation of
-    1.4e-17, so that each would be a whole deviation from the mean.
+    Equal means: but for rounding. The rounded mean of equal rewards is seldom that reward, and sums of the same
+    components in another order differ in their last bits: three rewards of 0.1 would each be a whole deviation of
+    1.4e-17 from their mean.
     """
     values = np.array(rewards, np.float64)
-    if values.min() == values.max():
-        return float(values[0]), 0.0
+    if values.max() - values.min() <= _ROUNDING * np.abs(values).max():
+        return float(np.median(values)), 0.0
     return float(values.mean()), float(values.std())
 
 

@@ -125,11 +125,13 @@ def differences(found: Comparison, before: str, after: str) -> RenderableType:
         if tasks:
             lines.append(Text(clean(f"only {name}: {', '.join(tasks)}"), style="dim"))
     if found.difference is not None:
-        # Rates differ by 1 at most; the normal interval of few tasks exceeds that.
-        low, high = max(-1.0, found.difference - found.half_width), min(1.0, found.difference + found.half_width)
-        sure = "clear of zero" if low > 0 or high < 0 else "zero is within it"
-        line = (
-            f"{found.difference:+.3f}  95 % {low:+.3f} to {high:+.3f} over {counted(len(found.tasks), 'task')}: {sure}"
-        )
+        over = f"over {counted(len(found.tasks), 'task')}"
+        if found.half_width is None:
+            line = f"{found.difference:+.3f} {over}; no interval: the tasks show no variance"
+        else:
+            # Rates differ by 1 at most; the normal interval of few tasks exceeds that.
+            low, high = max(-1.0, found.difference - found.half_width), min(1.0, found.difference + found.half_width)
+            sure = "clear of zero" if low > 0 or high < 0 else "zero is within it"
+            line = f"{found.difference:+.3f}  95 % {low:+.3f} to {high:+.3f} {over}: {sure}"
         lines.append(Text.assemble(("pass@1 ", "bold"), line))
     return Group(*lines)

@@ -73,8 +73,10 @@ def _fill(folder: Folder, record: Mapping[str, Any], choices: Choices) -> None:
     fail, keep = _tests(record, "FAIL_TO_PASS"), _tests(record, "PASS_TO_PASS")
     if not fail:
         raise Refused("FAIL_TO_PASS is empty: the task has no test to make pass")
-    changed, new = _touched(patch)
-    files = sorted({test.partition("::")[0] for test in (*fail, *keep) if "::" in test} | _python(changed + new))
+    changed, new, gone = _touched(patch)
+    named = {test.partition("::")[0] for test in (*fail, *keep) if "::" in test}
+    # pytest runs nothing at all if one of the files that it is given is not there.
+    files = sorted((named | _python(changed + new)) - gone)
     if not files:
         raise Refused("neither the test patch nor the names of the tests have the files to run with pytest")
     base = _required(record, "base_commit")
@@ -149,12 +151,14 @@ def _tests(record: Mapping[str, Any], name: str) -> list[str]:
     return found
 
 
-def _touched(patch: str) -> tuple[list[str], list[str]]:
-    """Returns the files that a patch changes or removes, and those that it creates."""
-    changed, new = [], []
+def _touched(patch: str) -> tuple[list[str], list[str], set[str]]:
+    """Returns the files that a patch changes or removes, those that it creates, and those that are gone after it."""
+    changed, new, gone = [], [], set()
     matches = list(_DIFF.finditer(patch))
     for match, after in zip(matches, [*matches[1:], *[None] * bool(matches)], strict=True):
         head = patch[match.end() : after.start() if after else None].partition("\n@@")[0]
+        if "\ndeleted file mode" in head or "\nrename from " in head:
+            gone.add(match["old"])
         if "\nnew file mode" in head:
             new.append(match["new"])
         elif match["old"] != match["new"]:
@@ -165,7 +169,7 @@ def _touched(patch: str) -> tuple[list[str], list[str]]:
     for path in (*changed, *new):
         if path.startswith("/") or ".." in Path(path).parts:
             raise Refused(f"the test patch leads out of the repository: {path}")
-    return changed, new
+    return changed, new, gone - set(new)
 
 
 def _python(files: list[str]) -> set[str]:

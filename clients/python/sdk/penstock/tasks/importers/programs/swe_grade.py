@@ -124,7 +124,16 @@ def results(report: str) -> Outcomes:
 
 
 def node_id(file: str | None, classname: str, name: str) -> str:
-    """`tests/test_a.py::TestB::test_c[d]` of what a JUnit report says of a test."""
+    """`tests/test_a.py::TestB::test_c[d]` of what a JUnit report says of a test.
+
+    Its `file` is where the function is written: for an inherited test, or one under a decorator, that may be another
+    file than the one that pytest collected it from, which its `classname` begins with.
+    """
+    parts = classname.split(".")
+    for count in range(len(parts), 0, -1):
+        path = "/".join(parts[:count]) + ".py"
+        if os.path.isfile(path):
+            return "::".join([path] + parts[count:] + [name])
     if not file:
         return "::".join(part for part in (classname, name) if part)
     module = re.sub(r"\.py$", "", file).replace("/", ".")

@@ -1,0 +1,43 @@
+"""Changes of a sandbox's network access that are asked for at once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.sandbox.scripted_backend import ScriptedHandle
+from tests.unit.sandbox.scripted_domain import opened, pass_turns
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, SandboxSpec
+
+
+@pytest.mark.requirement("R13", "R146")
+async def test_narrowings_that_come_together_never_widen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one was wider than the one that was acknowledged before it."""
+    go_on, applied = asyncio.Event(), list[NetworkKind]()
+
+    async def slow(handle: ScriptedHandle, policy: NetworkPolicy) -> None:
+        if policy.kind is NetworkKind.ONE_ENDPOINT:
+            await go_on.wait()
+        applied.append(policy.kind)
+
+    monkeypatch.setattr(ScriptedHandle, "set_network", slow)
+    async with opened(tmp_path) as domain:
+        domain.backend.capabilities = replace(domain.backend.capabilities, networks=frozenset(NetworkKind))
+        widest = max(NetworkKind, key=lambda kind: kind.value)
+        made = await domain.sandboxes.create("", SandboxSpec(network=NetworkPolicy(widest)))
+        endpoint = NetworkPolicy(NetworkKind.ONE_ENDPOINT, local_port=2000, upstream="h:1")
+        wider = asyncio.ensure_future(domain.sandboxes.set_network(made.id, endpoint))
+        await pass_turns()
+        narrower = asyncio.ensure_future(domain.sandboxes.set_network(made.id, NetworkPolicy(NetworkKind.NONE)))
+        await pass_turns()
+        go_on.set()
+        await wider
+        await narrower
+        assert applied == [NetworkKind.ONE_ENDPOINT, NetworkKind.NONE]
+        assert domain.sandboxes.table.get(made.id).view.spec.network.kind is NetworkKind.NONE
+        with pytest.raises(FailedPrecondition, match="only be narrowed"):
+            await domain.sandboxes.set_network(made.id, endpoint)
