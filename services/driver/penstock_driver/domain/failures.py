@@ -42,7 +42,15 @@ _OF_THE_REQUEST: Final = frozenset(
 )
 """Reasons why a call failed for good because of its own request. A policy can send one on purpose, then crash."""
 _LEFT_BY_AN_AGENT: Final = frozenset(
-    {"TREE_TOO_LARGE", "FILE_PERMISSION", "FILE_REPLACED", "PATH_TOO_LONG", "NOT_A_DIRECTORY", "SYMLINK_IN_PATH"}
+    {
+        "FILE_PERMISSION",
+        "FILE_REPLACED",
+        "NOT_A_DIRECTORY",
+        "PATH_TOO_LONG",
+        "SYMLINK_IN_PATH",
+        "TAR_MEMBER_REFUSED",
+        "TREE_TOO_LARGE",
+    }
 )
 
 

@@ -28,6 +28,7 @@ from penstock_driver.grading.overlay import WHITEOUT
 
 MAX_LOOKED_AT: Final = 100_000
 """Directory entries that are checked for matches."""
+_REPLACED: Final = "\ufffd"
 _WILD: Final = frozenset("*?[")
 
 Pattern: TypeAlias = tuple[str, ...]
@@ -65,11 +66,17 @@ class Baseline:
     async def keep(
         cls, sandboxes: Sandboxes, sandbox_id: str, patterns: tuple[Pattern, ...], spool: Path | None, max_bytes: int
     ) -> Baseline:
-        """Save the matching paths of a sandbox that no agent has touched. RolloutFailed (TASK, RESTORE_TOO_LARGE)."""
+        """Save the matching paths of a sandbox that no agent has touched.
+
+        RolloutFailed (TASK; RESTORE_TOO_LARGE, RESTORE_NOT_TEXT).
+        """
         try:
             found = await _find(sandboxes, sandbox_id, patterns)
         except _TooMany as error:
             raise _too_large(str(error)) from error
+        except _NotText as error:
+            message = f"a name that is not UTF-8 cannot be restored: {error}; restore narrower patterns, or rename it"
+            raise failed(Cause.TASK, "RESTORE_NOT_TEXT", message, Phase.CONFIGURING) from error
         tar = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 - kept until the rollout is graded
         try:
             archive = tarfile.open(fileobj=tar, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
@@ -91,13 +98,17 @@ class Baseline:
     async def put_back(self, sandboxes: Sandboxes, sandbox_id: str, spool: Path | None) -> int:
         """Restore all matching paths and return their number.
 
-        RolloutFailed (AGENT, CHANGES_TOO_LARGE) when the agent left too many entries to search.
+        RolloutFailed (AGENT) when the agent left too many entries to search (CHANGES_TOO_LARGE), or a name to restore
+        that is not UTF-8 (GRADING_BLOCKED).
         """
         try:
             now = await _find(sandboxes, sandbox_id, self._patterns)
         except _TooMany as error:
             message = f"the agent left too many files to search: {error}"
             raise failed(Cause.AGENT, "CHANGES_TOO_LARGE", message, Phase.VERIFYING) from error
+        except _NotText as error:
+            message = f"the agent left a name that is not UTF-8 among the files to restore: {error}"
+            raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING) from error
         added = [path for path in now if path not in self._found]
         emptied = [path for path, kind in self._found.items() if kind is PathKind.DIRECTORY]
         with tempfile.TemporaryFile(dir=spool) as layer:
@@ -113,7 +124,11 @@ class Baseline:
 
 
 async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Pattern]) -> dict[str, PathKind]:
-    """The matching paths, in a fixed order; nothing below a matching directory."""
+    """The matching paths, in a fixed order; nothing below a matching directory.
+
+    A listed name with a replacement character stands for bytes that no request can name. What has such a name, or lies
+    below it, could be neither found nor removed, so one that matters raises _NotText.
+    """
     found: dict[str, PathKind] = {}
     pending: list[tuple[str, frozenset[Pattern]]] = [("", frozenset(patterns))]
     room = MAX_LOOKED_AT
@@ -126,6 +141,7 @@ async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Patter
             raise _TooMany(f"more than {MAX_LOOKED_AT} entries to search")
         for name, kind in sorted(entries.items()):
             path = f"{folder}/{name}"
+            further: set[Pattern] = set()
             if any(len(pattern) == 1 and fnmatchcase(name, pattern[0]) for pattern in wanted):
                 found[path] = kind
             elif kind is PathKind.DIRECTORY:
@@ -133,6 +149,8 @@ async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Patter
                 further |= {pattern for pattern in wanted if pattern[0] == "**"}
                 if further:
                     pending.append((path, frozenset(further)))
+            if _REPLACED in name and (path in found or further):
+                raise _NotText(path)
     return found
 
 
@@ -197,6 +215,10 @@ def _directory(path: str) -> tarfile.TarInfo:
     made = tarfile.TarInfo(path[1:])
     made.type, made.mode = tarfile.DIRTYPE, 0o755
     return made
+
+
+class _NotText(Exception):
+    """A path that matters has a name that is not UTF-8."""
 
 
 class _TooMany(Exception):

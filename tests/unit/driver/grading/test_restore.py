@@ -153,6 +153,43 @@ async def test_locked_directory_is_opened_for_the_paths_named_in_it(tmp_path: Pa
     assert (root / "src/tests/t.py").read_text() == "1"
 
 
+@pytest.mark.requirement("R72", "R76")
+@pytest.mark.parametrize("left", [b"a\xff/conftest.py", b"tests/test_\xff.py", b"a\xff\xfe/in/conftest.py"])
+async def test_names_that_are_no_text_hide_nothing_from_the_restoration(tmp_path: Path, left: bytes) -> None:
+    """No request can name them, so they could be neither removed nor restored: an agent's plugin would be run."""
+    sandboxes = Directories(tmp_path)
+    facts = await sandboxes.create(SandboxTerms(), 1.0, {})
+    root = Path(facts.workdir)
+    written(root, {"tests/test_a.py": "1"})
+    patterns = expanded(["**/conftest.py", "**/test_*.py"], facts.home, facts.workdir)
+    kept = await Baseline.keep(sandboxes, facts.sandbox_id, patterns, None, 1 << 20)
+    planted = root / os.fsdecode(left)
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text("forged")
+    with pytest.raises(RolloutFailed) as agents:
+        await kept.put_back(sandboxes, facts.sandbox_id, None)
+    kept.close()
+    assert (agents.value.failure.cause, agents.value.failure.reason) == ("AGENT", "GRADING_BLOCKED")
+    with pytest.raises(RolloutFailed) as tasks:
+        await Baseline.keep(sandboxes, facts.sandbox_id, patterns, None, 1 << 20)
+    assert (tasks.value.failure.cause, tasks.value.failure.reason) == ("TASK", "RESTORE_NOT_TEXT")
+
+
+@pytest.mark.requirement("R76")
+async def test_names_that_are_no_text_matter_only_where_files_are_restored(tmp_path: Path) -> None:
+    """Beside them anything may stand."""
+    sandboxes = Directories(tmp_path)
+    facts = await sandboxes.create(SandboxTerms(), 1.0, {})
+    root = Path(facts.workdir)
+    written(root, {"tests/test_a.py": "1", "data/b": "2"})
+    (root / os.fsdecode(b"data/\xff")).write_text("x")
+    (root / os.fsdecode(b"tests/\xff.txt")).write_text("x")
+    patterns = expanded(["tests/test_*.py"], facts.home, facts.workdir)
+    kept = await Baseline.keep(sandboxes, facts.sandbox_id, patterns, None, 1 << 20)
+    assert await kept.put_back(sandboxes, facts.sandbox_id, None) == 1
+    kept.close()
+
+
 @pytest.mark.requirement("R76")
 async def test_more_than_may_be_kept_is_the_tasks_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before the agent has begun."""
