@@ -186,7 +186,7 @@ class RolloutManager:
 
     @contextmanager
     def beginning(self, rollout_ids: Sequence[str]) -> Iterator[None]:
-        """Count rollouts as running while they are recorded: who sees a record can wait for its rollout or cancel it.
+        """Count rollouts as running while they are recorded, so that callers can wait for them and cancel them.
 
         Within it, `start` starts those that were recorded.
         """
@@ -196,7 +196,9 @@ class RolloutManager:
             yield
         finally:
             for rollout_id in ends.keys() - self._live.keys():
-                self._ends.pop(rollout_id).set()
+                # Another create of this id may have been the one that was recorded, and its rollout over by now.
+                if self._ends.get(rollout_id) is ends[rollout_id]:
+                    self._ends.pop(rollout_id).set()
 
     def start(self, spec: RolloutSpec, records: Sequence[Record], group: GroupRecord | None = None) -> None:
         """Start rollouts that are already recorded."""
