@@ -28,14 +28,13 @@ from penstock_interception.domain.registry import Registry
 from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
 from penstock_interception.domain.results import Accepted, Rejection
 from penstock_interception.domain.state import CALL_BYTES, Call, Rollout, Session, SessionRequest
-from penstock_interception.domain.verdicts import judge_trainer
 from penstock_interception.gate.context import DeadlineKey, GateContext, GateLimits
 from penstock_interception.gate.events import CallEvents
 from penstock_interception.gate.gate import Gate
 from penstock_interception.gate.host_tools.broker import HostToolBroker
 from penstock_interception.graph import Plan
 from penstock_interception.rollouts.agent_keys import AgentKeys
-from penstock_interception.rollouts.answers import AnswerHandler
+from penstock_interception.rollouts.answers import AnswerHandler, judge_trainer
 from penstock_interception.rollouts.conversations import Conversations
 from penstock_interception.rollouts.manager import Rollouts
 from penstock_interception.sources.base import SourceError

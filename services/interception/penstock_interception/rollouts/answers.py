@@ -1,4 +1,8 @@
-"""Judges answers of trainers and model sources, and prepares what the gate accepts (R29, R83)."""
+"""Judges answers of trainers and model sources, and prepares what the gate accepts (R29, R41, R83).
+
+The rules of judgement are functions: they read the call, and change nothing but `stale_since`. Each answer is judged
+against its call alone; an invalid answer does not affect others in the same message.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from penstock_chassis.errors import AlreadyExists
-from penstock_interception.domain.calls import Answerer
+from penstock_interception.domain.calls import Answerer, CallState
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.deadlines import Clock
 from penstock_interception.domain.registry import Registry
@@ -22,7 +26,6 @@ from penstock_interception.domain.results import (
     RejectionReason,
 )
 from penstock_interception.domain.state import Call, Session
-from penstock_interception.domain.verdicts import judge_source, judge_trainer, repeated, too_stale
 from penstock_interception.gate.gate import Gate
 from penstock_interception.rollouts.conversations import Conversations
 
@@ -55,12 +58,12 @@ class AnswerHandler:
         """
         verdict = await self._accept(partial(self._trainers, call_id, lease_id, session), answer, Answerer.TRAINER)
         if isinstance(verdict, Rejection) and verdict.reason is RejectionReason.CALL_ENDED:
-            return repeated(self._registry.find_call(call_id), answer) or verdict
+            return _repeated(self._registry.find_call(call_id), answer) or verdict
         return verdict
 
     async def from_source(self, call: Call, answer: Completion | Failure, answerer: Answerer) -> Accepted | Rejection:
         """Accepts the answer of a call's model source if it is valid and the call has not ended."""
-        return await self._accept(partial(judge_source, call), answer, answerer)
+        return await self._accept(partial(_judge_source, call), answer, answerer)
 
     def _trainers(self, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
         return judge_trainer(self._registry.find_call(call_id), call_id, lease_id, session)
@@ -71,7 +74,7 @@ class AnswerHandler:
             return call
         if isinstance(answer, Failure):
             return self._gate.accept(call, Answered(answer, answer.digest(), answerer, self._clock.wall()))
-        if call.min_policy_version is not None and (refused := too_stale(call, answer, self._clock.wall())):
+        if call.min_policy_version is not None and (refused := _too_stale(call, answer, self._clock.wall())):
             return refused
         try:
             prepared = await self._prepare(call, answer, answerer)
@@ -110,3 +113,49 @@ class AnswerHandler:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def judge_trainer(call: Call | None, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
+    """Returns the call, if the owner of this lease or session may answer it. `call` is None if it is unknown."""
+    if call is None:
+        return Rejection(call_id, RejectionReason.UNKNOWN_CALL, "There is no such call.")
+    if call.state.terminal or call.claimed:
+        return Rejection(call_id, RejectionReason.CALL_ENDED, f"The call has ended: {call.end_reason or 'answered'}.")
+    own = lease_id == call.lease_id or (session is not None and call.holder is session)
+    if not call.offered or call.state is CallState.DISPATCHED or (call.state is CallState.LEASED and not own):
+        return Rejection(call_id, RejectionReason.NOT_LEASED, "The call is leased to another session.")
+    return call
+
+
+def _judge_source(call: Call) -> Call | Rejection:
+    """Returns the call, if its model source may answer it: without a lease."""
+    if call.claimed or call.state.terminal:
+        return Rejection(call.id, RejectionReason.CALL_ENDED, "The call has ended.")
+    return call
+
+
+def _repeated(call: Call | None, answer: Completion | Failure) -> Accepted | Rejection | None:
+    """Returns the verdict on an answer to a call that already has one; None if it has none."""
+    if call is None or not call.claimed or call.committed is None:
+        return None
+    if call.accepted_digest == answer.digest():
+        return Accepted(call.id, call.committed)
+    return Rejection(call.id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
+
+
+def _too_stale(call: Call, completion: Completion, now: float) -> Rejection | None:
+    """Returns the rejection of an answer by older weights than the call accepts. `now` in seconds since 1970."""
+    least = call.min_policy_version
+    if least is None:
+        return None
+    versions = completion.tokens.versions if completion.tokens is not None else ()
+    if not versions:
+        wanted = ("completion.span.versions: required, because the rollout bounds the policy version",)
+        return Rejection(call.id, RejectionReason.INVALID, "The completion breaks a rule.", wanted)
+    oldest = min(span.policy_version for span in versions)
+    if oldest >= least:
+        return None
+    if call.stale_since is None:
+        call.stale_since = now
+    message = f"Sampled by version {oldest}; this call accepts {least} and newer."
+    return Rejection(call.id, RejectionReason.STALE_POLICY, message)
