@@ -30,6 +30,8 @@ _INCLUDES = (
     Path(grpc_tools.__file__).parent / "_proto",  # google/protobuf
     Path(google.rpc.status_pb2.__file__).parents[2],  # google/rpc
 )
+GO_MODULE: Final = "penstock.example/penstock"
+"""The Go client's module, as in its go.mod and in each proto's `go_package`."""
 _ERROR_DETAILS: Final = "google/rpc/error_details.proto"
 
 
@@ -120,15 +122,9 @@ def typescript(target: Path) -> None:
 
 def go(target: Path) -> None:
     """The messages and services of `penstock.*.v1`."""
-    module = "penstock.example/penstock/gen"
     options: list[str] = []
-    for path in PROTOS.rglob("*.proto"):
-        name = path.relative_to(PROTOS)
-        area, version = name.parts[1:3]
-        packages = f"M{name.as_posix()}={module}/{area}/{version};{area}{version}"
-        options += [f"--go_opt={packages}", f"--go-grpc_opt={packages}"]
     for output in ("go", "go-grpc"):
-        options += [f"--{output}_out={target}", f"--{output}_opt=module={module}"]
+        options += [f"--{output}_out={target}", f"--{output}_opt=module={GO_MODULE}/gen"]
     compile_protos(golang.plugins(), options)
 
 

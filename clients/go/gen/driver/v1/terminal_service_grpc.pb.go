@@ -39,9 +39,9 @@ type TerminalServiceClient interface {
 	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
 	// the commands are dead before the verifier starts. Steps of several streams run one after another.
 	//
-	// The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
-	// bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
-	// options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+	// The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
+	// sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
+	// shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
 	// background processes run on, except after a timeout. Its standard input is empty.
 	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
 	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
@@ -138,9 +138,9 @@ type TerminalServiceServer interface {
 	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
 	// the commands are dead before the verifier starts. Steps of several streams run one after another.
 	//
-	// The shell's state persists between shell commands: working directory, environment, umask, `$?` and, if the sandbox has
-	// bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own shell
-	// options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
+	// The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
+	// sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
+	// shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
 	// background processes run on, except after a timeout. Its standard input is empty.
 	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
 	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).

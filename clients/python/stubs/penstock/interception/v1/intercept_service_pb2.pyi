@@ -1466,7 +1466,7 @@ class RegisterToolsRequest(_message.Message):
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
         """At most 64. Names are unique, have at most 48 characters, and are a letter, then letters, digits, _ and -.
-        Descriptions: at most 16 KiB. Schemas: at most 64 KiB, JSON Schema (2020-12 unless $schema names another) of an object,
+        Descriptions: at most 16 KiB. Schemas: at most 64 KiB, JSON Schema (2020-12 unless the schema names another) of an object,
         with references within it only and RE2 patterns. An empty schema = any object. `strict` has no effect: arguments are
         always checked. Refused: patternProperties, unevaluatedItems, unevaluatedProperties, and schemas that take too many
         steps to check.
