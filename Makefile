@@ -82,6 +82,7 @@ lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos 
 	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@echo "== buf"
 	@$(BIN)/buf lint
+	@$(BIN)/python -m protos.breaking
 	@echo "== generated code"
 	@$(BIN)/python -m protos.generate --check
 	@echo "== layering"

@@ -10,7 +10,8 @@ all that are declared. `from_proto` and `to_proto` find or make the function of 
 A class's field has the name of the message's field, or that name and `_s` for seconds. What each type becomes:
 
 - `float` for a Duration (seconds) or a Timestamp (seconds since the epoch), `datetime` for a Timestamp (UTC);
-- an Enum by the names of its members, without the proto's prefix; `str` for an enum: the name in lower case;
+- an Enum by the names of its members, without the proto's prefix; `str` for an enum: the name in lower case. A number
+  without a name is a ValueMismatch for an Enum, an unknown member of an OpenEnum, and its digits for `str`;
 - a dataclass for a message, a tuple, Sequence (read as a tuple) or frozenset for a repeated field, a Mapping for a map;
 - a message's own class, and `int` for an enum: the same object.
 
@@ -20,8 +21,8 @@ Unset fields become None if the class's field may be None, else its default, els
 written as unset. Of a oneof, the first member that is not None (for other types: not empty) is written.
 """
 
-from penstock.values.enums import numbers
+from penstock.values.enums import OpenEnum, numbers
 from penstock.values.fields import ValueMismatch
 from penstock.values.functions import check, from_proto, reader, to_proto, writer
 
-__all__ = ["ValueMismatch", "check", "from_proto", "numbers", "reader", "to_proto", "writer"]
+__all__ = ["OpenEnum", "ValueMismatch", "check", "from_proto", "numbers", "reader", "to_proto", "writer"]

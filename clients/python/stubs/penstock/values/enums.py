@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor
 
@@ -11,6 +11,35 @@ from penstock.values.fields import ValueMismatch
 
 if TYPE_CHECKING:
     from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper
+
+_UNKNOWN = "UNKNOWN"
+
+
+class OpenEnum(StrEnum):
+    """The words of an enum in services' answers. A newer service may have values that this client has no word for.
+
+    Such a value is read as a member of the name UNKNOWN that no loop over the enum has, equal to the proto's number in
+    digits, and "unspecified" for 0. Only `of` makes it; a call of the class raises ValueError for it.
+    """
+
+    @classmethod
+    def of(cls, word: str) -> Self:
+        """Returns the member of a word, or an unknown one of that word."""
+        known = cls._value2member_map_.get(word)
+        if isinstance(known, cls):
+            return known
+        made = str.__new__(cls, word)
+        made._name_, made._value_ = _UNKNOWN, word
+        return made
+
+    @property
+    def known(self) -> bool:
+        """Whether this client has a word for the value."""
+        return self._name_ != _UNKNOWN
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return type(self).of, (self._value_,)
+
 
 E = TypeVar("E", bound=Enum)
 N = TypeVar("N", bound=int)

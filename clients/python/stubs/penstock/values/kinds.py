@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from penstock.values.enums import by_name
+from penstock.values.enums import OpenEnum, by_name
 from penstock.values.fields import Pair
 from penstock.values.times import duration, seconds, timestamp
 
@@ -69,6 +69,13 @@ class _Words(_Table):
         return str(key)
 
 
+class _Open(_Table):
+    """The members of an OpenEnum by their numbers."""
+
+    def __missing__(self, key: Any) -> Any:
+        return self._pair.kind.of(str(key) if key else "unspecified")
+
+
 def reading(pair: Pair, nested: Nested) -> Convert | None:
     """Returns what makes the class's value of the message's; None = it stays.
 
@@ -84,7 +91,9 @@ def reading(pair: Pair, nested: Nested) -> Convert | None:
             raise pair.mismatch(f"{kind.__name__} has no {', '.join(lacking)}")
         if pair.optional:
             table.setdefault(0, None)
-        return (_Words if kind is str else _Table)(pair, table).__getitem__
+        if kind is str:
+            return _Words(pair, table).__getitem__
+        return (_Open if issubclass(kind, OpenEnum) else _Table)(pair, table).__getitem__
     times = _times(kind, field)
     return times[0] if times else _plain(pair, nested)
 

@@ -6,11 +6,12 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from penstock.client.errors import InvalidArgument
+from penstock.values import OpenEnum
 
 _EMPTY: Mapping[str, Any] = {}  # no proxy: tasks are pickled for worker processes
 
 
-class Mode(StrEnum):
+class Mode(OpenEnum):
     """The source of the answers to an agent's model calls, and what is captured."""
 
     BLACK_BOX = "black_box"
@@ -225,7 +226,7 @@ class RunBudgets:
     call_rate: CallRate | None = None
 
 
-class TokenScope(StrEnum):
+class TokenScope(OpenEnum):
     """What a rollout's agent key allows: completions; counting tokens and reading models; host tools."""
 
     COMPLETIONS = "completions"
@@ -256,7 +257,7 @@ class PolicyConstraint:
     max_staleness: int | None = None
 
 
-class ControlTokens(StrEnum):
+class ControlTokens(OpenEnum):
     """How control tokens spelled in user texts, tool results, system prompts or tool definitions are encoded."""
 
     PLAIN = "plain"

@@ -6,13 +6,13 @@ views of the message that carried them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.client.errors import InvalidArgument
+from penstock.values import OpenEnum
 
 TokenIds: TypeAlias = NDArray[np.int32]
 """Token ids, shape (n,)."""
@@ -21,7 +21,7 @@ Logprobs: TypeAlias = NDArray[np.float32]
 """Natural logarithms, finite and <= 0, shape (n,)."""
 
 
-class Role(StrEnum):
+class Role(OpenEnum):
     """The author of a message."""
 
     SYSTEM = "system"
@@ -31,7 +31,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-class FinishReason(StrEnum):
+class FinishReason(OpenEnum):
     """Why a completion ended. UNSPECIFIED is only ever read, from an answer without a reason."""
 
     UNSPECIFIED = "unspecified"
@@ -42,7 +42,7 @@ class FinishReason(StrEnum):
     CONTENT_FILTER = "content_filter"
 
 
-class LogprobsMode(StrEnum):
+class LogprobsMode(OpenEnum):
     """The distribution of the logprobs: the model's, the one sampled from, or none (a script)."""
 
     UNSPECIFIED = "unspecified"

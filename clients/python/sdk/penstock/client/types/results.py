@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 from typing import Any, TypeAlias
 
 from penstock.client.types.trajectories import Call, Reward, Trajectory
+from penstock.values import OpenEnum
 
 
-class Phase(StrEnum):
+class Phase(OpenEnum):
     """A rollout's phase; ENDED is terminal."""
 
     QUEUED = "queued"
@@ -22,7 +22,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-class FailureCause(StrEnum):
+class FailureCause(OpenEnum):
     """The kind of a failure. INFRASTRUCTURE and MODEL say nothing about the policy: keep them out of a baseline."""
 
     INFRASTRUCTURE = "infrastructure"
@@ -35,7 +35,7 @@ class FailureCause(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Party(StrEnum):
+class Party(OpenEnum):
     """The component at fault for a failed rollout. ENGINE is the source of the answers, the trainer included."""
 
     AGENT = "agent"

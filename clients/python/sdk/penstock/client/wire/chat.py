@@ -152,7 +152,7 @@ def message_to(message: chat.Message) -> chat_pb2.Message:
 
 def message_from(message: chat_pb2.Message) -> chat.Message:
     """Converts one message."""
-    role = chat.Role(word(chat_pb2.Role, message.role, "ROLE_"))
+    role = chat.Role.of(word(chat_pb2.Role, message.role, "ROLE_"))
     return chat.Message(role, tuple(map(part_from, message.parts)), message.name)
 
 
@@ -189,10 +189,10 @@ def completion_from(message: completion_pb2.Completion) -> chat.Completion:
     return chat.Completion(
         token_ids=token_ids(span.token_ids) if message.HasField("span") and not left_out else None,
         logprobs=logprobs(span.logprobs) if span.logprobs else None,
-        logprobs_mode=chat.LogprobsMode(word(completion_pb2.LogprobsMode, span.logprobs_mode, "LOGPROBS_MODE_")),
+        logprobs_mode=chat.LogprobsMode.of(word(completion_pb2.LogprobsMode, span.logprobs_mode, "LOGPROBS_MODE_")),
         versions=tuple(map(_version_from, span.versions)),
         message=message_from(message.message) if message.HasField("message") else None,
-        finish_reason=chat.FinishReason(word(chat_pb2.FinishReason, message.finish_reason, "FINISH_REASON_")),
+        finish_reason=chat.FinishReason.of(word(chat_pb2.FinishReason, message.finish_reason, "FINISH_REASON_")),
         stop_token_id=message.stop_token_id if stop == "stop_token_id" else None,
         stop_text=message.stop_text if stop == "stop_text" else None,
         sampling_used=sampling_from(message.sampling_used) if message.HasField("sampling_used") else None,

@@ -34,7 +34,7 @@ def _whole(value: Any) -> Any:
 
 def phase(number: int) -> results.Phase:
     """Converts a phase."""
-    return results.Phase(word(rollout_pb2.Phase, number, "PHASE_"))
+    return results.Phase.of(word(rollout_pb2.Phase, number, "PHASE_"))
 
 
 exit_from: Final = reader(
