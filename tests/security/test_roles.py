@@ -33,7 +33,7 @@ _OBSERVER_MAY: Final = {
     "penstock.interception.v1.RolloutGateService": "GetRollout ListRollouts GetCapture WatchCalls WatchGate",
     "penstock.interception.v1.InterceptService": "ListCalls GetCall",
     "penstock.inference.v1.InferenceService": "GetInfo GetTokenizer ListAdapters WatchStats",
-    "penstock.ops.v1.OperationsService": "GetStatus",
+    "penstock.ops.v1.OperationsService": "GetServerInfo GetStatus",
 }
 """docs/interfaces.md: an observer reads lists, states, events and trajectories. Whatever is not here is refused."""
 

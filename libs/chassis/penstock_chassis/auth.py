@@ -16,8 +16,8 @@ from penstock_chassis.errors import PermissionDenied, Unauthenticated
 HEADER: Final = "authorization"
 """Metadata key of the token: `Bearer <token>`."""
 
-HEALTH_CHECK: Final = "grpc.health.v1.Health/Check"
-"""The one method without a credential: it reports liveness and nothing else (R7)."""
+HEALTH: Final = frozenset({"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch"})
+"""The methods without a credential: they report liveness and nothing else (R7). gRPC's load balancers send none."""
 
 
 class Role(StrEnum):

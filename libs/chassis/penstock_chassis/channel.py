@@ -16,8 +16,8 @@ import structlog
 from penstock_chassis.auth import HEADER
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
+from penstock_chassis.limits import MAX_MESSAGE_BYTES
 from penstock_chassis.rpc_status import broke_while_sending, from_rpc_error
-from penstock_chassis.server import MAX_MESSAGE_BYTES
 from penstock_chassis.settings import is_loopback
 from penstock_chassis.telemetry import tracing
 from penstock_chassis.tls import ClientTls

@@ -30,7 +30,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from penstock_chassis import journal, rpc_status
-from penstock_chassis.auth import HEALTH_CHECK, Authenticator, Role, RoleTable, authorize
+from penstock_chassis.auth import HEALTH, Authenticator, Role, RoleTable, authorize
 from penstock_chassis.errors import (
     InvalidArgument,
     PenstockError,
@@ -42,6 +42,7 @@ from penstock_chassis.limits import READER_S
 from penstock_chassis.telemetry import tracing
 from penstock_chassis.telemetry.logging import Meter
 from penstock_chassis.telemetry.metrics import histogram
+from penstock_chassis.validation import refuse_unknown, selects
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Metadata key of the request id, which ties one request's log lines together across services."""
@@ -65,10 +66,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN: Final = secrets.token_hex(8)
 """Random per process; with a counter appended it makes unique request ids."""
 _COUNT: Final = itertools.count()
-_OPEN: Final = frozenset({HEALTH_CHECK})
-_MALFORMED: Final = object()
-"""Placeholder for a request that could not be parsed."""
-
+_OPEN: Final = HEALTH
 _CODE_NAMES: Final[dict[Any, str]] = {key: item.name for item in grpc.StatusCode for key in (item, item.value[0])}
 _log = structlog.get_logger("penstock.rpc")
 
@@ -164,7 +162,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else (handler.unary_stream, grpc.unary_stream_rpc_method_handler)
             )
-            return make(_streaming(method, kind, role, self._reader_s), _reader(handler), handler.response_serializer)
+            if method in _OPEN:
+                kind, make = _soon_stream(kind), grpc.stream_stream_rpc_method_handler
+            behaviour = _streaming(method, kind, role, self._reader_s)
+            return make(behaviour, _reader(method, handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
             if handler.request_streaming
@@ -172,7 +173,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         )
         if method in _OPEN:
             kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
-        return make(_single(method, kind, role), _reader(handler), handler.response_serializer)
+        return make(_single(method, kind, role), _reader(method, handler), handler.response_serializer)
 
 
 def _single(method: str, behaviour: Any, role: Role | None) -> Any:
@@ -256,21 +257,27 @@ def _enter(context: grpc.aio.ServicerContext[Any, Any], role: Role | None) -> st
     return tracing.taken_up(metadata)
 
 
-def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
-    """Returns the deserializer of a method's requests; for a unary request, bytes that do not parse return a marker.
+def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
+    """Returns the deserializer of a method's requests; for a unary request, an error is returned, not raised.
 
-    gRPC parses a unary request before the handler runs and would answer with the parser's own text. So the marker is
-    checked after the caller was admitted; in a request stream the error is raised in the handler.
+    gRPC parses a unary request before the handler runs and would answer with the parser's own text. So the error is
+    raised after the caller was admitted; in a request stream it is raised in the handler.
     """
     read = handler.request_deserializer
     if read is None or handler.request_streaming:
         return read
+    selecting = selects(method)
 
     def tolerant(data: bytes) -> Any:
         try:
-            return read(data)
+            request = read(data)
+            if selecting:
+                refuse_unknown(request)
         except DecodeError:
-            return _MALFORMED
+            return _malformed()
+        except InvalidArgument as error:
+            return error
+        return request
 
     return tolerant
 
@@ -279,19 +286,33 @@ def _soon(behaviour: Any) -> Any:
     """Wraps a method without authentication: reads its one request with a timeout, since gRPC would wait forever."""
 
     async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            async with asyncio.timeout(OPEN_REQUEST_S):
-                request = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
-            raise InvalidArgument("The call has no request message.", reason="REQUEST_MALFORMED") from None
-        return await behaviour(_checked(request), context)
+        return await behaviour(await _only(requests), context)
 
     return call
 
 
+def _soon_stream(behaviour: Any) -> Any:
+    """The same for a method that answers with a stream."""
+
+    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async for response in behaviour(await _only(requests), context):
+            yield response
+
+    return call
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    try:
+        async with asyncio.timeout(OPEN_REQUEST_S):
+            request = await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise InvalidArgument("The call has no request message.", reason="REQUEST_MALFORMED") from None
+    return _checked(request)
+
+
 def _checked(request: Any) -> Any:
-    if request is _MALFORMED:
-        raise _malformed()
+    if isinstance(request, InvalidArgument):
+        raise request
     return request
 
 

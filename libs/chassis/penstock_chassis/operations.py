@@ -1,4 +1,4 @@
-"""`penstock.ops.v1.OperationsService`: the status of a service and its process, and its diagnostics.
+"""`penstock.ops.v1.OperationsService`: the contract that a service serves, its status and its diagnostics.
 
 Diagnostics common to all services are found here: little disk left, few file descriptors left, a stalled event loop. A
 service adds its own by `Service.troubles`. Nothing here acts on them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +20,15 @@ from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis import times
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S
 from penstock_chassis.telemetry import metrics
 from penstock_chassis.telemetry.loop_lag import LoopLag
 
 SERVICE: Final = "penstock.ops.v1.OperationsService"
 ROLES: Final = {SERVICE: frozenset(Role)}
+
+CONTRACT_REVISION: Final = 2
+"""Grows with each release that adds to the protos; docs/compatibility.md lists what each revision added."""
 
 DEFAULT_PATIENCE_S: Final = 60.0
 DEFAULT_MIN_FREE: Final = 1 << 30
@@ -68,6 +72,7 @@ class Operations(rpc.OperationsServiceServicer):
         clock: seconds since the epoch.
         restarts: how often the service's supervisor has restarted it.
         last_end: how the previous process ended.
+        features: what the service serves of the contract beyond revision 1.
     """
 
     def __init__(
@@ -78,8 +83,10 @@ class Operations(rpc.OperationsServiceServicer):
         clock: Callable[[], float] = time.time,
         restarts: int = 0,
         last_end: str = "",
+        features: Sequence[str] = (),
     ) -> None:
         self._name = name
+        self._info = server_info(name, features)
         self._troubles = troubles
         self._disks = dict(disks or {})
         self._clock = clock
@@ -101,6 +108,11 @@ class Operations(rpc.OperationsServiceServicer):
     def free(self) -> dict[tuple[str, ...], float]:
         """Free bytes on each disk, for the metrics."""
         return {(name,): float(shutil.disk_usage(path).free) for name, path in self._disks.items() if path.exists()}
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Any
+    ) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(server=self._info)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         patience = (
@@ -152,6 +164,18 @@ class Operations(rpc.OperationsServiceServicer):
                 "less at once. State held in memory only is lost, such as weights pushed to an engine",
                 grave=False,
             )
+
+
+def server_info(name: str, features: Sequence[str]) -> pb.ServerInfo:
+    """Returns which contract the service of this short name serves."""
+    return pb.ServerInfo(
+        service=name,
+        version=_version(name),
+        contract_revision=CONTRACT_REVISION,
+        features=sorted(features),
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        min_ping_interval=times.duration(MIN_PING_S),
+    )
 
 
 def _of_process(status: pb.GetStatusResponse, min_free_bytes: int) -> Iterator[Trouble]:

@@ -22,7 +22,7 @@ import grpc
 import orjson
 import structlog
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from penstock.ops.v1 import operations_service_pb2_grpc
@@ -31,9 +31,10 @@ from penstock_chassis.auth import Authenticator, Role, RoleTable
 from penstock_chassis.disk import refused_start
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.garbage_collection import Collector
+from penstock_chassis.health import HEALTH_SERVICE, Health
 from penstock_chassis.interceptor import ServerInterceptor
 from penstock_chassis.journal import refusal
-from penstock_chassis.limits import Limits
+from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S, Limits
 from penstock_chassis.operations import Operations, Troubles, no_troubles
 from penstock_chassis.process import set_parent_death_signal
 from penstock_chassis.settings import ServiceSettings
@@ -44,16 +45,12 @@ from penstock_chassis.tls import ServerTls
 Registration: TypeAlias = tuple[object, Callable[[Any, Any], None]]
 """A servicer and the generated `add_..._to_server` that registers it."""
 
-MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-"""Largest message in both directions; the default of 4 MiB would kill a stream on one long prompt."""
-
 OPTIONS: Final = (
     # By default a second instance would silently share the port and get half of the connections.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Clients ping every 30 s; pings at least 10 s apart are allowed.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_S * 1000),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -78,7 +75,8 @@ class Service:
 
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still reports NOT_SERVING. `drain(seconds)` ends open work within that time. `endpoints`
-    are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators.
+    are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators. `features`
+    are what it serves of the contract beyond revision 1, for GetServerInfo.
     """
 
     registrations: Sequence[Registration]
@@ -87,6 +85,7 @@ class Service:
     drain: Callable[[float], Awaitable[None]] = _nothing
     endpoints: Mapping[str, str] = field(default_factory=dict)
     troubles: Troubles = no_troubles
+    features: Sequence[str] = ()
 
 
 class Server:
@@ -123,7 +122,7 @@ class Server:
         self._tls = tls
         self._drain_s = drain_s
         self._limits = limits
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -136,9 +135,9 @@ class Server:
         recorder = _Recorder()
         for servicer, add in self._service.registrations:
             add(servicer, recorder)
-        names = [*recorder.services, reflection.SERVICE_NAME, health.SERVICE_NAME]
-        roles = RoleTable({reflection.SERVICE_NAME: _EVERYONE, health.SERVICE_NAME: _EVERYONE, **self._service.roles})
-        unknown = roles.unknown([*recorder.methods, f"{reflection.SERVICE_NAME}/", f"{health.SERVICE_NAME}/"])
+        names = [*recorder.services, reflection.SERVICE_NAME, HEALTH_SERVICE]
+        roles = RoleTable({reflection.SERVICE_NAME: _EVERYONE, HEALTH_SERVICE: _EVERYONE, **self._service.roles})
+        unknown = roles.unknown([*recorder.methods, f"{reflection.SERVICE_NAME}/", f"{HEALTH_SERVICE}/"])
         if unknown:
             raise ValueError(f"roles are set for methods that are not served: {', '.join(unknown)}")
 
@@ -152,14 +151,14 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), generic)
         self._port = self._bind(server)
-        await self._set_health(names, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.serve(names, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             await server.start()
             await self._service.warm_up()
         except BaseException:
             await server.stop(None)
             raise
-        await self._set_health(names, health_pb2.HealthCheckResponse.SERVING)
+        self._health.serve(names, health_pb2.HealthCheckResponse.SERVING)
         return self
 
     async def __aexit__(
@@ -174,7 +173,7 @@ class Server:
             return
         deadline = asyncio.get_running_loop().time() + grace_s
         try:
-            await self._health.enter_graceful_shutdown()
+            self._health.stop()
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._service.drain(grace_s)
@@ -201,10 +200,6 @@ class Server:
                 reason="PORT_IN_USE",
             )
         return port
-
-    async def _set_health(self, names: Iterable[str], status: Any) -> None:
-        for name in ("", *names):
-            await self._health.set(name, status)
 
 
 def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:
@@ -275,6 +270,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                         {"state": settings.state_dir},
                         restarts=settings.restarts,
                         last_end=settings.last_end,
+                        features=service.features,
                     )
                 )
             )

@@ -1,14 +1,19 @@
-"""Converts pydantic's validation errors to violations in our wording."""
+"""Validation of requests: pydantic's errors as violations in our wording, and fields that a service does not know."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
-from penstock_chassis.errors import Violation
+from penstock_chassis.errors import InvalidArgument, Violation
 
+_SELECTING: Final = ("Abort", "Delete", "Export", "Lease", "List", "RegisterTools", "Watch")
+"""Names of the methods whose requests select resources begin with these."""
 _SHOULD: Final = re.compile(r"^(?:[A-Z][A-Za-z]*) should ")
 _NOT: Final = re.compile(r" after validation, not (\d+)$")
 
@@ -32,3 +37,36 @@ def in_words(message: str) -> str:
     """Turns one of pydantic's messages into a sentence about the field: "must be greater than or equal to 1"."""
     text = _SHOULD.sub("must ", message.removeprefix("Value error, "))
     return _NOT.sub(r", and has \1", text)
+
+
+def selects(method: str) -> bool:
+    """Returns whether the requests of `package.Service/Method` select resources."""
+    return method.rpartition("/")[2].startswith(_SELECTING)
+
+
+def refuse_unknown(message: Message, path: str = "") -> None:
+    """Raises InvalidArgument FIELD_UNKNOWN if the message or one inside has unknown fields.
+
+    `path` is the message's own, for the violations.
+    """
+    unknown = _unknown(message, path)
+    found = [Violation(where, f"has field {number}, which this version does not know") for where, number in unknown]
+    if found:
+        raise InvalidArgument(
+            "The request has a field that this version of the service does not know. Without it the request could "
+            "select more than was meant. Use a newer service, or leave the field out; GetServerInfo has its revision.",
+            reason="FIELD_UNKNOWN",
+            violations=found,
+        )
+
+
+def _unknown(message: Any, path: str) -> Iterator[tuple[str, int]]:
+    unknown: Any = UnknownFieldSet(message)
+    for field in unknown:
+        yield path or "request", field.field_number
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        where = f"{path}.{descriptor.name}" if path else descriptor.name
+        for item in value if descriptor.is_repeated else (value,):
+            yield from _unknown(item, where)

@@ -35,7 +35,7 @@ from penstock_interception.ingress.server import Ingress, IngressLimits
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
-from penstock_interception.rpc.intercept_service import InterceptServicer, register_intercept
+from penstock_interception.rpc.intercept_service import FEATURES, InterceptServicer, register_intercept
 from penstock_interception.settings import InterceptionSettings
 from penstock_interception.sources.base import ModelSource
 from penstock_interception.sources.registry import Endpoint, Sources
@@ -123,6 +123,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             drain=partial(_drain, interceptor, stopping),
             endpoints={"ingress": address},
             troubles=health.troubles,
+            features=FEATURES,
         )
 
 

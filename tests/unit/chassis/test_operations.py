@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import InvalidArgument
-from penstock_chassis.operations import Operations
+from penstock_chassis.operations import CONTRACT_REVISION, Operations
 from penstock_chassis.operations import Trouble as RowCounts
 from penstock_chassis.server import Server, Service, watched_by
 from penstock_chassis.telemetry.loop_lag import LoopLag
@@ -45,6 +46,24 @@ async def status(address: str, token: str = "an-observer", **asked: object) -> p
                 pb.GetStatusRequest(**asked)  # type: ignore[arg-type]
             )
             return answer
+
+
+@pytest.mark.requirement("R110")
+async def test_server_info_has_the_contract_and_the_limits() -> None:
+    """For every role; features are sorted."""
+    async with (
+        serving(Operations("driver", features=("b", "a"))) as address,
+        connect(address, "an-observer") as channel,
+    ):
+        answer = await rpc.OperationsServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+    server = answer.server
+    assert (server.service, server.version, list(server.features)) == (
+        "driver",
+        metadata.version("penstock-driver"),
+        ["a", "b"],
+    )
+    assert server.contract_revision == CONTRACT_REVISION
+    assert (server.max_message_bytes, server.min_ping_interval.seconds) == (64 << 20, 10)
 
 
 async def test_status_is_open_to_every_role_and_lists_the_gravest_first(tmp_path: Path) -> None:

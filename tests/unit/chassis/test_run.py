@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.ops.v1.operations_service_pb2 import GetServerInfoRequest
+from penstock.ops.v1.operations_service_pb2_grpc import OperationsServiceStub
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import Unauthenticated
 
@@ -146,8 +148,7 @@ async def test_a_token_of_shell_metacharacters_works_and_is_nowhere_to_be_read(s
     assert await alive(address, TOKEN)
     async with connect(address, "wrong") as channel:
         with pytest.raises(Unauthenticated), typed_errors():
-            async for _ in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
-                pass
+            await OperationsServiceStub(channel).GetServerInfo(GetServerInfoRequest())
     process.terminate()
     out, err = process.communicate()
     assert {json.loads(entry)["event"] for entry in err.splitlines()} >= {"settings", "rpc", "stopping"}

@@ -1,44 +1,46 @@
-"""What a service finds wrong with settings, specs and options, in words about the field."""
+"""Fields that a service does not know."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from penstock_chassis.validation import violations_of
+from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.validation import refuse_unknown, selects
 
-
-class Settings(BaseModel):
-    """One of each."""
-
-    count: int = Field(1, ge=1)
-    turns: tuple[str, ...] = Field(("one",), min_length=1)
-    name: str = Field("a", max_length=3)
-    mode: str = "gate"
-
-    @field_validator("mode")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value != "gate":
-            raise ValueError(f"{value!r} is not one of: gate")
-        return value
+UNKNOWN = b"\xa2\x06\x02\x08\x01"
+"""Field 100, a message."""
 
 
-@pytest.mark.requirement("R18", "R48")
-@pytest.mark.parametrize(
-    ("given", "field", "words"),
-    [
-        ({"count": 0}, "options.count", "must be greater than or equal to 1"),
-        ({"count": "x"}, "options.count", "must be a valid integer, unable to parse string as an integer"),
-        ({"turns": ()}, "options.turns", "must have at least 1 item, and has 0"),
-        ({"name": "long"}, "options.name", "must have at most 3 characters"),
-        ({"mode": "proxy"}, "options.mode", "'proxy' is not one of: gate"),
-        ([], "options", "must be a valid dictionary or instance of Settings"),
-    ],
-)
-def test_problem_is_a_sentence_about_its_field_without_the_value(given: object, field: str, words: str) -> None:
-    """Names the field and what it must be; none of a library's own phrases."""
-    with pytest.raises(ValidationError) as caught:
-        Settings.model_validate(given)
-    (violation,) = violations_of(caught.value, "options", "options.")
-    assert (violation.field, violation.description) == (field, words)
+def later(message: Any) -> Any:
+    """The message as a newer client sends it."""
+    return type(message).FromString(message.SerializeToString() + UNKNOWN)
+
+
+@pytest.mark.requirement("R108")
+def test_unknown_fields_at_any_depth_are_refused_by_their_place() -> None:
+    """In a message, in one inside, in one of several."""
+    inside = pb.Hello(selector=later(pb.CallSelector(run_id="a", labels={"k": "v"})))
+    several = pb.Results(results=[pb.CallResult(call_id="a"), later(pb.CallResult(call_id="b"))])
+    for message, place in ((later(pb.Hello()), "hello"), (inside, "hello.selector"), (several, "hello.results")):
+        with pytest.raises(InvalidArgument) as refused:
+            refuse_unknown(message, "hello")
+        assert refused.value.reason == "FIELD_UNKNOWN"
+        assert [violation.field for violation in refused.value.violations] == [place]
+        assert "field 100" in refused.value.violations[0].description
+
+
+@pytest.mark.requirement("R108")
+def test_known_fields_pass() -> None:
+    """Maps and messages inside too."""
+    refuse_unknown(pb.Hello(selector=pb.CallSelector(labels={"k": "v"}), held=pb.HeldCalls(call_ids=["a"])))
+
+
+@pytest.mark.requirement("R108")
+def test_methods_that_select_are_known_by_their_names() -> None:
+    """What creates or answers may have fields that an older service ignores."""
+    selecting = ("x.S/ListCalls", "x.S/DeleteSandboxes", "x.S/WatchCalls", "x.S/ExportTrajectories", "x.S/LeaseCalls")
+    assert all(map(selects, selecting))
+    assert not any(map(selects, ("x.S/CreateRollout", "x.S/CompleteCalls", "x.ListService/GetStatus")))

@@ -87,6 +87,9 @@ class RolloutTools:
 CALL_OVERHEAD_BYTES = 512
 
 
+DEFAULT_MESSAGE_BYTES = 4 << 20
+"""What gRPC's libraries accept unless they are given another limit."""
+
 CALL_BYTES = 48 << 20
 """Limit of one call on the wire; the transport's limit is 64 MiB. A larger call omits what its view asked for, and
 fails if it is still larger.
@@ -125,10 +128,11 @@ class Credits:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The parts of a call, besides its tokens, that this session is sent."""
+    """What this session is sent of a call besides its tokens, and the largest message that it accepts, in bytes."""
 
     messages: bool = False
     body: bool = False
+    max_message_bytes: int = DEFAULT_MESSAGE_BYTES
 
     def size_of(self, call: Call) -> int:
         """Estimates the bytes of the call on the wire."""

@@ -1,4 +1,4 @@
-"""Frames of a session's pending messages: calls in frames of at most 4 MiB, or one larger call."""
+"""Frames of a session's pending messages: several calls in at most 4 MiB, or one call; never more than it accepts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from penstock_interception.wire import convert
 _log = structlog.get_logger(__name__)
 
 FRAME_BYTES = 4 << 20
+ENVELOPE_BYTES = 16
+"""At most what a frame adds to its only call, and to its size for each further one: tags and lengths."""
 _TOO_LARGE = Failure("CALL_TOO_LARGE", f"The call has more than {CALL_BYTES} bytes.", retriable=False)
 
 
@@ -35,24 +37,25 @@ class CallWriter:
     def add(self, calls: RepeatedCompositeFieldContainer[pb.ModelCall], call: Call, view: View) -> int:
         """Appends a call to `calls`, built in place, since copying a long prompt is expensive.
 
-        Returns its size in bytes; 0 if the call failed and was not written.
+        Returns its size in a frame, in bytes; 0 if the call failed and was not written.
         """
-        before, failure = len(calls), _TOO_LARGE
+        before, limit = len(calls), min(CALL_BYTES, view.max_message_bytes - ENVELOPE_BYTES)
+        failure = _TOO_LARGE if limit == CALL_BYTES else _over_session_limit(view)
         try:
-            size = self._write(calls.add(**_fields(call)), call, view)
+            size = self._write(calls.add(**_fields(call)), call, view, limit)
         except Exception:  # noqa: BLE001 - logged, and the call fails
             _log.exception("a call could not be serialised", call_id=call.id, rollout_id=call.rollout.id)
             size, failure = 0, Failure("INTERNAL")
-        if 0 < size <= CALL_BYTES:
-            return size
+        if 0 < size <= limit:
+            return size + ENVELOPE_BYTES
         del calls[before:]
         self._fail(call, failure)
         return 0
 
-    def _write(self, message: pb.ModelCall, call: Call, view: View) -> int:
+    def _write(self, message: pb.ModelCall, call: Call, view: View, limit: int) -> int:
         textual = call.plan is not None and not call.plan.exact
         wanted = int(view.messages or textual) + int(view.body)
-        if wanted and message.ByteSize() + wanted * len(call.request.body) > CALL_BYTES:
+        if wanted and message.ByteSize() + wanted * len(call.request.body) > limit:
             message.view_truncated = True
         elif wanted:
             self._add_view(message, call, view.messages or textual, view.body)
@@ -68,6 +71,11 @@ class CallWriter:
             message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))
 
 
+def _over_session_limit(view: View) -> Failure:
+    message = f"The call is larger than the {view.max_message_bytes} bytes that the trainer's session accepts."
+    return Failure("SESSION_MESSAGE_LIMIT", message, retriable=False)
+
+
 def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.InterceptResponse]:
     """Yields the frames of an outbox, cancellations before calls."""
     for reason, ids in box.cancelled.items():
@@ -77,8 +85,9 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
         yield pb.InterceptResponse(tool_calls_cancelled=gone)
     if box.closed:
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
-    yield from _call_frames(box.calls, writer, view)
-    yield from tools.frames_of(box.tool_calls, FRAME_BYTES)
+    limit = min(FRAME_BYTES, view.max_message_bytes)
+    yield from _call_frames(box.calls, writer, view, limit)
+    yield from tools.frames_of(box.tool_calls, limit)
     for open_calls in box.pauses:
         if open_calls is None:
             yield pb.InterceptResponse(resumed=pb.CallsResumed())
@@ -86,7 +95,7 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
             yield pb.InterceptResponse(paused=pb.CallsPaused(open_calls=open_calls))
 
 
-def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View) -> Iterator[pb.InterceptResponse]:
+def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View, limit: int) -> Iterator[pb.InterceptResponse]:
     frame, size = pb.InterceptResponse(), 0
     for call in calls:
         if call.plan is None:
@@ -94,7 +103,7 @@ def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View) -> Itera
         added = writer.add(frame.calls.calls, call, view)
         if not added:
             continue
-        if size and size + added > FRAME_BYTES:
+        if size and size + added > limit:
             del frame.calls.calls[-1]
             yield frame
             frame, size = pb.InterceptResponse(), 0

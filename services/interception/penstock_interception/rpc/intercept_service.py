@@ -13,13 +13,21 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.operations import server_info
+from penstock_chassis.validation import refuse_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools, trajectory
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import paged
-from penstock_interception.rpc.intercept_stream import InterceptStream, credits_from, selector_from, view_from
+from penstock_interception.rpc.intercept_stream import (
+    InterceptStream,
+    check_features,
+    credits_from,
+    selector_from,
+    view_from,
+)
 from penstock_interception.rpc.polling import CREDIT_BYTES, PollingLeases
 from penstock_interception.store.commits import durable
 from penstock_interception.wire import convert
@@ -28,6 +36,8 @@ DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
 MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
+FEATURES = ("hello.max_message_bytes", "hello.required_features")
+"""What the gate serves of the contract beyond revision 1."""
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
 
 
@@ -49,6 +59,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         self._stopping = stopping
         self._heartbeat_s = heartbeat_s
         self._allowed_tools = allowed_tools
+        self._info = server_info("interception", FEATURES)
 
     async def Intercept(  # noqa: N802
         self,
@@ -59,11 +70,13 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         if first is None or first.WhichOneof("frame") != "hello":
             raise FailedPrecondition("The first frame of a session must be Hello.", reason="HELLO_EXPECTED")
         hello = first.hello
+        refuse_unknown(hello, "hello")
+        check_features(hello.required_features, FEATURES)
         asked = SessionRequest(
             selector_from(hello.selector),
             credits_from(hello.credits, least=1),
             identity=hello.identity,
-            view=view_from(hello.view),
+            view=view_from(hello),
             policy_version=hello.policy_version if hello.HasField("policy_version") else None,
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
@@ -94,10 +107,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None:
             wait_s = min(wait_s, 0.8 * remaining)
-        view = view_from(request.view)
+        view = view_from(request)
         asked = SessionRequest(
             selector_from(request.selector),
-            Credits(count, CREDIT_BYTES),
+            Credits(count, min(CREDIT_BYTES, view.max_message_bytes)),
             identity=request.identity,
             view=view,
             policy_version=request.policy_version if request.HasField("policy_version") else None,
@@ -105,10 +118,16 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         )
         calls = await self._leases.lease(asked, wait_s=max(0.0, wait_s), request_id=request.request_id)
         await self._interceptor.store.settled()
-        response = pb.LeaseCallsResponse()
+        response, size = pb.LeaseCallsResponse(), 0
         for call in calls:
-            if call.plan is not None:  # it may have ended meanwhile
-                self._writer.add(response.calls, call, view)
+            if call.plan is None:  # it has ended meanwhile
+                continue
+            added = self._writer.add(response.calls, call, view)
+            if size and size + added > view.max_message_bytes:
+                del response.calls[-1]
+                await self._interceptor.release(call.id, call.lease_id)
+                continue
+            size += added
         return response
 
     async def CompleteCalls(  # noqa: N802
@@ -162,6 +181,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
                 queued_calls=session.queue.waiting,
                 resumed=session.resumed,
                 held_call_ids=resumed_calls,
+                server=self._info,
             )
         )
 

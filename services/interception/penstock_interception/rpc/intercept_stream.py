@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterable
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
-from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded
+from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded, FailedPrecondition
+from penstock_chassis.limits import MAX_MESSAGE_BYTES
 from penstock_interception.domain.results import Accepted, Rejection
-from penstock_interception.domain.state import DEFAULT_CREDIT_BYTES, Credits, Selector, Session, View
+from penstock_interception.domain.state import (
+    DEFAULT_CREDIT_BYTES,
+    DEFAULT_MESSAGE_BYTES,
+    Credits,
+    Selector,
+    Session,
+    View,
+)
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools
 from penstock_interception.rpc.frames import CallWriter, frames_of
 from penstock_interception.wire import convert
 
 DEFAULT_PAUSE_S = 600.0
+LEAST_MESSAGE_BYTES = 64 << 10
 UNREAD_REPLIES = 64
 UNACKNOWLEDGED_FRAMES = 64
 """At this many unacknowledged frames no further ones are read, until the trainer reads its acknowledgements."""
@@ -233,6 +242,23 @@ def credits_from(credit: pb.Credits, *, least: int, bytes_now: int = DEFAULT_CRE
     return Credits(credit.calls, credit.bytes if credit.HasField("bytes") else bytes_now)
 
 
-def view_from(view: pb.CallView) -> View:
-    """Returns the parts of each call that this trainer wants."""
-    return View(messages=view.messages, body=view.body)
+def view_from(request: pb.Hello | pb.LeaseCallsRequest) -> View:
+    """Returns the parts of each call that this trainer wants, and the largest message that it accepts.
+
+    Raises InvalidArgument that names the field.
+    """
+    limit = request.max_message_bytes if request.HasField("max_message_bytes") else DEFAULT_MESSAGE_BYTES
+    if not LEAST_MESSAGE_BYTES <= limit <= MAX_MESSAGE_BYTES:
+        raise convert.invalid("max_message_bytes", f"{LEAST_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
+    return View(messages=request.view.messages, body=request.view.body, max_message_bytes=limit)
+
+
+def check_features(required: Iterable[str], served: Collection[str]) -> None:
+    """Raises FailedPrecondition FEATURE_MISSING, with the names, unless all required features are served."""
+    missing = sorted(set(required).difference(served))
+    if missing:
+        raise FailedPrecondition(
+            f"This service lacks {', '.join(missing)}. Use a newer version of it, or do without.",
+            reason="FEATURE_MISSING",
+            metadata={"features": ",".join(missing)},
+        )

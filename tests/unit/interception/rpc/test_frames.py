@@ -34,24 +34,45 @@ def parse(_: Dialect, body: bytes) -> ChatRequest:
     raise AssertionError("no view asks for messages")
 
 
-@pytest.mark.requirement("R22")
-async def test_frames_stay_within_their_limit_and_lose_no_call() -> None:
-    """Long prompts share frames as far as they go; one that is larger than a frame has one for itself."""
-    opening = RolloutSpec("r", "r", Mode.INTERCEPTION_GATE)
-    rollout = Rollout(opening, created=0.0)
+def calls_of(*tokens: int) -> list[Call]:
+    """Calls of one rollout with prompts of so many tokens."""
+    rollout = Rollout(RolloutSpec("r", "r", Mode.INTERCEPTION_GATE), created=0.0)
     arrival = CallRequest(
         Dialect.CHAT_COMPLETIONS, b"{}", bytes(32), "k", stream=False, sampling=Sampling(), model_requested=""
     )
     calls = []
-    for index, tokens in enumerate([10, 500_000, 400_000, 700_000, 2_000_000, 10, 10]):
+    for index, count in enumerate(tokens):
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         call = Call(f"call-{index}", rollout, index, arrival, 0.0, 1.0, Sampling(), ended)
-        call.plan = plan(tokens)
+        call.plan = plan(count)
         calls.append(call)
-    frames = list(frames_of(Outbox(calls=calls), CallWriter(parse, failed), View()))
+    return calls
+
+
+@pytest.mark.requirement("R110")
+async def test_no_message_is_larger_than_the_session_accepts() -> None:
+    """A call that is fails alone, by the trainer's limit and not as the agent's fault."""
+    failures: dict[str, Failure] = {}
+    writer = CallWriter(parse, lambda call, failure: failures.update({call.id: failure}))
+    limit = 64 << 10
+    calls = calls_of(10, 16_000, 16_384, 8_000, 7_000, 3_000)
+    frames = list(frames_of(Outbox(calls=calls), writer, View(max_message_bytes=limit)))
+    assert {name: failure.reason for name, failure in failures.items()} == {"call-2": "SESSION_MESSAGE_LIMIT"}
+    assert "65536 bytes" in failures["call-2"].message
+    assert [call.call_id for frame in frames for call in frame.calls.calls] == [
+        f"call-{index}" for index in (0, 1, 3, 4, 5)
+    ]
+    assert max(frame.ByteSize() for frame in frames) <= limit
+
+
+@pytest.mark.requirement("R22")
+async def test_frames_stay_within_their_limit_and_lose_no_call() -> None:
+    """Long prompts share frames as far as they go; one that is larger than a frame has one for itself."""
+    calls = calls_of(10, 500_000, 400_000, 700_000, 2_000_000, 10, 10)
+    frames = list(frames_of(Outbox(calls=calls), CallWriter(parse, failed), View(max_message_bytes=64 << 20)))
     sent = [[call.call_id for call in frame.calls.calls] for frame in frames]
     assert sent == [["call-0", "call-1", "call-2"], ["call-3"], ["call-4"], ["call-5", "call-6"]]
-    assert all(frame.ByteSize() <= FRAME_BYTES + 64 for frame in frames if len(frame.calls.calls) > 1)
+    assert all(frame.ByteSize() <= FRAME_BYTES for frame in frames if len(frame.calls.calls) > 1)
     ids = np.frombuffer(frames[1].calls.calls[0].prompt_token_ids, "<i4")
     assert np.array_equal(ids, np.arange(700_000))
 

@@ -35,8 +35,9 @@ type InterceptServiceClient interface {
 	// ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
 	// service sends GoAway before it stops.
 	//
-	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
-	// ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
+	// FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
+	// (HEARTBEAT_MISSED).
 	Intercept(ctx context.Context, opts ...grpc.CallOption) (InterceptService_InterceptClient, error)
 	// LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
 	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
@@ -158,8 +159,9 @@ type InterceptServiceServer interface {
 	// ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
 	// service sends GoAway before it stops.
 	//
-	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
-	// ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
+	// FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
+	// (HEARTBEAT_MISSED).
 	Intercept(InterceptService_InterceptServer) error
 	// LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
 	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.

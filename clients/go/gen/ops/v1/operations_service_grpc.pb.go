@@ -21,7 +21,8 @@ import (
 const _ = grpc.SupportPackageIsVersion8
 
 const (
-	OperationsService_GetStatus_FullMethodName = "/penstock.ops.v1.OperationsService/GetStatus"
+	OperationsService_GetStatus_FullMethodName     = "/penstock.ops.v1.OperationsService/GetStatus"
+	OperationsService_GetServerInfo_FullMethodName = "/penstock.ops.v1.OperationsService/GetServerInfo"
 )
 
 // OperationsServiceClient is the client API for OperationsService service.
@@ -32,6 +33,8 @@ type OperationsServiceClient interface {
 	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
 	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
 	GetStatus(ctx context.Context, in *GetStatusRequest, opts ...grpc.CallOption) (*GetStatusResponse, error)
+	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
+	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
 }
 
 type operationsServiceClient struct {
@@ -52,6 +55,16 @@ func (c *operationsServiceClient) GetStatus(ctx context.Context, in *GetStatusRe
 	return out, nil
 }
 
+func (c *operationsServiceClient) GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetServerInfoResponse)
+	err := c.cc.Invoke(ctx, OperationsService_GetServerInfo_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // OperationsServiceServer is the server API for OperationsService service.
 // All implementations must embed UnimplementedOperationsServiceServer
 // for forward compatibility
@@ -60,6 +73,8 @@ type OperationsServiceServer interface {
 	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
 	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
 	GetStatus(context.Context, *GetStatusRequest) (*GetStatusResponse, error)
+	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
+	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
 	mustEmbedUnimplementedOperationsServiceServer()
 }
 
@@ -69,6 +84,9 @@ type UnimplementedOperationsServiceServer struct {
 
 func (UnimplementedOperationsServiceServer) GetStatus(context.Context, *GetStatusRequest) (*GetStatusResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetStatus not implemented")
+}
+func (UnimplementedOperationsServiceServer) GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method GetServerInfo not implemented")
 }
 func (UnimplementedOperationsServiceServer) mustEmbedUnimplementedOperationsServiceServer() {}
 
@@ -101,6 +119,24 @@ func _OperationsService_GetStatus_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _OperationsService_GetServerInfo_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetServerInfoRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OperationsServiceServer).GetServerInfo(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OperationsService_GetServerInfo_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OperationsServiceServer).GetServerInfo(ctx, req.(*GetServerInfoRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // OperationsService_ServiceDesc is the grpc.ServiceDesc for OperationsService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -111,6 +147,10 @@ var OperationsService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetStatus",
 			Handler:    _OperationsService_GetStatus_Handler,
+		},
+		{
+			MethodName: "GetServerInfo",
+			Handler:    _OperationsService_GetServerInfo_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

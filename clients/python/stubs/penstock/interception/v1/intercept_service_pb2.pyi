@@ -13,6 +13,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.chat.v1 import chat_pb2 as _chat_pb2
 from penstock.chat.v1 import completion_pb2 as _completion_pb2
+from penstock.ops.v1 import operations_service_pb2 as _operations_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -28,7 +29,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class CallSelector(_message.Message):
     """CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
-    set. Empty = all rollouts.
+    set. Empty = all rollouts. A condition that the service does not know is refused (INVALID_ARGUMENT, FIELD_UNKNOWN): it is
+    never ignored, because that would select more.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -89,8 +91,8 @@ Global___CallSelector: _TypeAlias = CallSelector  # noqa: Y015
 @_typing.final
 class Credits(_message.Message):
     """Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
-    (accepted, or rejected for good) or the call is cancelled. A call larger than `bytes` is sent alone, when the session
-    holds no other.
+    (accepted, or rejected for good) or the call is cancelled. A call is sent while the session holds fewer than `calls` calls
+    and fewer than `bytes` bytes, so the last one may pass the window in bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -188,6 +190,8 @@ class Hello(_message.Message):
     VIEW_FIELD_NUMBER: _builtins.int
     RESUME_SESSION_ID_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """The session's name for people, shown in listings and logs."""
     policy_version: _builtins.int
@@ -196,6 +200,10 @@ class Hello(_message.Message):
     """A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
     calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
     window.
+    """
+    max_message_bytes: _builtins.int
+    """The largest message that the trainer accepts, in bytes, 64 KiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
+    libraries. A call that is larger comes without its view; if it is still larger, it ends as FAILED (CALL_TOO_LARGE).
     """
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
@@ -213,6 +221,12 @@ class Hello(_message.Message):
         lease ids, because their frames were lost with the stream or the service. Unset = none is sent again.
         """
 
+    @_builtins.property
+    def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Features that the trainer cannot do without (ServerInfo.features). If the service lacks one, the stream ends with
+        FAILED_PRECONDITION (FEATURE_MISSING).
+        """
+
     def __init__(
         self,
         *,
@@ -223,15 +237,21 @@ class Hello(_message.Message):
         view: Global___CallView | None = ...,
         resume_session_id: _builtins.str | None = ...,
         held: Global___HeldCalls | None = ...,
+        required_features: _abc.Iterable[_builtins.str] | None = ...,
+        max_message_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "required_features", b"required_features", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     _WhichOneofReturnType__resume_session_id: _TypeAlias = _typing.Literal["resume_session_id"]  # noqa: Y015
     _WhichOneofArgType__resume_session_id: _TypeAlias = _typing.Literal["_resume_session_id", b"_resume_session_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_message_bytes) -> _WhichOneofReturnType__max_message_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
     @_typing.overload
@@ -711,6 +731,7 @@ class Welcome(_message.Message):
     QUEUED_CALLS_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     HELD_CALL_IDS_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     queued_calls: _builtins.int
     """Calls that now wait for this selector."""
@@ -736,6 +757,8 @@ class Welcome(_message.Message):
         that it holds.
         """
 
+    @_builtins.property
+    def server(self) -> _operations_service_pb2.ServerInfo: ...
     def __init__(
         self,
         *,
@@ -746,10 +769,11 @@ class Welcome(_message.Message):
         queued_calls: _builtins.int = ...,
         resumed: _builtins.bool = ...,
         held_call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        server: _operations_service_pb2.ServerInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window", "server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "held_call_ids", b"held_call_ids", "queued_calls", b"queued_calls", "resume_window", b"resume_window", "resumed", b"resumed", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "held_call_ids", b"held_call_ids", "queued_calls", b"queued_calls", "resume_window", b"resume_window", "resumed", b"resumed", "server", b"server", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,7 +781,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Calls(_message.Message):
-    """Calls are calls to answer. At most 4 MiB, or one call."""
+    """Calls are calls to answer: one, or several in at most 4 MiB. Never more than Hello.max_message_bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1327,6 +1351,7 @@ class LeaseCallsRequest(_message.Message):
     VIEW_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
@@ -1334,6 +1359,8 @@ class LeaseCallsRequest(_message.Message):
     """A repeated id returns the same calls, if they are still leased."""
     policy_version: _builtins.int
     """See PolicyAnnounced."""
+    max_message_bytes: _builtins.int
+    """As in Hello."""
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
     @_builtins.property
@@ -1357,13 +1384,19 @@ class LeaseCallsRequest(_message.Message):
         view: Global___CallView | None = ...,
         request_id: _builtins.str = ...,
         policy_version: _builtins.int | None = ...,
+        max_message_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "lease", b"lease", "policy_version", b"policy_version", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "lease", b"lease", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "identity", b"identity", "lease", b"lease", "max_calls", b"max_calls", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "identity", b"identity", "lease", b"lease", "max_calls", b"max_calls", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_message_bytes) -> _WhichOneofReturnType__max_message_bytes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___LeaseCallsRequest: _TypeAlias = LeaseCallsRequest  # noqa: Y015

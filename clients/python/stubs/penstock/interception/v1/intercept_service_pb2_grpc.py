@@ -90,8 +90,9 @@ class InterceptServiceServicer(object):
         ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
         service sends GoAway before it stops.
 
-        An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
-        ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+        An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
+        FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
+        (HEARTBEAT_MISSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,8 +46,9 @@ class InterceptServiceStub:
     ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
     service sends GoAway before it stops.
 
-    An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
-    ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+    An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
+    FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
+    (HEARTBEAT_MISSED).
     """
     LeaseCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.LeaseCallsRequest, _intercept_service_pb2.LeaseCallsResponse]
     """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
@@ -92,8 +93,9 @@ class InterceptServiceAsyncStub(InterceptServiceStub):
     ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
     service sends GoAway before it stops.
 
-    An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
-    ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+    An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
+    FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
+    (HEARTBEAT_MISSED).
     """
     LeaseCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.LeaseCallsRequest, _intercept_service_pb2.LeaseCallsResponse]  # type: ignore[assignment]
     """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
@@ -141,8 +143,9 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         ready and never waits to fill. Goodbye ends the session in order; a stream that ends without it loses the session. The
         service sends GoAway before it stops.
 
-        An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED),
-        ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED (HEARTBEAT_MISSED).
+        An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
+        FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
+        (HEARTBEAT_MISSED).
         """
 
     @_abc_1.abstractmethod

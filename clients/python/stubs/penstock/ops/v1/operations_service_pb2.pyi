@@ -21,6 +21,95 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class GetServerInfoRequest(_message.Message):
+    """GetServerInfoRequest has no fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
+
+@_typing.final
+class GetServerInfoResponse(_message.Message):
+    """See GetServerInfo."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def server(self) -> Global___ServerInfo: ...
+    def __init__(
+        self,
+        *,
+        server: Global___ServerInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class ServerInfo(_message.Message):
+    """ServerInfo is which contract a service serves, and its limits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTRACT_REVISION_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MIN_PING_INTERVAL_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    """"sandbox", "driver", "interception" or "inference"."""
+    version: _builtins.str
+    """Of the installed distribution, for example "0.1.0"."""
+    contract_revision: _builtins.int
+    """The contract's revision: a number that grows with each release that adds to the protos. docs/compatibility.md has what
+    each revision added.
+    """
+    max_message_bytes: _builtins.int
+    """The largest message that the service accepts and sends, in bytes."""
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Stable names of what this service serves, sorted; docs/compatibility.md lists them. A client that needs one checks here
+        or, in a session, names it in Hello.required_features.
+        """
+
+    @_builtins.property
+    def min_ping_interval(self) -> _duration_pb2.Duration:
+        """Clients that ping more often than this are disconnected."""
+
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        version: _builtins.str = ...,
+        contract_revision: _builtins.int = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
+        max_message_bytes: _builtins.int = ...,
+        min_ping_interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_ping_interval", b"min_ping_interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "features", b"features", "max_message_bytes", b"max_message_bytes", "min_ping_interval", b"min_ping_interval", "service", b"service", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """GetStatusRequest sets the thresholds of diagnostics."""
 

@@ -43,6 +43,11 @@ class OperationsServiceStub(object):
                 request_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/penstock.ops.v1.OperationsService/GetServerInfo',
+                request_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class OperationsServiceServicer(object):
@@ -61,6 +66,13 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerInfo(self, request, context):
+        """GetServerInfo returns what a client should know before it uses the service. Every role may call it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -68,6 +80,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetStatusRequest.FromString,
                     response_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -101,6 +118,33 @@ class OperationsService(object):
             '/penstock.ops.v1.OperationsService/GetStatus',
             penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetStatusRequest.SerializeToString,
             penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.ops.v1.OperationsService/GetServerInfo',
+            penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoRequest.SerializeToString,
+            penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

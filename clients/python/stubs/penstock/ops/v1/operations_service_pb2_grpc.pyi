@@ -42,6 +42,8 @@ class OperationsServiceStub:
     has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
     Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
     """
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_operations_service_pb2.GetServerInfoRequest, _operations_service_pb2.GetServerInfoResponse]
+    """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
 
 @_typing.type_check_only
 class OperationsServiceAsyncStub(OperationsServiceStub):
@@ -57,6 +59,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
     Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
     """
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_operations_service_pb2.GetServerInfoRequest, _operations_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     """OperationsService is served by each of the four services.
@@ -75,5 +79,13 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
         Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
         """
+
+    @_abc_1.abstractmethod
+    def GetServerInfo(
+        self,
+        request: _operations_service_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_service_pb2.GetServerInfoResponse, _abc.Awaitable[_operations_service_pb2.GetServerInfoResponse]]:
+        """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
 
 def add_OperationsServiceServicer_to_server(servicer: OperationsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

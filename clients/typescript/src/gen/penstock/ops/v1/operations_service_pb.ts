@@ -14,7 +14,99 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/ops/v1/operations_service.proto.
  */
 export const file_penstock_ops_v1_operations_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEigQEKEEdldFN0YXR1c1JlcXVlc3QSMAoIcGF0aWVuY2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25IAIgBARIbCg5taW5fZnJlZV9ieXRlcxgCIAEoA0gBiAEBQgsKCV9wYXRpZW5jZUIRCg9fbWluX2ZyZWVfYnl0ZXMi/AIKEUdldFN0YXR1c1Jlc3BvbnNlEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIvCgtzZXJ2ZXJfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKc3RhcnRfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKwoIbG9vcF9sYWcYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOcmVzaWRlbnRfYnl0ZXMYBiABKAMSEgoKb3Blbl9maWxlcxgHIAEoBRIRCgltYXhfZmlsZXMYCCABKAUSJAoFZGlza3MYCSADKAsyFS5wZW5zdG9jay5vcHMudjEuRGlzaxImCgZnYXVnZXMYCiADKAsyFi5wZW5zdG9jay5vcHMudjEuR2F1Z2USKgoIdHJvdWJsZXMYCyADKAsyGC5wZW5zdG9jay5vcHMudjEuVHJvdWJsZSJKCgREaXNrEgwKBG5hbWUYASABKAkSDAoEcGF0aBgCIAEoCRISCgpmcmVlX2J5dGVzGAMgASgDEhIKCnNpemVfYnl0ZXMYBCABKAMihwEKBUdhdWdlEgwKBG5hbWUYASABKAkSMgoGbGFiZWxzGAIgAygLMiIucGVuc3RvY2sub3BzLnYxLkdhdWdlLkxhYmVsc0VudHJ5Eg0KBXZhbHVlGAMgASgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWwoHVHJvdWJsZRIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIOCgZhZHZpY2UYAyABKAkSDQoFZ3JhdmUYBCABKAgSEAoIc3ViamVjdHMYBSADKAkyZwoRT3BlcmF0aW9uc1NlcnZpY2USUgoJR2V0U3RhdHVzEiEucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1JlcXVlc3QaIi5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVzcG9uc2VCjwEKD3BlbnN0b2NrLm9wcy52MUIWT3BlcmF0aW9uc1NlcnZpY2VQcm90b1ABWipwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9vcHMvdjE7b3BzdjGqAg9QZW5zdG9jay5PcHMuVjHKAg9QZW5zdG9ja1xPcHNcVjHqAhFQZW5zdG9jazo6T3BzOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QiRAoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvIqwBCgpTZXJ2ZXJJbmZvEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgDIAEoBRIQCghmZWF0dXJlcxgEIAMoCRIZChFtYXhfbWVzc2FnZV9ieXRlcxgFIAEoAxI0ChFtaW5fcGluZ19pbnRlcnZhbBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKBAQoQR2V0U3RhdHVzUmVxdWVzdBIwCghwYXRpZW5jZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkgAiAEBEhsKDm1pbl9mcmVlX2J5dGVzGAIgASgDSAGIAQFCCwoJX3BhdGllbmNlQhEKD19taW5fZnJlZV9ieXRlcyL8AgoRR2V0U3RhdHVzUmVzcG9uc2USDwoHc2VydmljZRgBIAEoCRIPCgd2ZXJzaW9uGAIgASgJEi8KC3NlcnZlcl90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIuCgpzdGFydF90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIrCghsb29wX2xhZxgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIWCg5yZXNpZGVudF9ieXRlcxgGIAEoAxISCgpvcGVuX2ZpbGVzGAcgASgFEhEKCW1heF9maWxlcxgIIAEoBRIkCgVkaXNrcxgJIAMoCzIVLnBlbnN0b2NrLm9wcy52MS5EaXNrEiYKBmdhdWdlcxgKIAMoCzIWLnBlbnN0b2NrLm9wcy52MS5HYXVnZRIqCgh0cm91YmxlcxgLIAMoCzIYLnBlbnN0b2NrLm9wcy52MS5Ucm91YmxlIkoKBERpc2sSDAoEbmFtZRgBIAEoCRIMCgRwYXRoGAIgASgJEhIKCmZyZWVfYnl0ZXMYAyABKAMSEgoKc2l6ZV9ieXRlcxgEIAEoAyKHAQoFR2F1Z2USDAoEbmFtZRgBIAEoCRIyCgZsYWJlbHMYAiADKAsyIi5wZW5zdG9jay5vcHMudjEuR2F1Z2UuTGFiZWxzRW50cnkSDQoFdmFsdWUYAyABKAEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJbCgdUcm91YmxlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEg4KBmFkdmljZRgDIAEoCRINCgVncmF2ZRgEIAEoCBIQCghzdWJqZWN0cxgFIAMoCTLHAQoRT3BlcmF0aW9uc1NlcnZpY2USUgoJR2V0U3RhdHVzEiEucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1JlcXVlc3QaIi5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVzcG9uc2USXgoNR2V0U2VydmVySW5mbxIlLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBomLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2VCjwEKD3BlbnN0b2NrLm9wcy52MUIWT3BlcmF0aW9uc1NlcnZpY2VQcm90b1ABWipwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9vcHMvdjE7b3BzdjGqAg9QZW5zdG9jay5PcHMuVjHKAg9QZW5zdG9ja1xPcHNcVjHqAhFQZW5zdG9jazo6T3BzOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+
+/**
+ * GetServerInfoRequest has no fields.
+ *
+ * @generated from message penstock.ops.v1.GetServerInfoRequest
+ */
+export type GetServerInfoRequest = Message<"penstock.ops.v1.GetServerInfoRequest"> & {
+};
+
+/**
+ * Describes the message penstock.ops.v1.GetServerInfoRequest.
+ * Use `create(GetServerInfoRequestSchema)` to create a new message.
+ */
+export const GetServerInfoRequestSchema: GenMessage<GetServerInfoRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 0);
+
+/**
+ * See GetServerInfo.
+ *
+ * @generated from message penstock.ops.v1.GetServerInfoResponse
+ */
+export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoResponse"> & {
+  /**
+   * @generated from field: penstock.ops.v1.ServerInfo server = 1;
+   */
+  server?: ServerInfo | undefined;
+};
+
+/**
+ * Describes the message penstock.ops.v1.GetServerInfoResponse.
+ * Use `create(GetServerInfoResponseSchema)` to create a new message.
+ */
+export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 1);
+
+/**
+ * ServerInfo is which contract a service serves, and its limits.
+ *
+ * @generated from message penstock.ops.v1.ServerInfo
+ */
+export type ServerInfo = Message<"penstock.ops.v1.ServerInfo"> & {
+  /**
+   * "sandbox", "driver", "interception" or "inference".
+   *
+   * @generated from field: string service = 1;
+   */
+  service: string;
+
+  /**
+   * Of the installed distribution, for example "0.1.0".
+   *
+   * @generated from field: string version = 2;
+   */
+  version: string;
+
+  /**
+   * The contract's revision: a number that grows with each release that adds to the protos. docs/compatibility.md has what
+   * each revision added.
+   *
+   * @generated from field: int32 contract_revision = 3;
+   */
+  contractRevision: number;
+
+  /**
+   * Stable names of what this service serves, sorted; docs/compatibility.md lists them. A client that needs one checks here
+   * or, in a session, names it in Hello.required_features.
+   *
+   * @generated from field: repeated string features = 4;
+   */
+  features: string[];
+
+  /**
+   * The largest message that the service accepts and sends, in bytes.
+   *
+   * @generated from field: int64 max_message_bytes = 5;
+   */
+  maxMessageBytes: bigint;
+
+  /**
+   * Clients that ping more often than this are disconnected.
+   *
+   * @generated from field: google.protobuf.Duration min_ping_interval = 6;
+   */
+  minPingInterval?: Duration | undefined;
+};
+
+/**
+ * Describes the message penstock.ops.v1.ServerInfo.
+ * Use `create(ServerInfoSchema)` to create a new message.
+ */
+export const ServerInfoSchema: GenMessage<ServerInfo> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 2);
 
 /**
  * GetStatusRequest sets the thresholds of diagnostics.
@@ -42,7 +134,7 @@ export type GetStatusRequest = Message<"penstock.ops.v1.GetStatusRequest"> & {
  * Use `create(GetStatusRequestSchema)` to create a new message.
  */
 export const GetStatusRequestSchema: GenMessage<GetStatusRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 0);
+  messageDesc(file_penstock_ops_v1_operations_service, 3);
 
 /**
  * GetStatusResponse is a service at one moment.
@@ -131,7 +223,7 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
  * Use `create(GetStatusResponseSchema)` to create a new message.
  */
 export const GetStatusResponseSchema: GenMessage<GetStatusResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 1);
+  messageDesc(file_penstock_ops_v1_operations_service, 4);
 
 /**
  * Disk is a file system that the service writes to.
@@ -173,7 +265,7 @@ export type Disk = Message<"penstock.ops.v1.Disk"> & {
  * Use `create(DiskSchema)` to create a new message.
  */
 export const DiskSchema: GenMessage<Disk> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 2);
+  messageDesc(file_penstock_ops_v1_operations_service, 5);
 
 /**
  * Gauge is one value of a metric that goes up and down.
@@ -204,7 +296,7 @@ export type Gauge = Message<"penstock.ops.v1.Gauge"> & {
  * Use `create(GaugeSchema)` to create a new message.
  */
 export const GaugeSchema: GenMessage<Gauge> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 3);
+  messageDesc(file_penstock_ops_v1_operations_service, 6);
 
 /**
  * Trouble is a diagnostic: something is wrong, or about to be.
@@ -253,7 +345,7 @@ export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
  * Use `create(TroubleSchema)` to create a new message.
  */
 export const TroubleSchema: GenMessage<Trouble> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 4);
+  messageDesc(file_penstock_ops_v1_operations_service, 7);
 
 /**
  * OperationsService is served by each of the four services.
@@ -275,6 +367,16 @@ export const OperationsService: GenService<{
     methodKind: "unary";
     input: typeof GetStatusRequestSchema;
     output: typeof GetStatusResponseSchema;
+  },
+  /**
+   * GetServerInfo returns what a client should know before it uses the service. Every role may call it.
+   *
+   * @generated from rpc penstock.ops.v1.OperationsService.GetServerInfo
+   */
+  getServerInfo: {
+    methodKind: "unary";
+    input: typeof GetServerInfoRequestSchema;
+    output: typeof GetServerInfoResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_penstock_ops_v1_operations_service, 0);

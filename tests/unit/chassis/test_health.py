@@ -1,0 +1,77 @@
+"""The health service: what watchers see, and what they cannot hold up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock_chassis.auth import Authenticator, Role
+from penstock_chassis.channel import connect, typed_errors
+from penstock_chassis.errors import NotFound
+from penstock_chassis.health import Health
+from penstock_chassis.server import Server, Service
+
+STATUS: Any = health_pb2.HealthCheckResponse
+
+
+@asynccontextmanager
+async def connect_to(server: Server) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    """A caller without a token."""
+    async with server, connect(server.address) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def asked(service: str = "") -> health_pb2.HealthCheckRequest:
+    """A question about one service."""
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+@pytest.mark.requirement("R7")
+async def test_watcher_sees_each_change_and_the_end() -> None:
+    """A watch of a name that nobody serves starts with SERVICE_UNKNOWN, and goes on."""
+    health = Health()
+    watch, later = health.Watch(asked(), None), health.Watch(asked("penstock.x"), None)
+    assert [(await anext(watch)).status, (await anext(later)).status] == [STATUS.SERVICE_UNKNOWN] * 2
+    health.serve(["penstock.x"], STATUS.SERVING)
+    assert [(await anext(watch)).status, (await anext(later)).status] == [STATUS.SERVING] * 2
+    health.stop()
+    assert [answer.status async for answer in watch] == [STATUS.NOT_SERVING]
+
+
+@pytest.mark.requirement("R7")
+async def test_one_watcher_that_left_takes_no_news_from_another() -> None:
+    """Nor does one that does not read."""
+    health = Health()
+    health.serve([], STATUS.NOT_SERVING)
+    left, stays, unread = (health.Watch(asked(), None) for _ in range(3))
+    for watch in (left, stays, unread):
+        await anext(watch)
+    await left.aclose()  # type: ignore[attr-defined]
+    health.serve([], STATUS.SERVING)
+    assert (await anext(stays)).status == STATUS.SERVING
+
+
+@pytest.mark.requirement("R7")
+async def test_stopping_server_does_not_wait_for_watchers() -> None:
+    """They need no token: anybody could hold a stop up for as long as calls may drain."""
+    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), drain_s=120.0)
+    async with asyncio.timeout(60), connect_to(server) as stub:
+        watch = aiter(stub.Watch(asked()))
+        assert (await anext(watch)).status == STATUS.SERVING
+        await server.stop(120.0)
+        assert [answer.status async for answer in watch] == [STATUS.NOT_SERVING]
+
+
+@pytest.mark.requirement("R7")
+async def test_check_of_a_name_that_is_not_served_is_not_found() -> None:
+    """As the protocol has it."""
+    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), drain_s=0.0)
+    async with connect_to(server) as stub:
+        with pytest.raises(NotFound) as refused, typed_errors():
+            await stub.Check(asked("penstock.none"))
+        assert refused.value.reason == "SERVICE_UNKNOWN"
