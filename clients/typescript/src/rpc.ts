@@ -109,7 +109,7 @@ export class Service {
 
   /** Closes the connections; calls that are open, and waits between two of them, reject with Cancelled. */
   close(): void {
-    this.#closed.abort(new Cancelled("The client is closed", { reason: "CLIENT_CLOSED" }));
+    this.#closed.abort(new Cancelled("The client is closed", { reason: "TRANSPORT_CANCELLED" }));
     this.#connections.abort();
   }
 

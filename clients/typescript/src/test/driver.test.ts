@@ -64,7 +64,7 @@ it("asks again where a poll was not answered in its time", async () => {
 it("ends with the client, though the driver is waited for", async () => {
   const group = await ps.groups.attach("away");
   const waiting = assert.rejects(group.wait(), (error) => {
-    return error instanceof Cancelled && error.reason === "CLIENT_CLOSED";
+    return error instanceof Cancelled && error.reason === "TRANSPORT_CANCELLED";
   });
   while (asked.length < 2) {
     await new Promise((later) => setImmediate(later));
