@@ -28,6 +28,8 @@ WHITEOUT = ".wh."
 """A layer's member with this prefix removes the file named by the rest (OCI image specification)."""
 
 _CHUNK = 256 * 1024
+# All but the set-user-ID bit: no archive makes a program that gives its user's rights to others.
+_MODE = 0o3777
 _TIME = re.compile(r"(-?)([0-9]{1,11})(?:\.([0-9]*))?")
 _SMALL_TREE = 64 * 1024
 # What tarfile raises for invalid archives: its own errors, and those of unreadable numbers and names.
@@ -295,7 +297,7 @@ def _unpack_all(archive: tarfile.TarFile, way: walk.Way, origins: walk.Way, forc
             _apply_whiteout(folders, base, way)
         elif member.isdir():
             way.to([*folders, base], create=True, force=force)
-            directories.append((name, member.mode & 0o7777, _time(member)))
+            directories.append((name, member.mode & _MODE, _time(member)))
         else:
             folder = way.to(folders, create=True, force=force)
             if force:
@@ -356,7 +358,7 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, base
             content: Any = archive.extractfile(member)
             _copy(content, sink)
             sink.flush()  # a write would change the time, and for a user that is not root the mode
-            os.fchmod(sink.fileno(), member.mode & 0o7777)
+            os.fchmod(sink.fileno(), member.mode & _MODE)
             if mtime_ns is not None:
                 os.utime(sink.fileno(), ns=(mtime_ns, mtime_ns))
 
