@@ -113,7 +113,7 @@ class Grader:
         taken = self.grading.changes
         assert self._layer is not None
         assert taken is not None
-        if not taken.entries and not taken.removed:
+        if not taken.entries and not taken.removed and not taken.left_out:
             return
         self._layer.seek(0)
         with of_the_agent():

@@ -199,7 +199,8 @@ def _add(archive: tarfile.TarFile, read: BinaryIO, path: str, kind: PathKind) ->
                 # A layer has no absolute links; make it relative to the link's directory.
                 member.linkname = posixpath.relpath(member.linkname, posixpath.dirname(f"{folder}/{member.name}"))
             member.name = f"{folder}/{member.name}"[1:]
-            member.pax_headers = {}
+            # The time is exact there; the name there is the old one.
+            member.pax_headers = {key: text for key, text in member.pax_headers.items() if key == "mtime"}
             archive.addfile(member, source.extractfile(member) if member.isreg() else None)
 
 

@@ -294,6 +294,7 @@ def _unpack_all(archive: tarfile.TarFile, way: walk.Way, origins: walk.Way, forc
             continue
         *folders, base = name.split("/")
         if force and base.startswith(WHITEOUT):
+            origins.to([], create=False, force=False)  # it may be in what is removed
             _apply_whiteout(folders, base, way)
         elif member.isdir():
             way.to([*folders, base], create=True, force=force)
