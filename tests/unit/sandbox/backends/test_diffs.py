@@ -132,6 +132,20 @@ def test_sparse_file_in_a_large_layer_is_read_in_small_steps(tmp_path: Path) -> 
         list(layers.diff(tmp_path))
 
 
+@pytest.mark.requirement("R76", "R89")
+def test_second_names_are_links_as_far_as_first_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is the agent's choice; beyond that each is a file of its own."""
+    (tmp_path / "a").write_bytes(b"x")
+    os.link(tmp_path / "a", tmp_path / "b")
+    os.utime(tmp_path / "a", ns=(0, 1_000_000_000_123_456_789))
+    for kept, kinds in ((layers.MAX_KEPT, {tarfile.REGTYPE, tarfile.LNKTYPE}), (0, {tarfile.REGTYPE})):
+        monkeypatch.setattr(layers, "MAX_KEPT", kept)
+        *chunks, _ = layers.diff(tmp_path)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(piece for piece in chunks if isinstance(piece, bytes)))) as found:
+            assert {member.type for member in found} == kinds
+            assert {member.pax_headers["mtime"] for member in found} == {"1000000000.123456789"}
+
+
 # Docker's list --------------------------------------------------------------------------------------------------------
 
 
