@@ -138,8 +138,8 @@ def test_second_names_are_links_as_far_as_first_ones_are_kept(tmp_path: Path, mo
     (tmp_path / "a").write_bytes(b"x")
     os.link(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "a", ns=(0, 1_000_000_000_123_456_789))
-    for kept, kinds in ((layers.MAX_KEPT, {tarfile.REGTYPE, tarfile.LNKTYPE}), (0, {tarfile.REGTYPE})):
-        monkeypatch.setattr(layers, "MAX_KEPT", kept)
+    for kept, kinds in ((diffs.MAX_KEPT, {tarfile.REGTYPE, tarfile.LNKTYPE}), (0, {tarfile.REGTYPE})):
+        monkeypatch.setattr("penstock_sandbox.backends.local.layers.MAX_KEPT", kept)
         *chunks, _ = layers.diff(tmp_path)
         with tarfile.open(fileobj=io.BytesIO(b"".join(piece for piece in chunks if isinstance(piece, bytes)))) as found:
             assert {member.type for member in found} == kinds
