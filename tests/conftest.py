@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 from tests import sharing
+from tests.support.absent import absent
 from tests.support.docker import dockerd
 from tests.support.services.stack import Running, running
 
@@ -55,6 +57,13 @@ def interruptible() -> None:
     """Programs that tests start can be interrupted, also where who started the tests ignores SIGINT (a shell's `&`)."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def root() -> None:
+    """For tests that change owners, mount or become another user."""
+    if os.geteuid() != 0:
+        absent("this test needs root")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -76,7 +76,7 @@ async def failure_of(handle: RolloutHandle) -> Failure:
 
 
 @pytest.mark.requirement("R95")
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system is root's")
+@pytest.mark.usefixtures("root")
 async def test_agents_that_fill_the_disk_break_no_journal_and_no_neighbour() -> None:
     """Each keeps within its own limit, together they are more than the disk; the journals are on the same one."""
     label = secrets.token_hex(8)

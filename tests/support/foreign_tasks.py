@@ -15,10 +15,11 @@ echo "=========================== short test summary info ======================
 echo "PASSED ../tests/test_outputs.py::test_always"
 if [ "$(cat /app/sum.txt 2>/dev/null)" = 6 ]; then
     echo "PASSED ../tests/test_outputs.py::test_sum"
+    echo "============================== 2 passed in 0.01s ==============================="
 else
     echo "FAILED ../tests/test_outputs.py::test_sum - AssertionError"
+    echo "========================= 1 failed, 1 passed in 0.01s =========================="
 fi
-echo "============================== 2 tests in 0.01s ================================"
 """
 SUM = "tr '\\n' ' ' </app/numbers.txt | awk '{ print $1 + $2 + $3 }' >/app/sum.txt\n"
 

@@ -514,6 +514,58 @@ async def test_a_rollout_that_is_closed_has_no_tools_and_its_calls_end(service: 
     assert not (broker._calls or broker._waiting or broker._rollouts or len(broker._deadlines))
 
 
+@pytest.mark.requirement("R4", "R36", "R60")
+@pytest.mark.parametrize("again", [False, True], ids=["closed", "id given again"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"jsonrpc": "2.0", "id": 1, "method": "tools/list"},
+        tool_call("lookup", {"word": "a"}),
+        tool_call("lookup", {"word": 1}),
+        {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 1}},
+    ],
+    ids=["list", "call", "refused call", "cancellation"],
+)
+async def test_mcp_request_whose_body_comes_after_the_close_is_refused(
+    service: Any, message: dict[str, Any], again: bool
+) -> None:
+    """It sees and touches nothing of the next rollout of its id, whose tools are others; nor does its credential."""
+    trainer = await service.trainer()
+    await register(service, trainer)
+    rollout = await service.open("r1")
+    body = json.dumps(message).encode()
+    host, _, port = service.ingress.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    asking = None
+    try:
+        head = f"POST /rollout/r1/mcp HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {rollout.token}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
+        writer.write(head.encode())
+        # Sent by the route's handler: the key is checked.
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body[:10])
+        await service.close("r1")
+        if again:
+            await service.gate.DeleteRollout(gate.DeleteRolloutRequest(rollout_id="r1"))
+            await register(service, trainer, lookup(), lookup("secret"))
+            following = await service.open("r1", request_id="again")
+            url = url_of(service, following)
+            asking = asyncio.create_task(post(url, following.token, tool_call("lookup", {"word": "a"})))
+            await tool_calls(trainer)
+            status, told, _ = await post(url, rollout.token, {"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
+            assert status == 401 and "secret" not in str(told)
+        writer.write(body[10:])
+        answered = await reader.readuntil(b"\r\n\r\n")
+        assert answered.startswith(b"HTTP/1.1 401 "), answered
+    finally:
+        writer.close()
+    if asking is not None:
+        [call] = await tool_calls(trainer)
+        await answer(trainer, result(call, {"text": "the new one's"}))
+        assert text_of((await asking)[1]["result"]) == "the new one's"
+    assert len((await service.capture("r1")).host_tool_calls) == (asking is not None)
+
+
 @pytest.mark.requirement("R26", "R88")
 async def test_budgets_bound_how_often_and_how_many_at_once(start: Any) -> None:
     """Refused in words for the model; model calls go on and the rollout is not marked."""

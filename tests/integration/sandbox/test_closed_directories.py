@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ assert os.listdir(f"{top}/merged") == []
 
 
 @pytest.mark.requirement("R70", "R95")
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting an overlay in a mount namespace is root's")
+@pytest.mark.usefixtures("root")
 def test_tree_with_a_misleading_overlay_mode_is_removed() -> None:
     """Measuring what a sandbox takes on disk opens closed directories below the overlay, which shows that."""
     top = Path("/mnt")  # other users may pass through it; the mount is in a namespace of its own
@@ -80,7 +79,7 @@ check()
 
 
 @pytest.mark.requirement("R70", "R95")
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the test becomes another user")
+@pytest.mark.usefixtures("root")
 def test_closed_directories_stay_closed_while_measured_and_read() -> None:
     """A service that is not root opens a directory only while it is in it, also where the caller gives up."""
     done = subprocess.run(

@@ -139,7 +139,7 @@ for name in (shown, os.path.dirname(shown), shown + "/file"):
 
 
 @pytest.mark.requirement("R90")
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the test makes a home directory")
+@pytest.mark.usefixtures("root")
 async def test_visible_files_below_home_are_read_only_and_home_stays_writable() -> None:
     """An operator's environment is often in a home directory, beside which sandboxes have theirs."""
     with tempfile.TemporaryDirectory(prefix="penstock-shown-", dir="/home") as home:

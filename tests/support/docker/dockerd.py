@@ -21,9 +21,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import pytest
+from tests.support.absent import absent
 from tests.support.docker import base_images
 from tests.support.docker.base_images import which
 
@@ -141,7 +141,7 @@ def engine() -> Engine:
         if os.geteuid() != 0:
             problem = "an engine of its own needs root"
         if problem:
-            _cannot(f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}")
+            absent(f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}")
         _engine = _start()
     return _engine
 
@@ -150,7 +150,7 @@ def gvisor() -> Engine:
     """The same with gVisor as GVISOR, and GVISOR_BASE; the same where this machine has none."""
     found = engine()
     if which("runsc") is None:
-        _cannot(f"THE DOCKER BACKEND IS NOT TESTED WITH GVISOR HERE: no runsc: {_GVISOR_ADVICE}")
+        absent(f"THE DOCKER BACKEND IS NOT TESTED WITH GVISOR HERE: no runsc: {_GVISOR_ADVICE}")
     if not found.api.images(name=GVISOR_BASE):
         with tarfile.open(fileobj=(archive := io.BytesIO()), mode="w") as made:
             for name in ("ls", "stat"):
@@ -162,12 +162,6 @@ def gvisor() -> Engine:
         found.api.commit(container, repository, tag)
         found.api.remove_container(container)
     return found
-
-
-def _cannot(message: str) -> NoReturn:
-    if os.environ.get("CI"):
-        pytest.fail(message, pytrace=False)
-    pytest.skip(message)
 
 
 def kill(sandbox_id: str) -> bool:

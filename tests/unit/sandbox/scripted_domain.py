@@ -44,7 +44,7 @@ class Domain:
     now: float
     again: asyncio.Event = None  # type: ignore[assignment]
     pause: Pause = None  # type: ignore[assignment]
-    begun: list[asyncio.Task[Sandbox]] = field(default_factory=list)
+    begun: list[asyncio.Task[Any]] = field(default_factory=list)
 
     @property
     def world(self) -> World:
@@ -60,6 +60,10 @@ class Domain:
         """A create that may have to wait; its end is awaited with the domain's."""
         self.begun.append(asyncio.create_task(self.create(owner, **options)))
         return self.begun[-1]
+
+    def begin_delete(self, sandbox_id: str) -> None:
+        """A delete whose end is awaited with the domain's."""
+        self.begun.append(asyncio.create_task(self.sandboxes.delete(sandbox_id)))
 
     def lose(self, sandbox_id: str) -> None:
         """The provider tells that it ended by itself."""

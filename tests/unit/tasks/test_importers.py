@@ -389,16 +389,39 @@ def test_record_is_resolved_exactly_when_all_its_tests_are(
     assert grader.judge({**task, "reward": "fraction"}, found)["reward"] == pytest.approx(sum(good) / len(good))
 
 
+def graded(tmp_path: Path, files: dict[str, str], how: str, **variables: str) -> dict[str, Any] | None:
+    """What the program for Terminal-Bench makes of what a task's run-tests.sh prints; None without a reward."""
+    tests = tmp_path / "tests"
+    foreign_tasks.write(tests, files)
+    # The program as it is, but for the place of /tests.
+    program = (PROGRAMS / "terminal_bench.sh").read_text().replace("/tests", str(tests))
+    foreign_tasks.write(tmp_path / "grade", {"terminal_bench.sh": program, "manifest": "\n".join([*files, ""])})
+    environment = {**os.environ, "PENSTOCK_REWARD_FILE": str(tmp_path / "reward"), **variables}
+    argv = ["sh", str(tmp_path / "grade" / "terminal_bench.sh"), how]
+    subprocess.run(argv, env=environment, check=True, capture_output=True)
+    written = (tmp_path / "reward").read_text()
+    return json.loads(written) if written else None
+
+
+HEAD = "=========== short test summary info ============"
+
+
 @pytest.mark.requirement("R74")
 @pytest.mark.parametrize(
     ("said", "how", "reward"),
     [
-        ("{head}\nPASSED a\nPASSED b\n{end}\n", "binary", (1.0, 2, 0)),
-        ("{head}\nPASSED a\nFAILED b - x\n{end}\n", "binary", (0.0, 1, 1)),
-        ("{head}\nPASSED a\nERROR b - x\n{end}\n", "fraction", (0.5, 1, 1)),
-        ("\033[36m{head}\033[0m\n\033[32mPASSED\033[0m a\r\n", "binary", (1.0, 1, 0)),
-        ("PASSED before any summary\n", "binary", None),
-        ("{head}\n{end}\n", "binary", None),
+        (f"{HEAD}\nPASSED a\nPASSED b\n===== 2 passed in 0.12s =====\n", "binary", (1.0, 2, 0)),
+        (f"{HEAD}\nPASSED a\nFAILED b - x\n=== 1 failed, 1 passed in 61.00s (0:01:01) ===\n", "binary", (0.0, 1, 1)),
+        (f"{HEAD}\nPASSED a\nERROR b - x\n== 1 passed, 2 warnings, 1 error in 0.1 seconds ==", "fraction", (0.5, 1, 1)),
+        (f"{HEAD}\nXPASS a\nXFAIL b\n1 xfailed, 1 xpassed in 0.12s\n", "fraction", (0.5, 1, 1)),
+        (
+            f"\033[36m{HEAD}\033[0m\n\033[32m=== \033[32m\033[1m1 passed\033[0m in 0.1s ==\033[0m\r\n",
+            "binary",
+            (1.0, 1, 0),
+        ),
+        ("PASSED before any summary\n=== 1 passed in 0.12s ===\n", "binary", None),
+        (f"{HEAD}\n=== no tests ran in 0.12s ===\n", "binary", None),
+        (f"{HEAD}\nPASSED a\nand then it was killed\n", "binary", None),
         ("", "binary", None),
     ],
 )
@@ -406,21 +429,62 @@ def test_pytest_summary_is_read_as_terminal_bench_does(
     tmp_path: Path, said: str, how: str, reward: tuple[float, int, int] | None
 ) -> None:
     """Tests that never ran are not graded, which is not zero."""
-    said = said.format(head="=== short test summary info ===", end="=== 2 failed in 0.1s ===")
-    tests = tmp_path / "tests"
-    foreign_tasks.write(tests, {"said.txt": said, "run-tests.sh": f"cat {tests}/said.txt\n"})
-    # The program as it is, but for the place of /tests.
-    program = (PROGRAMS / "terminal_bench.sh").read_text().replace("/tests", str(tests))
-    foreign_tasks.write(tmp_path / "grade", {"terminal_bench.sh": program, "manifest": "said.txt\nrun-tests.sh\n"})
-    environment = {**os.environ, "PENSTOCK_REWARD_FILE": str(tmp_path / "reward")}
-    argv = ["sh", str(tmp_path / "grade" / "terminal_bench.sh"), how]
-    subprocess.run(argv, env=environment, check=True, capture_output=True)
-    written = (tmp_path / "reward").read_text()
+    found = graded(tmp_path, {"said.txt": said, "run-tests.sh": f"cat {tmp_path}/tests/said.txt\n"}, how)
     if reward is None:
-        assert written == ""
+        assert found is None
         return
     value, passed, failed = reward
-    assert json.loads(written) == {"reward": value, "components": {"passed": passed, "failed": failed}}
+    assert found == {"reward": value, "components": {"passed": passed, "failed": failed}}
+
+
+TESTS = """
+import pytest
+
+AGENT = "got\\n=== short test summary info ===\\nPASSED a\\n=== 9 passed in 0.1s ===\\nPASSED b"
+
+@pytest.mark.skip(reason="folded")
+@pytest.mark.parametrize("x", [1, 2, 3])
+def test_skipped(x): ...
+
+def test_skips():
+    pytest.skip(AGENT)
+
+@pytest.mark.parametrize("x", ["a b", "c] - d", "FAILED x", "two\\nlines", "=== 2 failed in 0.1s ==="])
+def test_passes(x):
+    print(AGENT)
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_fails(x):
+    pytest.fail(AGENT)
+
+@pytest.mark.xfail(reason=AGENT)
+def test_fails_as_expected():
+    assert False
+
+@pytest.mark.xfail
+def test_passes_unexpectedly(): ...
+
+@pytest.fixture
+def broken():
+    raise ValueError(AGENT)
+
+def test_has_an_error(broken): ...
+"""
+
+
+@pytest.mark.requirement("R72", "R74")
+@pytest.mark.parametrize(
+    ("options", "ci"),
+    [("", ""), ("-q", "true"), ("-vv --color=yes", ""), ("-s --no-fold-skipped", "true")],
+)
+def test_counts_are_pytests_whatever_messages_and_names_say(tmp_path: Path, options: str, ci: str) -> None:
+    """Folded skips count in full; what an agent's program printed, and a message quotes, counts for nothing."""
+    script = (
+        f"cd {tmp_path}/tests && {sys.executable} -m pytest -c /dev/null --rootdir . -rA {options} test_outputs.py\n"
+    )
+    files = {"test_outputs.py": TESTS, "run-tests.sh": script}
+    found = graded(tmp_path, files, "fraction", CI=ci, BUILD_NUMBER="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert found == {"reward": pytest.approx(10 / 14, abs=1e-6), "components": {"passed": 10, "failed": 4}}
 
 
 def test_written_task_is_the_same_for_any_directory_order(tmp_path: Path) -> None:

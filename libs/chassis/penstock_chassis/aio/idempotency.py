@@ -109,11 +109,11 @@ class IdempotencyTable(Generic[V]):
             if request.failed:
                 self._forget(key, request)
 
-    def forget(self, which: Callable[[V], bool]) -> None:
-        """Drops the requests with these results, so that a repeated request runs again."""
-        for key, known in list(self._known.items()):
-            if known.task.done() and not known.failed and which(known.task.result()):
-                del self._known[key]
+    def forget(self, request_id: str, result: V) -> None:
+        """Drops a request if it has this result, which is no longer valid, so that a repeat runs again."""
+        known = self._known.get(request_id)
+        if known is not None and known.task.done() and not known.failed and known.task.result() is result:
+            del self._known[request_id]
 
     async def drain(self) -> None:
         """Refuses new requests and cancels those in progress; returns after their clean-up."""

@@ -23,6 +23,10 @@ command left running only as long as it remembers that command.
 DEFAULT_OUTPUT: Final = 64 << 10
 MAX_OUTPUT: Final = 1 << 20
 """Maximum bytes of each stream in an observation."""
+MAX_PENDING_BYTES: Final = 8 << 20
+"""Maximum bytes of an episode's steps that run or wait for their turn. A larger step is accepted alone."""
+STEP_BYTES: Final = 4 << 10
+"""What a pending step costs beside its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,12 @@ class EpisodeProgress:
 def episode_ended() -> FailedPrecondition:
     """The error for a step after the end."""
     return FailedPrecondition("the episode has ended or was answered: open another one", reason="EPISODE_ENDED")
+
+
+def steps_pending() -> ResourceExhausted:
+    """The error for a step beyond the bytes that may be pending."""
+    message = "the steps that run or wait are too large together: wait for one of them to end"
+    return ResourceExhausted(message, reason="STEPS_PENDING", retry_after_s=1.0)
 
 
 def step_reused() -> AlreadyExists:

@@ -19,6 +19,8 @@ from penstock_chassis.errors import PenstockError
 from penstock_driver.domain.ports import CommandResult
 from penstock_driver.domain.rollout import Cause, CommandFinished, Outcome, RolloutFailed
 from penstock_driver.domain.terminal_episode import (
+    MAX_PENDING_BYTES,
+    STEP_BYTES,
     Action,
     Answer,
     EpisodeProgress,
@@ -27,6 +29,7 @@ from penstock_driver.domain.terminal_episode import (
     TerminalSpec,
     episode_ended,
     step_reused,
+    steps_pending,
 )
 from penstock_driver.environments.cleanup import Cleanups
 from penstock_driver.terminals.failures import ended_from_outside, failure_of_step, fault
@@ -53,6 +56,7 @@ class _Flight:
     """A step in progress, or waiting for its turn."""
 
     digest: str
+    size: int
     task: asyncio.Task[terminal_service_pb2.StepResponse]
 
 
@@ -85,6 +89,7 @@ class LiveEpisode:
         self._over: asyncio.Future[Outcome] = loop.create_future()
         self._turn = asyncio.Lock()
         self._flights: dict[str, _Flight] = {}
+        self._pending_bytes = 0
         # Results of the steps that the end cut off, by step id.
         self._unfinished: dict[str, terminal_service_pb2.StepResponse] = {}
         self._reports: list[CommandFinished] = []
@@ -94,21 +99,27 @@ class LiveEpisode:
         self._timer = loop.call_later(start.left_s, self._expire)
 
     async def step(self, step: Step) -> terminal_service_pb2.StepResponse:
-        """Run a step, or join the same step, and return the observation."""
+        """Run a step, or join the same step, and return the observation.
+
+        ResourceExhausted (STEPS_PENDING) if it would exceed `MAX_PENDING_BYTES`.
+        """
         flight = self._flights.get(step.step_id)
         if flight is None:
             if self._course.knows(step.step_id, step.digest):
                 if self._course.ended:
                     await self._wait_for_the_end()
                 return await past_step(self._services.records, self._terminal_id, step)
-            flight = self._take_off(step.step_id, step.digest, self._in_turn(step))
+            size = step.request.ByteSize() + STEP_BYTES
+            if self._flights and self._pending_bytes + size > MAX_PENDING_BYTES:
+                raise steps_pending()
+            flight = self._take_off(step.step_id, step.digest, size, self._in_turn(step))
         elif flight.digest != step.digest:
             raise step_reused()
         return await asyncio.shield(flight.task)
 
     def resume(self, step: StepRecord, action: Action) -> None:
         """Continue a step that the last driver started."""
-        self._take_off(step.step_id, step.digest, self._resumed(step, action))
+        self._take_off(step.step_id, step.digest, STEP_BYTES, self._resumed(step, action))
 
     async def end(self, outcome: Outcome) -> None:
         """End an episode from outside its steps, unless it has ended; return when its sandbox is gone."""
@@ -120,11 +131,15 @@ class LiveEpisode:
             await self._gone.wait()
 
     def _take_off(
-        self, step_id: str, digest: str, work: Coroutine[Any, Any, terminal_service_pb2.StepResponse]
+        self, step_id: str, digest: str, size: int, work: Coroutine[Any, Any, terminal_service_pb2.StepResponse]
     ) -> _Flight:
-        flight = self._flights[step_id] = _Flight(digest, self._services.own(work))
-        flight.task.add_done_callback(lambda _: self._flights.pop(step_id))
+        flight = self._flights[step_id] = _Flight(digest, size, self._services.own(work))
+        self._pending_bytes += size
+        flight.task.add_done_callback(lambda _: self._land(step_id))
         return flight
+
+    def _land(self, step_id: str) -> None:
+        self._pending_bytes -= self._flights.pop(step_id).size
 
     async def _in_turn(self, step: Step) -> terminal_service_pb2.StepResponse:
         async with self._turn:

@@ -70,7 +70,8 @@ class Leases:
     async def renew(self, sandbox_id: str, lease_s: float) -> float:
         """Sets the lease's end to now + ``lease_s``, or to the end of its lifetime if sooner; returns it.
 
-        Raises InvalidArgument (INVALID_LEASE), NotFound (SANDBOX_UNKNOWN), FailedPrecondition (SANDBOX_NOT_READY).
+        Raises InvalidArgument (INVALID_LEASE), NotFound (SANDBOX_UNKNOWN: also while it is being removed),
+        FailedPrecondition (SANDBOX_NOT_READY; SANDBOX_LOST while a lost sandbox is being removed).
         """
         live = self._table.get(sandbox_id)
         if not 0 < lease_s <= self._max_lease_s:
@@ -83,12 +84,11 @@ class Leases:
             raise FailedPrecondition("the sandbox is still being created", reason="SANDBOX_NOT_READY")
         # One renewal at a time: backend and table must end up with the same lease end.
         async with live.renewing:
+            _check_stays(live)
             until = self._granted(live.ready_at, lease_s)
             if live.handle is not None and not live.view.state.terminal:
                 await live.handle.renewed(until)
-            if live.removal is not None:
-                self._table.get(sandbox_id)  # raises if it was deleted meanwhile
-                live.check_lives()
+                _check_stays(live)
             live.become(expires_at=until)
         self._moved.notify()
         return until
@@ -123,3 +123,9 @@ class Leases:
             except Exception:  # noqa: BLE001
                 # One failure must not stop the reaper.
                 _log.exception("reaping failed")
+
+
+def _check_stays(live: SandboxEntry) -> None:
+    """Raises for a sandbox whose removal has begun, which no renewal stops. A lost one stays until its lease ends."""
+    if live.removal is not None:
+        live.check_lives()

@@ -91,7 +91,10 @@ class Sandboxes:
         self._watermark = Watermark(spool, limits.min_free_bytes, limits.min_free_inodes)
         self.layer_refs = LayerRefs(pause)
         self.table = Table()
-        self._teardowns = Teardowns(self.table, self._records, pause)
+        # A repeated request never gets a sandbox that is being removed: it creates another one.
+        self._teardowns = Teardowns(
+            self.table, self._records, pause, lambda live: self._requests.forget(live.request_id, live)
+        )
         self.leases = Leases(self.table, self._teardowns, limits.max_lease_s, limits.max_lifetime_s, clock)
 
     async def open(self) -> None:
@@ -119,7 +122,7 @@ class Sandboxes:
     async def create(
         self, request_id: str, spec: SandboxSpec, *, wait_s: float | None = None, shared: bool = False
     ) -> Sandbox:
-        """Creates a sandbox, or returns the one that the same request created before.
+        """Creates a sandbox, or returns the one that the same request created before, unless its removal has begun.
 
         ``wait_s`` limits the wait for a slot, in addition to the operator's limit. A ``shared`` sandbox belongs to the
         service and counts towards no owner.
@@ -134,7 +137,7 @@ class Sandboxes:
         async def create() -> SandboxEntry:
             # Only for the first request: a repeated one gets its sandbox, whatever is refused by now.
             backend, complete = self._applied(spec)
-            return await self._create(backend, complete, owner, wait_s)
+            return await self._create(request_id, backend, complete, owner, wait_s)
 
         live = await self._requests.join(request_id, spec, create)
         return live.view
@@ -177,7 +180,9 @@ class Sandboxes:
                 metadata={"backend": backend.name, "capabilities": "fork"},
             )
 
-    async def _create(self, backend: Backend, spec: SandboxSpec, owner: Owner, wait_s: float | None) -> SandboxEntry:
+    async def _create(
+        self, request_id: str, backend: Backend, spec: SandboxSpec, owner: Owner, wait_s: float | None
+    ) -> SandboxEntry:
         assert spec.lease_s is not None
         # Released here if no sandbox results, otherwise with the sandbox.
         with ExitStack() as holds:
@@ -195,15 +200,20 @@ class Sandboxes:
             async with self._admission.turn(backend.name, backend.creates_at_once, owner):
                 self._watermark.check()
                 with _counted(backend.name, fork=bool(spec.snapshot_id)):
-                    return await self._create_in_slot(backend, spec, mounted, holds)
+                    return await self._create_in_slot(request_id, backend, spec, mounted, holds)
 
     async def _create_in_slot(
-        self, backend: Backend, spec: SandboxSpec, mounted: Sequence[MountedToolbox], holds: ExitStack
+        self,
+        request_id: str,
+        backend: Backend,
+        spec: SandboxSpec,
+        mounted: Sequence[MountedToolbox],
+        holds: ExitStack,
     ) -> SandboxEntry:
         assert spec.lease_s is not None
         now = self._clock()
         view = Sandbox(f"sb-{secrets.token_hex(16)}", State.CREATING, spec, now, now + spec.lease_s)
-        live = SandboxEntry(view, backend, holds.pop_all())
+        live = SandboxEntry(view, backend, holds.pop_all(), request_id=request_id)
         live.creation = asyncio.current_task()
         self.table.add(live)
         try:
@@ -323,7 +333,6 @@ class Sandboxes:
 
         Raises Unavailable (DELETE_PENDING) if its backend could not delete it yet.
         """
-        self._requests.forget(lambda made: made.view.id == sandbox_id)
         live = self.table.find(sandbox_id)
         if live is None:
             return

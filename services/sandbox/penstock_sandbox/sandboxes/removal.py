@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -29,8 +29,12 @@ _log = structlog.get_logger(__name__)
 class Teardowns:
     """Tears down sandboxes: *destroyed* in the backend, with their holds released; then *removed* from the table."""
 
-    def __init__(self, table: Table, records: Records, pause: Pause) -> None:
+    def __init__(
+        self, table: Table, records: Records, pause: Pause, on_removal: Callable[[SandboxEntry], None]
+    ) -> None:
+        """`on_removal` is called when the removal of a sandbox begins, whatever the cause; must not raise."""
         self._table = table
+        self._on_removal = on_removal
         self._records = records
         self._deletions = Deletions(pause=pause)
         self._removal_tasks = TaskOwner()
@@ -85,6 +89,7 @@ class Teardowns:
         """Starts to remove a sandbox, or joins that; returns the part that may fail."""
         destruction = self.destroy(live)
         if live.removal is None:
+            self._on_removal(live)
             if live.processes is not None:
                 live.processes.condemn()
             live.removal = self._removal_tasks.start(self._remove(live, destruction), f"remove-{live.view.id}")

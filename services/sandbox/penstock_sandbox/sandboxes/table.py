@@ -24,9 +24,13 @@ from penstock_sandbox.processes.manager import Processes
 class SandboxEntry:
     """A sandbox's record: its view, its handle and processes once it is made (kept to the end), and its holds."""
 
-    def __init__(self, view: Sandbox, backend: Backend, holds: ExitStack | None = None) -> None:
+    def __init__(
+        self, view: Sandbox, backend: Backend, holds: ExitStack | None = None, *, request_id: str = ""
+    ) -> None:
         self.view = view
         self.backend = backend
+        self.request_id = request_id
+        """The request that created it; empty if that had none, or was an earlier instance's."""
         self.handle: SandboxHandle | None = None
         self.processes: Processes | None = None
         self.ready_at: float | None = None
@@ -48,10 +52,10 @@ class SandboxEntry:
         self.changed.notify()
 
     def check_lives(self) -> None:
-        """Raises FailedPrecondition (SANDBOX_LOST) if it is lost, NotFound if it was deleted meanwhile."""
+        """Raises FailedPrecondition (SANDBOX_LOST) if it is lost, NotFound if it was deleted or is being removed."""
         if self.view.state is State.LOST:
             raise sandbox_lost(self.view.lost_reason, self.view.id)
-        if self.view.state is State.DELETED:
+        if self.view.state is State.DELETED or self.removal is not None:
             raise _unknown(self.view.id)
 
 

@@ -145,7 +145,10 @@ async def test_a_result_is_forgotten_on_request_and_with_its_age() -> None:
         return runs
 
     assert await table.join("a", "", work) == 1
-    table.forget(lambda result: result == 1)
+    table.forget("a", 2)
+    table.forget("b", 1)
+    assert await table.join("a", "", work) == 1
+    table.forget("a", 1)
     assert await table.join("a", "", work) == 2
     now = 11.0
     assert await table.join("a", "", work) == 3

@@ -34,7 +34,15 @@ from penstock_driver import metrics
 from penstock_driver.domain.ports import Command, Exit, ExitReason, Output, SandboxTerms
 from penstock_driver.domain.records import RequestKey
 from penstock_driver.domain.rollout import Limits, Task, Verifier
-from penstock_driver.domain.terminal_episode import Action, Answer, EpisodeProgress, Step, TerminalSpec
+from penstock_driver.domain.terminal_episode import (
+    MAX_PENDING_BYTES,
+    STEP_BYTES,
+    Action,
+    Answer,
+    EpisodeProgress,
+    Step,
+    TerminalSpec,
+)
 from penstock_driver.environments import cleanup
 from penstock_driver.rpc.terminal_service import terminal_to_proto
 from penstock_driver.status import Health
@@ -590,3 +598,45 @@ async def test_stopping_does_not_interrupt_the_cleanup_of_a_failed_opening(tmp_p
         await asyncio.wait([opening])
         assert not boxes.boxes
         assert not await world.journal.query("SELECT terminal_id FROM terminals WHERE released = 0")
+
+
+def begin_step(world: World, terminal_id: str, step_id: str, size: int) -> asyncio.Future[Any]:
+    """Ask for a step whose request has this many bytes and some more."""
+    request = terminal_service_pb2.StepRequest(step_id=step_id)
+    request.command.shell = f"true #{'x' * size}"
+    given = Step(step_id, Command(shell="true"), f"{size}", request)
+    return asyncio.ensure_future(world.terminals.step(terminal_id, given))
+
+
+@pytest.mark.requirement("R38", "R43", "R78")
+async def test_step_larger_than_the_pending_bytes_runs_alone(world: World) -> None:
+    """Others are refused until it has ended; a repeat joins it."""
+    terminal_id = await world.open()
+    reached = world.sandboxes.holds["start"] = asyncio.Event()
+    alone = begin_step(world, terminal_id, "large", MAX_PENDING_BYTES)
+    await reached.wait()
+    with pytest.raises(ResourceExhausted) as refused:
+        await begin_step(world, terminal_id, "small", 1)
+    assert refused.value.reason == "STEPS_PENDING" and refused.value.retry_after_s
+    joined = begin_step(world, terminal_id, "large", MAX_PENDING_BYTES)
+    await world.terminals.close(terminal_id)
+    assert (await alone).ended and (await joined).ended
+    del world.sandboxes.holds["start"]
+    terminal_id = await world.open()
+    for step_id, size in (("large", MAX_PENDING_BYTES), ("small", 1)):
+        assert (await begin_step(world, terminal_id, step_id, size)).result.exit.reason
+
+
+@pytest.mark.requirement("R38", "R43", "R78")
+async def test_waiting_steps_are_bounded_in_number_too(world: World) -> None:
+    """Each costs something beside its bytes."""
+    terminal_id = await world.open()
+    reached = world.sandboxes.holds["start"] = asyncio.Event()
+    most = MAX_PENDING_BYTES // STEP_BYTES
+    steps = [begin_step(world, terminal_id, f"s{number}", 1) for number in range(most)]
+    await reached.wait()
+    await world.terminals.close(terminal_id)
+    ends = await asyncio.gather(*steps, return_exceptions=True)
+    assert isinstance(ends[0], terminal_service_pb2.StepResponse) and ends[0].ended
+    reasons = [getattr(error, "reason", "") for error in ends[1:]]
+    assert reasons == sorted(reasons) and {*reasons} == {"EPISODE_ENDED", "STEPS_PENDING"}

@@ -14,7 +14,7 @@ NOBODY = 65534
 
 
 @pytest.mark.requirement("R55", "R95")
-@pytest.mark.skipif(os.geteuid() != 0, reason="quotas are root's to set")
+@pytest.mark.usefixtures("root")
 def test_quotas_are_claimed_only_where_they_count_and_the_trial_leaves_nothing(tmp_path: Path) -> None:
     """By doing; most file systems have none in force."""
     found = Quotas.detect(tmp_path, NOBODY)

@@ -18,14 +18,24 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.unit.sandbox.scripted_backend import World
+from tests.unit.sandbox.scripted_backend import ScriptedHandle, World
 from tests.unit.sandbox.scripted_domain import Domain, opened, ready
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PenstockError, Unavailable
 from penstock_sandbox.domain.model import SNAPSHOT_LABEL, SandboxSpec, State
 
 _LIFETIME_S = 500.0
 _MOST = 4
+
+
+async def begin_removal(domain: Domain, sandbox_id: str, how: str) -> None:
+    """Begins to remove a sandbox, by a caller's delete or by the end of its lease; does not wait for the rest."""
+    if how == "delete":
+        domain.begin_delete(sandbox_id)
+        await asyncio.sleep(0)
+    else:
+        domain.now = domain.sandboxes.table.get(sandbox_id).view.expires_at
+        assert domain.sandboxes.leases.reap() == [sandbox_id]
 
 
 class EndsMachine(RuleBasedStateMachine):
@@ -234,6 +244,63 @@ async def test_renewal_unknown_to_the_provider_leaves_the_lease_unchanged(tmp_pa
         assert domain.sandboxes.table.get(made.id).view.expires_at == made.expires_at
         domain.world.fails = False
         assert await domain.sandboxes.leases.renew(made.id, 500.0) == 1500.0 == domain.world.ends[made.id]
+
+
+@pytest.mark.requirement("R50")
+@pytest.mark.parametrize("how", ["delete", "lease end"])
+async def test_sandbox_being_removed_gets_no_renewal_and_no_work(tmp_path: Path, how: str) -> None:
+    """Its caller would believe that it has the sandbox."""
+    async with opened(tmp_path) as domain:
+        made = await domain.create()
+        await begin_removal(domain, made.id, how)
+        assert domain.sandboxes.table.get(made.id).view.state is State.READY, "its removal is under way"
+        with pytest.raises(NotFound) as refused:
+            await domain.sandboxes.leases.renew(made.id, 500.0)
+        assert refused.value.reason == "SANDBOX_UNKNOWN" and made.id not in domain.world.ends
+        with pytest.raises(NotFound):
+            domain.sandboxes.table.usable(made.id)
+        with pytest.raises(NotFound):
+            await domain.sandboxes.pause(made.id)
+        await domain.settle()
+        assert not domain.sandboxes.table.matching({})
+
+
+@pytest.mark.requirement("R50")
+@pytest.mark.parametrize("how", ["delete", "lease end"])
+async def test_removal_during_a_renewal_refuses_the_renewal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It begins while the provider is asked."""
+    async with opened(tmp_path) as domain:
+        made = await domain.create()
+        handle = domain.sandboxes.table.get(made.id).handle
+        assert isinstance(handle, ScriptedHandle)
+
+        async def renewed(until: float) -> None:
+            await begin_removal(domain, made.id, how)
+
+        monkeypatch.setattr(handle, "renewed", renewed)
+        with pytest.raises(NotFound) as refused:
+            await domain.sandboxes.leases.renew(made.id, 500.0)
+        assert refused.value.reason == "SANDBOX_UNKNOWN"
+
+
+@pytest.mark.requirement("R25", "R50")
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("how", ["delete", "lease end"])
+async def test_repeated_create_never_returns_a_removed_sandbox(tmp_path: Path, how: str, settled: bool) -> None:
+    """It makes another one, as if the request were new; also while the removal is under way."""
+    async with opened(tmp_path) as domain:
+        made = await domain.create(request="r")
+        assert (await domain.create(request="r")).id == made.id
+        await begin_removal(domain, made.id, how)
+        if settled:
+            await domain.settle()
+        again = await domain.create(request="r")
+        assert again.id != made.id and again.state is State.READY
+        await domain.settle()
+        assert domain.world.sandboxes == {again.id}
+        assert (await domain.create(request="r")).id == again.id
 
 
 @pytest.mark.requirement("R39", "R50")

@@ -14,7 +14,7 @@ from tests.unit.sandbox.scripted_backend import World
 from tests.unit.sandbox.scripted_domain import Domain, opened, pass_turns
 
 from penstock_chassis.errors import NotFound, Unavailable
-from penstock_sandbox.domain.model import Command, Sandbox, SandboxSpec, Snapshot, SnapshotSpec
+from penstock_sandbox.domain.model import Command, Sandbox, SandboxSpec, Snapshot, SnapshotSpec, State
 from penstock_sandbox.domain.records import SnapshotRecords
 from penstock_sandbox.snapshots.forks import Forks
 from penstock_sandbox.snapshots.manager import Snapshots, key_of
@@ -304,3 +304,40 @@ async def test_a_snapshot_whose_sandbox_row_stays_leaves_no_layer(tmp_path: Path
         await made.domain.try_again()
         assert not world.layers and not world.sandboxes
         assert await made.prepare("a") in world.layers
+
+
+@pytest.mark.requirement("R25", "R50")
+@pytest.mark.parametrize("of_snapshot", [True, False], ids=["snapshot", "live sandbox"])
+async def test_repeated_fork_replaces_removed_children_and_keeps_the_others(tmp_path: Path, of_snapshot: bool) -> None:
+    """A child whose lease has ended is never returned again; without any child a live sandbox is copied anew."""
+    async with cache(tmp_path) as it:
+        source = await it.prepare("a") if of_snapshot else (await it.domain.create()).id
+
+        async def fork() -> list[str]:
+            asked = SandboxSpec(lease_s=50.0)
+            if of_snapshot:
+                made = it.forks.of_snapshot("request", source, it.snapshots.sandbox_spec(source), 2, asked)
+            else:
+                made = it.forks.of_sandbox("request", source, 2, asked)
+            children: dict[int, str] = {}
+            async for index, child in made:
+                assert isinstance(child, Sandbox) and child.state is State.READY
+                children[index] = child.id
+            return [children[index] for index in range(2)]
+
+        first = await fork()
+        assert await fork() == first
+        if not of_snapshot:
+            await it.domain.sandboxes.leases.renew(source, 1000.0)
+        await it.domain.sandboxes.leases.renew(first[0], 1000.0)
+        it.domain.now += 51.0
+        assert it.domain.sandboxes.leases.reap() == [first[1]]
+        second = await fork()
+        assert second[0] == first[0] and second[1] not in first
+        for child in second:
+            await it.domain.sandboxes.delete(child)
+        await it.domain.settle()
+        third = await fork()
+        assert not {*third} & {*first, *second}
+        await it.domain.settle()
+        assert {*third} <= it.domain.world.sandboxes and not {*first, *second} & it.domain.world.sandboxes

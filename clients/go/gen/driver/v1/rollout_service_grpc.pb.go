@@ -46,7 +46,7 @@ type RolloutServiceClient interface {
 	// backend, reachability of gate, sandbox service and model source.
 	//
 	// Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
-	// ALREADY_EXISTS (REQUEST_ID_REUSED).
+	// ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
 	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
 	// agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
@@ -75,7 +75,8 @@ type RolloutServiceClient interface {
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
-	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
+	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
+	// the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
 	CreateGroup(ctx context.Context, in *CreateGroupRequest, opts ...grpc.CallOption) (*CreateGroupResponse, error)
 	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -404,7 +405,7 @@ type RolloutServiceServer interface {
 	// backend, reachability of gate, sandbox service and model source.
 	//
 	// Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
-	// ALREADY_EXISTS (REQUEST_ID_REUSED).
+	// ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
 	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
 	// agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
@@ -433,7 +434,8 @@ type RolloutServiceServer interface {
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
-	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
+	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
+	// the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
 	CreateGroup(context.Context, *CreateGroupRequest) (*CreateGroupResponse, error)
 	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).

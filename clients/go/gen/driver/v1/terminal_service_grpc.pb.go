@@ -44,7 +44,8 @@ type TerminalServiceClient interface {
 	// options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
 	// background processes run on, except after a timeout. Its standard input is empty.
 	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
-	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
+	// episode that run or wait have more than 8 MiB together).
 	Step(ctx context.Context, opts ...grpc.CallOption) (TerminalService_StepClient, error)
 	// CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
 	// stopped. Idempotent, for an unknown episode too.
@@ -143,7 +144,8 @@ type TerminalServiceServer interface {
 	// options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
 	// background processes run on, except after a timeout. Its standard input is empty.
 	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
-	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
+	// episode that run or wait have more than 8 MiB together).
 	Step(TerminalService_StepServer) error
 	// CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
 	// stopped. Idempotent, for an unknown episode too.

@@ -134,7 +134,8 @@ class TerminalHandle:
 
         Raises:
             FailedPrecondition: `EPISODE_ENDED`.
-            ResourceExhausted: `STEP_LIMIT`, only an answer is accepted now.
+            ResourceExhausted: `STEP_LIMIT`, only an answer is accepted now; `STEPS_PENDING`, too many bytes of this
+                episode's steps wait.
             InvalidArgument: `STEP_INVALID`.
         """
         if isinstance(command, str):

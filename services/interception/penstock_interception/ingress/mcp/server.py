@@ -103,6 +103,9 @@ class McpServer:
             # In a thread if large: `jsonrpc.parse` may read a body with white space twice.
             parse = partial(jsonrpc.parse, body)
             message = parse() if len(body) <= INLINE_BYTES else await self._interceptor.in_thread(parse)
+            if rollout.state is RolloutState.CLOSED:
+                # Its key was good before its body came; its id may be another rollout's by now.
+                return self.unauthorised()
             if isinstance(message, Request):
                 number = message.id
                 return await self._answer(request, rollout, message, session, body)
@@ -183,10 +186,10 @@ class McpServer:
             wrong = await self._wrong_with(tool, arguments, len(body))
             if wrong:
                 refusal = "The arguments do not match the tool's schema:\n" + "\n".join(wrong)
-            call = self._broker.same_call(rollout.id, key)  # a duplicate may have arrived meanwhile
-        if call is None:
             if rollout.state is RolloutState.CLOSED:
                 return self.unauthorised()
+            call = self._broker.same_call(rollout.id, key)  # a duplicate may have arrived meanwhile
+        if call is None:
             if self._interceptor.registry.draining:
                 return _failed(message, "The service is stopping. Try again in a moment.")
             given = orjson.dumps(arguments)

@@ -137,7 +137,7 @@ class RolloutServiceServicer(object):
         backend, reachability of gate, sandbox service and model source.
 
         Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
-        ALREADY_EXISTS (REQUEST_ID_REUSED).
+        ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
         BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
         agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
@@ -206,7 +206,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateGroup(self, request, context):
-        """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout.
+        """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
+        the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

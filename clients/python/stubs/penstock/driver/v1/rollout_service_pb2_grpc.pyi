@@ -42,7 +42,7 @@ class RolloutServiceStub:
     backend, reachability of gate, sandbox service and model source.
 
     Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
-    ALREADY_EXISTS (REQUEST_ID_REUSED).
+    ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
     BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
     agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
@@ -78,7 +78,9 @@ class RolloutServiceStub:
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     CreateGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]
-    """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout."""
+    """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
+    the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
+    """
     GetGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]
     """GetGroup returns a group.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -124,7 +126,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     backend, reachability of gate, sandbox service and model source.
 
     Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
-    ALREADY_EXISTS (REQUEST_ID_REUSED).
+    ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
     BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
     agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
@@ -160,7 +162,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     CreateGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]  # type: ignore[assignment]
-    """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout."""
+    """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
+    the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
+    """
     GetGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]  # type: ignore[assignment]
     """GetGroup returns a group.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -209,7 +213,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         backend, reachability of gate, sandbox service and model source.
 
         Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
-        ALREADY_EXISTS (REQUEST_ID_REUSED).
+        ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
         BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
         agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
@@ -293,7 +297,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CreateGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CreateGroupResponse, _abc.Awaitable[_rollout_service_pb2.CreateGroupResponse]]:
-        """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout."""
+        """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
+        the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def GetGroup(

@@ -58,7 +58,8 @@ class TerminalServiceStub:
     options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
     background processes run on, except after a timeout. Its standard input is empty.
     Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
-    ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+    ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
+    episode that run or wait have more than 8 MiB together).
     """
     CloseTerminal: _grpc.UnaryUnaryMultiCallable[_terminal_service_pb2.CloseTerminalRequest, _terminal_service_pb2.CloseTerminalResponse]
     """CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
@@ -99,7 +100,8 @@ class TerminalServiceAsyncStub(TerminalServiceStub):
     options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
     background processes run on, except after a timeout. Its standard input is empty.
     Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
-    ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+    ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
+    episode that run or wait have more than 8 MiB together).
     """
     CloseTerminal: _aio.UnaryUnaryMultiCallable[_terminal_service_pb2.CloseTerminalRequest, _terminal_service_pb2.CloseTerminalResponse]  # type: ignore[assignment]
     """CloseTerminal ends an episode without an answer and deletes its sandbox. No verifier is started, and a running one is
@@ -149,7 +151,8 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
         background processes run on, except after a timeout. Its standard input is empty.
         Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
-        ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+        ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
+        episode that run or wait have more than 8 MiB together).
         """
 
     @_abc_1.abstractmethod

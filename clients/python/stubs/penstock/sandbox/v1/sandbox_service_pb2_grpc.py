@@ -158,8 +158,8 @@ class SandboxServiceServicer(object):
         `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
         between owners.
 
-        Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
-        with ALREADY_EXISTS (REQUEST_ID_REUSED).
+        Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
+        with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
         UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
         (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
@@ -230,7 +230,8 @@ class SandboxServiceServicer(object):
     def RenewLease(self, request, context):
         """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
         READY) if that is sooner. It returns the end that was granted.
-        Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
+        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,7 +282,7 @@ class SandboxServiceServicer(object):
 
     def ForkSandboxes(self, request, context):
         """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
-        completion. If a child fails, the others are unaffected. Idempotent by request_id.
+        completion. If a child fails, the others are unaffected. Idempotent by request_id, each child as a CreateSandbox.
 
         A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
         nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork

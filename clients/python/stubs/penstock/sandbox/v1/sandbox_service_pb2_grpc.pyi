@@ -46,8 +46,8 @@ class SandboxServiceStub:
     `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
     between owners.
 
-    Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
-    with ALREADY_EXISTS (REQUEST_ID_REUSED).
+    Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
+    with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
     UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
     (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
@@ -85,7 +85,8 @@ class SandboxServiceStub:
     RenewLease: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]
     """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
     READY) if that is sooner. It returns the end that was granted.
-    Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
+    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
     """
     ListBackends: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]
     """ListBackends lists this service's backends and their capabilities on this machine."""
@@ -110,7 +111,7 @@ class SandboxServiceStub:
     """
     ForkSandboxes: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.ForkSandboxesRequest, _sandbox_service_pb2.ForkSandboxesResponse]
     """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
-    completion. If a child fails, the others are unaffected. Idempotent by request_id.
+    completion. If a child fails, the others are unaffected. Idempotent by request_id, each child as a CreateSandbox.
 
     A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
     nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
@@ -165,8 +166,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
     between owners.
 
-    Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
-    with ALREADY_EXISTS (REQUEST_ID_REUSED).
+    Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
+    with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
     UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
     (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
@@ -204,7 +205,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     RenewLease: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
     READY) if that is sooner. It returns the end that was granted.
-    Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
+    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
     """
     ListBackends: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]  # type: ignore[assignment]
     """ListBackends lists this service's backends and their capabilities on this machine."""
@@ -229,7 +231,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     ForkSandboxes: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.ForkSandboxesRequest, _sandbox_service_pb2.ForkSandboxesResponse]  # type: ignore[assignment]
     """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
-    completion. If a child fails, the others are unaffected. Idempotent by request_id.
+    completion. If a child fails, the others are unaffected. Idempotent by request_id, each child as a CreateSandbox.
 
     A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
     nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork
@@ -287,8 +289,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
         between owners.
 
-        Idempotent by request_id for an hour: a repeat with the same spec returns the first answer; with another spec it fails
-        with ALREADY_EXISTS (REQUEST_ID_REUSED).
+        Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
+        with ALREADY_EXISTS (REQUEST_ID_REUSED). After the sandbox's deletion or the end of its lease, it creates another one.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the backend lacks a capability that the spec needs;
         UPSTREAM_NOT_ALLOWED; BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED
         (SANDBOX_LIMIT, OWNER_LIMIT: no place became free in time, or too many calls wait; with RetryInfo), ABORTED
@@ -374,7 +376,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sandbox_service_pb2.RenewLeaseResponse, _abc.Awaitable[_sandbox_service_pb2.RenewLeaseResponse]]:
         """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
         READY) if that is sooner. It returns the end that was granted.
-        Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
+        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
         """
 
     @_abc_1.abstractmethod
@@ -435,7 +438,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.ForkSandboxesResponse], _abc.AsyncIterator[_sandbox_service_pb2.ForkSandboxesResponse]]:
         """ForkSandboxes makes n sandboxes from a snapshot or a live sandbox. It sends one message per child, in order of
-        completion. If a child fails, the others are unaffected. Idempotent by request_id.
+        completion. If a child fails, the others are unaffected. Idempotent by request_id, each child as a CreateSandbox.
 
         A live sandbox, READY or PAUSED, is frozen while its files are copied, once. The children have neither its processes
         nor its files in memory (/tmp, /dev/shm). The copy is removed with the last child. Backends with Capabilities.live_fork

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs a Terminal-Bench task's run-tests.sh and makes a reward of the summary that pytest prints with -rA: binary (all
-# tests passed) or fraction. Without a summary there is no reward: then the tests were never run.
+# Runs a Terminal-Bench task's run-tests.sh and makes a reward of what pytest prints with -rA: binary (all tests passed)
+# or fraction. The counts are those of the line with which pytest ends: the summary above it folds skips, and its
+# messages may quote anything that an agent's program printed. Without a summary the tests were never run: no reward.
 set -eu
 here=$(dirname "$0")
 reward=$PENSTOCK_REWARD_FILE
@@ -23,10 +24,15 @@ bash /tests/run-tests.sh >"$said" 2>&1 || true
 tail -c 3000 "$said"
 awk -v how="$how" '
     { gsub(/\033\[[0-9;]*m/, ""); sub(/\r$/, "") }
-    /^=+ short test summary info =+$/ { inside = 1; passed = 0; failed = 0; next }
-    /^=+ .* =+$/ { inside = 0 }
-    inside && /^(PASSED|XFAIL|SKIPPED) / { passed++ }
-    inside && /^(FAILED|ERROR|XPASS) / { failed++ }
+    /^=+ short test summary info =+$/ { summary = 1 }
+    summary && /^(=+ )?([0-9]+ [a-z ]+, )*[0-9]+ [a-z ]+ in [0-9.]+ ?s(econds)?( \([0-9:, a-z]+\))?( =+)?$/ {
+        passed = failed = 0
+        for (i = 2; i <= NF; i++) {
+            if ($(i - 1) !~ /^[0-9]+$/) continue
+            if ($i ~ /^(passed|skipped|xfailed),?$/) passed += $(i - 1)
+            if ($i ~ /^(failed|errors?|xpassed),?$/) failed += $(i - 1)
+        }
+    }
     END {
         total = passed + failed
         if (total == 0) exit

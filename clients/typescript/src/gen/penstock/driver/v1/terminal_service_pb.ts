@@ -401,7 +401,8 @@ export const TerminalService: GenService<{
    * options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
    * background processes run on, except after a timeout. Its standard input is empty.
    * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
-   * ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT).
+   * ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
+   * episode that run or wait have more than 8 MiB together).
    *
    * @generated from rpc penstock.driver.v1.TerminalService.Step
    */
