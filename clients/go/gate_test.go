@@ -236,6 +236,16 @@ func (c *conversation) goodbye() {
 	c.finished <- nil
 }
 
+// until waits for what another goroutine does.
+func until(t *testing.T, reached func() bool) {
+	t.Helper()
+	for ctx := bounded(t); !reached(); runtime.Gosched() {
+		if ctx.Err() != nil {
+			t.Fatal("it never came to it")
+		}
+	}
+}
+
 func bounded(t *testing.T) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patienceOfTests)

@@ -104,7 +104,7 @@ func (g *Group) Get(ctx context.Context) (*driverv1.Group, error) {
 
 // Wait is the group when all its rollouts have ended, however often the driver restarts meanwhile.
 func (g *Group) Wait(ctx context.Context) (*driverv1.Group, error) {
-	watch := newWatching()
+	var watch watching
 	for {
 		asked := time.Now()
 		request := &driverv1.WaitGroupRequest{GroupId: g.ID}

@@ -125,6 +125,13 @@ func (l *leases) answer(result *interceptionv1.CallResult) (<-chan error, error)
 			Message: fmt.Sprintf("A result must have at most %d bytes, not %d", MaxResultBytes, size),
 		}
 	}
+	// The stream ends where one of its frames has no form on the wire: one result would take all the others with it.
+	if _, err := proto.Marshal(result); err != nil {
+		return nil, &Error{
+			Kind: ErrInvalidCompletion, Reason: "RESULT_NOT_SENDABLE", cause: err,
+			Message: fmt.Sprintf("The result cannot be sent: %v", err),
+		}
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.over != nil {

@@ -35,16 +35,13 @@ func (p *pauses) ask(pause *interceptionv1.PauseCalls) (*promise, bool) {
 	return answer, true
 }
 
-// takenUp is what a gate is to be told that may not have heard it, or has forgotten it.
-func (p *pauses) takenUp(resumed bool) []*interceptionv1.PauseCalls {
-	var told []*interceptionv1.PauseCalls
-	for _, question := range p.asked {
-		told = append(told, question.pause)
+// forgotten is the pause in force that a gate has to learn again which forgot the session; nil where there is none, or
+// where a question that is open decides.
+func (p *pauses) forgotten() *interceptionv1.PauseCalls {
+	if len(p.asked) > 0 {
+		return nil
 	}
-	if told == nil && !resumed && p.wanted != nil {
-		told = append(told, p.wanted)
-	}
-	return told
+	return p.wanted
 }
 
 // paused: the gate says that a pause is in force.

@@ -35,18 +35,24 @@ func newPool(dial func() (*grpc.ClientConn, error)) (*pool, error) {
 
 func (p *pool) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
 	conn, ended := p.take()
-	return conn.Invoke(ctx, method, args, reply, append(opts[:len(opts):len(opts)], grpc.OnFinish(ended))...)
+	defer ended()
+	return conn.Invoke(ctx, method, args, reply, opts...)
 }
 
 func (p *pool) NewStream(
 	ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
 	conn, ended := p.take()
-	return conn.NewStream(ctx, desc, method, append(opts[:len(opts):len(opts)], grpc.OnFinish(ended))...)
+	finished := grpc.OnFinish(func(error) { ended() })
+	stream, err := conn.NewStream(ctx, desc, method, append(opts[:len(opts):len(opts)], finished)...)
+	if err != nil {
+		ended() // gRPC says nothing of a stream that never was
+	}
+	return stream, err
 }
 
-// take is a connection for one call, the one with the fewest, and what to call at the call's end.
-func (p *pool) take() (*grpc.ClientConn, func(error)) {
+// take is a connection for one call, the one with the fewest, and what to call at the call's end, once or more often.
+func (p *pool) take() (*grpc.ClientConn, func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	at := 0
@@ -63,7 +69,7 @@ func (p *pool) take() (*grpc.ClientConn, func(error)) {
 		}
 	}
 	p.calls[at]++
-	return p.conns[at], func(error) { p.ended(at) }
+	return p.conns[at], sync.OnceFunc(func() { p.ended(at) })
 }
 
 func (p *pool) ended(at int) {

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 )
@@ -38,6 +39,29 @@ func TestAClientWithMoreCallsThanAConnectionMayHaveOpensAnother(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	counted(t, ps)
+}
+
+// A call that fails before it has a stream takes no place for ever, whole or streamed.
+func TestACallThatNeverHadAStreamIsNotCounted(t *testing.T) {
+	leakFree(t)
+	ps := connectTo(t, "127.0.0.1:1")
+	// gRPC refuses the metadata before it makes a stream.
+	ctx := metadata.AppendToOutgoingContext(bounded(t), "not a key", "x")
+	if _, err := ps.Rollouts.Get(ctx, "r"); err == nil {
+		t.Fatal("it was answered")
+	}
+	for _, err := range (&Rollout{"r", ps}).Events(ctx, 0) {
+		if err == nil {
+			t.Fatal("it was answered")
+		}
+	}
+	counted(t, ps)
+}
+
+// counted fails the test where a connection counts calls that are over.
+func counted(t *testing.T, ps *Client) {
+	t.Helper()
 	opened := ps.connections[0]
 	opened.mu.Lock()
 	defer opened.mu.Unlock()

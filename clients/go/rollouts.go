@@ -100,7 +100,7 @@ func (r *Rollout) Get(ctx context.Context) (*driverv1.Rollout, error) {
 
 // Wait is the rollout when it has ended, however often the driver restarts meanwhile.
 func (r *Rollout) Wait(ctx context.Context) (*driverv1.Rollout, error) {
-	watch := newWatching()
+	var watch watching
 	for {
 		asked := time.Now()
 		request := &driverv1.WaitRolloutRequest{RolloutId: r.ID}
@@ -244,7 +244,7 @@ func (c *Client) callsUntil(
 
 // resumed opens a watch again and again until it is over, `watch` fails for good, or the driver is away for too long.
 func resumed(ctx context.Context, c *Client, watch func(sign func()) error, over func() bool) error {
-	patient := newWatching()
+	var patient watching
 	for {
 		err := watch(patient.sign)
 		if over() {

@@ -14,7 +14,7 @@ const (
 	attempts = 5
 	// No attempt is begun later than this: whoever asks hears soon that a service is away.
 	patience = 10 * time.Second
-	// How long a wait or a watch that broke is taken up again, without any sign of the service.
+	// How long a wait or a watch that broke is taken up again without any sign of the service.
 	watchPatience = time.Minute
 	callTimeout   = 30 * time.Second
 	createTimeout = 2 * time.Minute
@@ -132,23 +132,25 @@ func sleep(ctx context.Context, delay time.Duration) error {
 	}
 }
 
-// watching bounds how long a watch that breaks is taken up again: a minute without any sign of the service.
+// watching bounds how long a watch that breaks is taken up again: a minute from the first failure after the last sign of
+// the service. What the caller does between two messages takes nothing of it. The zero value is ready.
 type watching struct {
 	wait  delays
 	early delays
-	seen  time.Time
+	broke time.Time // zero = it did not since the last sign
 }
-
-func newWatching() *watching { return &watching{seen: time.Now()} }
 
 func (w *watching) sign() {
 	w.wait.reset()
-	w.seen = time.Now()
+	w.broke = time.Time{}
 }
 
 // pause waits before the next attempt; it gives `failure` back where trying again is no use or it is enough.
 func (w *watching) pause(ctx context.Context, failure *Error) error {
-	if !broken(failure) || time.Since(w.seen) > watchPatience {
+	if w.broke.IsZero() {
+		w.broke = time.Now()
+	}
+	if !broken(failure) || time.Since(w.broke) > watchPatience {
 		return failure
 	}
 	if err := sleep(ctx, w.wait.next(failure)); err != nil {
@@ -176,5 +178,10 @@ func (w *watching) judge(ctx context.Context, err error) error {
 		w.sign()
 		return nil
 	}
-	return w.pause(ctx, fromRPC(ctx, err, anyone))
+	failure := fromRPC(ctx, err, anyone)
+	if failure.Kind == ErrDeadlineExceeded && !errors.Is(failure, context.DeadlineExceeded) {
+		// The attempt's own time passed, and not the caller's.
+		failure = &Error{Kind: ErrUnavailable, Reason: failure.Reason, Message: failure.Message, cause: failure.cause}
+	}
+	return w.pause(ctx, failure)
 }

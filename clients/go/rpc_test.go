@@ -213,6 +213,21 @@ func TestAWatchThatBreaksGoesOnWhereItWas(t *testing.T) {
 	}
 }
 
+// A poll that is not answered in its time is asked again: the caller set no deadline.
+func TestAWaitOutlastsAPollThatIsNotAnswered(t *testing.T) {
+	server, ps := serve(t)
+	polls := 0
+	server.waitGroup = func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error) {
+		if polls++; polls == 1 {
+			return nil, status.Error(codes.DeadlineExceeded, "context deadline exceeded")
+		}
+		return &driverv1.WaitGroupResponse{Group: &driverv1.Group{Ended: true}}, nil
+	}
+	if group, err := (&Group{ID: "g", client: ps}).Wait(bounded(t)); err != nil || !group.GetEnded() || polls != 2 {
+		t.Fatalf("%v, %v after %d polls", group, err, polls)
+	}
+}
+
 // Arrays survive the way there and back bit for bit, whatever they hold (R82).
 func TestArraysSurviveTheWireBitForBit(t *testing.T) {
 	same := func(ids []int32, bits []uint32) bool {

@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"math"
 	"os"
 	"strings"
 	"sync"
 	"time"
+	"unicode/utf8"
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -43,7 +45,7 @@ type sessionOptions struct {
 
 // WithCredits bounds the calls that are leased and not answered at once; without it 64.
 func WithCredits(calls int) SessionOption {
-	return func(o *sessionOptions) { o.credits.Calls = int32(calls) }
+	return func(o *sessionOptions) { o.credits.Calls = window(calls) }
 }
 
 // WithCreditBytes bounds the bytes of the same; without it 32 MiB.
@@ -192,7 +194,7 @@ func (s *Session) SetCredits(calls int) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.options.credits = &interceptionv1.Credits{Calls: int32(calls), Bytes: s.options.credits.Bytes}
+	s.options.credits = &interceptionv1.Credits{Calls: window(calls), Bytes: s.options.credits.Bytes}
 	s.send(creditsFrame(s.options.credits))
 	return nil
 }
@@ -200,7 +202,12 @@ func (s *Session) SetCredits(calls int) error {
 // Pause holds the calls of this selector, for every session and for the model source, while weights are moved; agents see
 // keep-alives. They flow again with Resume, or by themselves after `most` (0 = 10 min). It returns how many calls are
 // leased or dispatched now; answers to them are still taken.
+//
+// Errors: ErrInvalidArgument, ARGUMENT_TYPE: the reason is not UTF-8.
 func (s *Session) Pause(ctx context.Context, reason string, most time.Duration) (int, error) {
+	if !utf8.ValidString(reason) {
+		return 0, &Error{Kind: ErrInvalidArgument, Reason: "ARGUMENT_TYPE", Message: "The reason of a pause is not UTF-8"}
+	}
 	s.mu.Lock()
 	if s.failure != nil {
 		defer s.mu.Unlock()
@@ -400,9 +407,18 @@ func (s *Session) converse(parent context.Context) *Error {
 	}
 }
 
+// hello says what the session wants now. The outbox begins anew with it: what is queued from here on goes out after
+// Welcome.
 func (s *Session) hello() *interceptionv1.Hello {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.outbox = nil
+	if s.options.credits.Calls == 0 {
+		s.send(creditsFrame(s.options.credits))
+	}
+	for _, question := range s.pauses.asked {
+		s.send(flowFrame(question.pause))
+	}
 	hello := &interceptionv1.Hello{
 		Selector: s.selector,
 		// None for now is said by a frame of its own, after Welcome.
@@ -418,17 +434,14 @@ func (s *Session) hello() *interceptionv1.Hello {
 	return hello
 }
 
-// takeUp, after Welcome: what was lost is told, what is unanswered is sent again.
+// takeUp, after Welcome: calls that were lost end, what is unanswered is sent again.
 func (s *Session) takeUp(welcome *interceptionv1.Welcome) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	first := s.id == ""
-	s.id, s.lastReceived, s.outbox = welcome.GetSessionId(), time.Now(), nil
-	if s.options.credits.Calls == 0 {
-		s.send(creditsFrame(s.options.credits))
-	}
+	s.id, s.lastReceived = welcome.GetSessionId(), time.Now()
 	s.book.takenUp(welcome.GetResumed(), welcome.GetHeldCallIds())
-	for _, pause := range s.pauses.takenUp(welcome.GetResumed()) {
+	if pause := s.pauses.forgotten(); pause != nil && !welcome.GetResumed() {
 		s.send(flowFrame(pause))
 	}
 	if first {
@@ -539,6 +552,9 @@ func (s *Session) send(frame *interceptionv1.InterceptRequest) {
 	default:
 	}
 }
+
+// window is a number of calls as it travels: more than fits is as many as fit.
+func window(calls int) int32 { return int32(min(max(calls, math.MinInt32), math.MaxInt32)) }
 
 func creditsFrame(credits *interceptionv1.Credits) *interceptionv1.InterceptRequest {
 	return &interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Credits{Credits: credits}}

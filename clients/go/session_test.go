@@ -3,6 +3,7 @@ package penstock
 import (
 	"context"
 	"errors"
+	"math"
 	"sync"
 	"testing"
 	"time"
@@ -460,5 +461,101 @@ func TestLeavingTheLoopOfAGroupLeavesNothingBehind(t *testing.T) {
 	talk.finished <- nil
 	if err := <-loop; err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A result that has no form on the wire fails alone: the stream stays, and other results pass (R29).
+func TestAResultThatCannotBeSentFailsAlone(t *testing.T) {
+	gate, session, talk := opened(t)
+	talk.lease("a", "b")
+	bad, good := nextCall(t, session), nextCall(t, session)
+	for _, answer := range []func() error{
+		func() error { return bad.Deliver(bounded(t), Injected("cut in the middle of \xe4\xb8")) },
+		func() error { return bad.Fail(bounded(t), "ENGINE", "\xff", false) },
+	} {
+		var failure *Error
+		err := answer()
+		if !errors.As(err, &failure) || failure.Kind != ErrInvalidCompletion || failure.Reason != "RESULT_NOT_SENDABLE" {
+			t.Fatalf("it came as %v", err)
+		}
+	}
+	if _, err := session.Pause(bounded(t), "\xff", 0); !errors.Is(err, ErrInvalidArgument) {
+		t.Fatalf("a pause gave %v", err)
+	}
+	for _, call := range []*Call{good, bad} {
+		done := delivering(t, call)
+		if result := talk.result(); result.GetCallId() != call.ID() {
+			t.Fatalf("sent was %v", result)
+		}
+		talk.accept(call.ID())
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(gate.sessions) != 0 {
+		t.Fatal("the session connected again")
+	}
+}
+
+// What is said between Hello and Welcome reaches the gate, once, after Welcome.
+func TestWhatIsSaidBetweenHelloAndWelcomeReachesTheGate(t *testing.T) {
+	gate, session, talk := opened(t)
+	talk.finished <- status.Error(codes.Unavailable, "the gate restarts")
+	again := gate.session(t)
+	hello := again.next().GetHello()
+	session.Announce(7)
+	if err := session.SetCredits(3); err != nil {
+		t.Fatal(err)
+	}
+	paused := make(chan error, 1)
+	go func() {
+		_, err := session.Pause(bounded(t), "sync", 0)
+		paused <- err
+	}()
+	until(t, func() bool {
+		session.mu.Lock()
+		defer session.mu.Unlock()
+		return len(session.pauses.asked) == 1
+	})
+	if hello.PolicyVersion != nil || hello.GetCredits().GetCalls() != 64 {
+		t.Fatalf("it said %v", hello)
+	}
+	again.say(&interceptionv1.InterceptResponse{Frame: &interceptionv1.InterceptResponse_Welcome{
+		Welcome: &interceptionv1.Welcome{SessionId: "second", HeartbeatInterval: durationpb.New(10 * time.Second)},
+	}})
+	if frame := again.next(); frame.GetPolicy().GetPolicyVersion() != 7 {
+		t.Fatalf("it said %v", frame)
+	}
+	if frame := again.next(); frame.GetCredits().GetCalls() != 3 {
+		t.Fatalf("it said %v", frame)
+	}
+	if frame := again.next(); frame.GetPause().GetReason() != "sync" {
+		t.Fatalf("it said %v", frame)
+	}
+	again.say(&interceptionv1.InterceptResponse{Frame: &interceptionv1.InterceptResponse_Paused{
+		Paused: &interceptionv1.CallsPaused{},
+	}})
+	if err := <-paused; err != nil {
+		t.Fatal(err)
+	}
+	closing := make(chan error, 1)
+	go func() { closing <- session.Close() }()
+	again.goodbye() // and nothing was said twice
+	if err := <-closing; err != nil {
+		t.Fatal(err)
+	}
+}
+
+// More calls than the wire can count are as many as it can.
+func TestCreditsBeyondTheWireAreTheMostThatThereAre(t *testing.T) {
+	_, session, talk := opened(t, WithCredits(1<<40))
+	if calls := session.options.credits.GetCalls(); calls != math.MaxInt32 {
+		t.Fatalf("opened with %d", calls)
+	}
+	if err := session.SetCredits(1 << 40); err != nil {
+		t.Fatal(err)
+	}
+	if calls := talk.next().GetCredits().GetCalls(); calls != math.MaxInt32 {
+		t.Fatalf("set to %d", calls)
 	}
 }

@@ -69,7 +69,7 @@ export class Conversation {
   readonly #welcomed = Promise.withResolvers<number>();
   readonly #controller = new AbortController();
   #over = false;
-  #lastHeard = performance.now();
+  #heard = false;
 
   constructor(service: Service, client: Client<typeof InterceptService>, party: Party, wake: Wake) {
     this.#service = service;
@@ -83,12 +83,12 @@ export class Conversation {
   async run(ended: AbortSignal): Promise<void> {
     const controller = this.#controller;
     const silent = new Unavailable(`${this.#service.peer} did not answer Hello`, { reason: "HANDSHAKE" });
-    const timer = setTimeout(() => controller.abort(silent), HANDSHAKE_MS);
+    let timer = setTimeout(() => controller.abort(silent), HANDSHAKE_MS);
     const signal = AbortSignal.any([controller.signal, ended]);
     try {
       let begun = false;
       for await (const { frame } of this.#client.intercept(this.#requests(), { signal })) {
-        this.#lastHeard = performance.now();
+        this.#heard = true;
         this.#party.heard();
         if (begun) {
           this.#party.received(frame);
@@ -99,8 +99,10 @@ export class Conversation {
         }
         begun = true;
         clearTimeout(timer);
+        const interval = milliseconds(frame.value.heartbeatInterval) || 10_000;
+        timer = this.#guard(interval);
         this.#party.welcomed(frame.value);
-        this.#welcomed.resolve(milliseconds(frame.value.heartbeatInterval) || 10_000);
+        this.#welcomed.resolve(interval);
       }
     } catch (error) {
       signal.throwIfAborted();
@@ -115,6 +117,22 @@ export class Conversation {
     if (!this.#party.leaves()) {
       throw new Unavailable(`${this.#service.peer} ended the session`, { reason: "STREAM_ENDED" });
     }
+  }
+
+  /**
+   * Ends the stream when nothing came for three intervals, whatever is being sent meanwhile. They are counted, not
+   * measured: a program that was busy for a minute has not listened for one of them.
+   */
+  #guard(interval: number): NodeJS.Timeout {
+    let silent = 0;
+    return setInterval(() => {
+      silent = this.#heard ? 0 : silent + 1;
+      this.#heard = false;
+      if (silent === 3) {
+        const message = `${this.#service.peer} stopped sending heartbeats`;
+        this.#controller.abort(new Unavailable(message, { reason: "HEARTBEAT_MISSED" }));
+      }
+    }, interval);
   }
 
   /** What is sent: Hello, then what is ready as soon as it is, heartbeats in between, Goodbye at the end. */
@@ -138,10 +156,6 @@ export class Conversation {
         return;
       }
       if (!(await this.#wake.wait(interval / 2)) && !this.#over) {
-        if (performance.now() - this.#lastHeard > 3 * interval) {
-          this.#controller.abort(new Unavailable(`${this.#service.peer} stopped sending heartbeats`, { reason: "HEARTBEAT_MISSED" }));
-          return;
-        }
         yield create(InterceptRequestSchema, { frame: { case: "heartbeat", value: {} } });
       }
     }

@@ -1,7 +1,7 @@
 /** The driver's RPCs as the handles use them: reads, waits and watches that outlast a restart, trajectories. */
 
 import type { Client } from "@connectrpc/connect";
-import { FailedPrecondition, isBroken, type PenstockError, Unavailable } from "./errors.js";
+import { DeadlineExceeded, FailedPrecondition, isBroken, type PenstockError, Unavailable } from "./errors.js";
 import { RolloutService } from "./gen/penstock/driver/v1/rollout_service_pb.js";
 import {
   type Group,
@@ -12,22 +12,31 @@ import {
   type Trajectory,
   trajectoryFrom,
 } from "./results.js";
-import { Backoff, pause, type Service } from "./rpc.js";
+import { Backoff, type Service } from "./rpc.js";
 import type { Gate } from "./sessions.js";
 
 const WAIT_MS = 30_000;
 const PATIENCE_MS = 60_000;
 
-/** How long a watch that broke is taken up again: until a minute has passed without any sign of the driver. */
+/**
+ * How long a watch that broke is taken up again: for a minute from the first failure after the last sign of the driver. What
+ * the caller does between two messages takes nothing of it.
+ */
 export class Patience {
+  readonly #service: Service;
   readonly #backoff = new Backoff();
   readonly #early = new Backoff();
-  #seen = performance.now();
+  /** When it broke; undefined = not since the last sign. */
+  #broke: number | undefined;
+
+  constructor(service: Service) {
+    this.#service = service;
+  }
 
   /** The driver answered. */
   sign(): void {
     this.#backoff.reset();
-    this.#seen = performance.now();
+    this.#broke = undefined;
   }
 
   /**
@@ -38,16 +47,17 @@ export class Patience {
     if (performance.now() - asked > WAIT_MS / 2) {
       this.#early.reset();
     } else {
-      await pause(this.#early.next(), signal);
+      await this.#service.pause(this.#early.next(), signal);
     }
   }
 
   /** Waits before the next attempt; throws `error` when it is enough. */
   async pause(error: PenstockError, signal?: AbortSignal): Promise<void> {
-    if (performance.now() - this.#seen > PATIENCE_MS) {
+    this.#broke ??= performance.now();
+    if (performance.now() - this.#broke > PATIENCE_MS) {
       throw error;
     }
-    await pause(this.#backoff.next(error), signal);
+    await this.#service.pause(this.#backoff.next(error), signal);
   }
 }
 
@@ -134,7 +144,7 @@ export class Driver {
     watch: (sign: () => void) => AsyncGenerator<A, boolean>,
     signal?: AbortSignal,
   ): AsyncGenerator<A, void> {
-    const patience = new Patience();
+    const patience = new Patience(this.service);
     for (;;) {
       let error: PenstockError = new Unavailable("The driver ended the stream", { reason: "STREAM_ENDED" });
       try {
@@ -152,7 +162,7 @@ export class Driver {
   }
 
   async #until<A>(ask: () => Promise<A | undefined>, signal: AbortSignal | undefined): Promise<A> {
-    const patience = new Patience();
+    const patience = new Patience(this.service);
     for (;;) {
       const asked = performance.now();
       try {
@@ -163,7 +173,8 @@ export class Driver {
         patience.sign();
         await patience.askAgain(asked, signal);
       } catch (error) {
-        if (!(error instanceof Unavailable)) {
+        // A poll that is not answered in its time says no more than a driver that is away.
+        if (!(error instanceof Unavailable || error instanceof DeadlineExceeded)) {
           throw error;
         }
         await patience.pause(error, signal);

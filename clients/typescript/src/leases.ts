@@ -260,14 +260,16 @@ export class Leases {
   }
 }
 
-/** Bytes of a result as it travels, about: what is mostly tokens is not written once more to count it. */
+/**
+ * Bytes of a result as it travels. Rejects with InvalidCompletion what has no form on the wire: the stream would end with
+ * it, and take the other results along.
+ */
 function sizeOf(result: CallResult): number {
-  if (result.result.case !== "completion" || result.result.value.message !== undefined) {
+  try {
     return toBinary(CallResultSchema, result).length;
+  } catch (cause) {
+    throw new InvalidCompletion(`The result cannot be sent: ${String(cause)}`, { reason: "RESULT_NOT_SENDABLE", cause });
   }
-  const { span } = result.result.value;
-  const arrays = [span?.tokenIds, span?.logprobs, span?.topTokenIds, span?.topLogprobs];
-  return arrays.reduce((sum, item) => sum + (item?.length ?? 0), 1024);
 }
 
 /** `completion.span: must have tokens`, taken apart. */

@@ -42,12 +42,16 @@ export class Pauses {
     await this.#ask(undefined);
   }
 
-  /** What a gate is to be told that may not have heard it, or has forgotten it. */
-  takenUp(resumed: boolean): Frame[] {
-    if (this.#asked.length > 0) {
-      return this.#asked.map(({ wish }) => frameOf(wish));
+  /** What was asked and is not answered: each stream asks it again. */
+  get unanswered(): Frame[] {
+    return this.#asked.map(({ wish }) => frameOf(wish));
+  }
+
+  /** Asks again for the pause in force, of a gate that forgot the session; a question that is open decides instead. */
+  forgotten(): void {
+    if (this.#asked.length === 0 && this.#wanted !== undefined) {
+      this.#send(frameOf(this.#wanted));
     }
-    return resumed || this.#wanted === undefined ? [] : [frameOf(this.#wanted)];
   }
 
   /** The gate says that a pause is in force. */

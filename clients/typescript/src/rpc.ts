@@ -12,7 +12,7 @@ import type { DescService } from "@bufbuild/protobuf";
 import { type CallOptions, type Client, createClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
-import { ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
+import { Cancelled, ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
 import { Pool } from "./pool.js";
 import { fromTransport, type SentToken } from "./statuses.js";
 
@@ -66,6 +66,7 @@ export class Service {
   readonly #sent: SentToken;
   readonly #connections: Pool;
   readonly #transport;
+  readonly #closed = new AbortController();
 
   constructor(name: ServiceName, endpoints: Endpoints) {
     const address = endpoints.addresses[name];
@@ -100,12 +101,22 @@ export class Service {
 
   /** What a failed call of this service stands for; one whose token it does not take says where that is from. */
   failure(thrown: unknown): unknown {
+    if (this.#closed.signal.aborted) {
+      return this.#closed.signal.reason;
+    }
     return fromTransport(thrown, this.peer, this.#sent);
   }
 
-  /** Closes the connections; calls that are open end. */
+  /** Closes the connections; calls that are open, and waits between two of them, reject with Cancelled. */
   close(): void {
+    this.#closed.abort(new Cancelled("The client is closed", { reason: "TRANSPORT_CANCELLED" }));
     this.#connections.abort();
+  }
+
+  /** Waits; rejects with the signal's reason when it is aborted, and with Cancelled when the service is closed. */
+  async pause(milliseconds: number, signal?: AbortSignal): Promise<void> {
+    const closed = this.#closed.signal;
+    await pause(milliseconds, signal === undefined ? closed : AbortSignal.any([signal, closed]));
   }
 
   /** One unary call. Rejects with a PenstockError, or with the signal's reason. */
@@ -119,6 +130,7 @@ export class Service {
 
   /** The messages of one server stream; leaving it early cancels the call. Not repeated. */
   async *stream<A>(method: (options: CallOptions) => AsyncIterable<A>, signal?: AbortSignal): AsyncGenerator<A, void> {
+    this.#closed.signal.throwIfAborted();
     const left = new AbortController();
     const either = signal === undefined ? left.signal : AbortSignal.any([signal, left.signal]);
     try {
@@ -151,13 +163,14 @@ export class Service {
         if (performance.now() + delay > until) {
           throw error;
         }
-        await pause(delay, signal);
+        await this.pause(delay, signal);
       }
     }
   }
 
   async #once<A>(method: (options: CallOptions) => Promise<A>, options: CallOptions): Promise<A> {
     options.signal?.throwIfAborted();
+    this.#closed.signal.throwIfAborted();
     try {
       return await method(options);
     } catch (error) {

@@ -33,6 +33,7 @@ import { milliseconds } from "./wire.js";
 
 const GOODBYE_MS = 5000;
 const SETTLED_MS = 5000;
+const MAX_CREDITS = 2 ** 31 - 1;
 
 /** Which rollouts' calls a session wants: those that match every condition that is set; none set = all. */
 export interface Selector {
@@ -81,6 +82,9 @@ export class InterceptSession {
   readonly #options: SessionOptions;
   readonly #wake = new Wake();
   readonly #leases = new Leases(this.#wake.set);
+  /** Aborted by `close`: there is no next stream. */
+  readonly #closed = new AbortController();
+  /** Aborted where the stream is not waited for any more. */
   readonly #ended = new AbortController();
   readonly #connected = Promise.withResolvers<void>();
   #outbox: Frame[] = [];
@@ -106,8 +110,8 @@ export class InterceptSession {
 
   private constructor(service: Service, options: SessionOptions, siblings: Set<InterceptSession>) {
     const { credits = 64, creditBytes } = options;
-    if (!Number.isInteger(credits) || credits < 1) {
-      throw new InvalidArgument("A session needs at least one credit", { reason: "CREDITS" });
+    if (!Number.isInteger(credits) || credits < 1 || credits > MAX_CREDITS) {
+      throw new InvalidArgument(`A session needs at least one credit, and at most ${MAX_CREDITS}`, { reason: "CREDITS" });
     }
     this.#siblings = siblings;
     this.#service = service;
@@ -174,14 +178,15 @@ export class InterceptSession {
 
   /** Tells the gate which weights are the newest: staleness bounds are judged against it. */
   announce(policyVersion: number): void {
+    const value = { policyVersion: BigInt(policyVersion) };
     this.#policyVersion = policyVersion;
-    this.#send({ case: "policy", value: { policyVersion: BigInt(policyVersion) } });
+    this.#send({ case: "policy", value });
   }
 
   /** Replaces the window: at most so many calls (0 = none for now) leased and not answered; bytes as before if absent. */
   setCredits(calls: number, bytes?: number): void {
-    if (!Number.isInteger(calls) || calls < 0) {
-      throw new InvalidArgument("Credits are whole and not negative", { reason: "CREDITS" });
+    if (!Number.isInteger(calls) || calls < 0 || calls > MAX_CREDITS) {
+      throw new InvalidArgument(`Credits are whole, from 0 to ${MAX_CREDITS}`, { reason: "CREDITS" });
     }
     this.#credits = bytes === undefined ? { ...this.#credits, calls } : window(calls, bytes);
     this.#send({ case: "credits", value: this.#credits });
@@ -207,9 +212,10 @@ export class InterceptSession {
 
   /** Sends what is still to be sent and says goodbye: calls without an answer are queued again at once. */
   async close(): Promise<void> {
-    this.#closing = true;
-    this.#wake.set();
     const closed = new SessionLost("The session is closed", { reason: "SESSION_CLOSED" });
+    this.#closing = true;
+    this.#closed.abort(closed);
+    this.#wake.set();
     // A gate that does not answer will notice by our silence that we are gone.
     const timer = setTimeout(() => this.#abandon(closed), GOODBYE_MS);
     await this.#running;
@@ -261,7 +267,7 @@ export class InterceptSession {
               cause: error,
             });
           }
-          await pause(backoff.next(wish), this.#ended.signal);
+          await pause(backoff.next(wish), this.#closed.signal);
         }
       }
     } catch (error) {
@@ -276,7 +282,10 @@ export class InterceptSession {
     }
   }
 
+  /** What the session wants now. The outbox begins anew with it: what is queued from here on goes out after Welcome. */
   #hello(): Frame {
+    this.#outbox = this.#credits.calls === 0 ? [{ case: "credits", value: this.#credits }] : [];
+    this.#outbox.push(...this.#pauses.unanswered);
     const { runId, groupId, rolloutIds, labels, identity, messages = false, bodies = false } = this.#options;
     return {
       case: "hello",
@@ -297,12 +306,13 @@ export class InterceptSession {
     };
   }
 
-  /** After Welcome: what was lost is told, what is unanswered is sent again. */
+  /** After Welcome: calls that were lost end, what is unanswered is sent again. */
   #takeUp(welcome: Welcome): void {
     this.#sessionId = welcome.sessionId;
-    this.#outbox = this.#credits.calls === 0 ? [{ case: "credits", value: this.#credits }] : [];
     this.#leases.takenUp(welcome.resumed ? new Set(welcome.heldCallIds) : undefined);
-    this.#outbox.push(...this.#pauses.takenUp(welcome.resumed));
+    if (!welcome.resumed) {
+      this.#pauses.forgotten();
+    }
     this.#connected.resolve();
   }
 
@@ -362,6 +372,7 @@ export class InterceptSession {
   /** Ends the stream, or the wait for the next one, at once. */
   #abandon(error: PenstockError): void {
     this.#closing = true;
+    this.#closed.abort(error);
     this.#ended.abort(error);
     this.#wake.set();
   }

@@ -265,6 +265,9 @@ class Subject:
     async def deliver_text(self, given: Json) -> None:
         await self._calls[given["call_id"]].deliver(Completion.of_text(given["text"]))
 
+    async def deliver_unsendable(self, given: Json) -> None:
+        await self._calls[given["call_id"]].deliver(Completion.of_text("half a character: \ud800"))
+
     async def fail(self, given: Json) -> None:
         call = self._calls[given["call_id"]]
         await call.fail(given["reason"], given.get("message", ""), retriable=given["retriable"])
@@ -327,6 +330,7 @@ _COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]
     "next_call": Subject.next_call,
     "deliver": Subject.deliver,
     "deliver_text": Subject.deliver_text,
+    "deliver_unsendable": Subject.deliver_unsendable,
     "fail": Subject.fail,
     "delegate": Subject.delegate,
     "release": Subject.release,

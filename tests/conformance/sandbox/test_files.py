@@ -248,6 +248,30 @@ async def test_a_small_layer_removes_files_and_lands_in_open_directories(box: Bo
     assert await box.out("cd a; ls; cat y z w; stat -c ' %F' z") == "w\ny\nz\nold\nnewnew regular file"
 
 
+@pytest.mark.requirement("R76")
+async def test_a_tar_keeps_modes_times_and_second_names(box: Box) -> None:
+    """A member without a time has the present one, also where it is small."""
+    dated = [member("d", tarfile.DIRTYPE, mode=0o3775), member("d/f", mode=0o2755), member("l", tarfile.SYMTYPE, "d/f")]
+    for info in dated:
+        info.pax_headers = {"mtime": "1000000000.123456789"}
+    before = member("before")
+    before.mtime, epoch = -1, member("epoch")
+    epoch.pax_headers = {"mtime": "0.000000000"}
+    links = [member("d/second", tarfile.LNKTYPE, "d/f"), member("third", tarfile.LNKTYPE, "d/f")]
+    await box.write_tree(".", tar(*((info, b"") for info in (*dated, before, epoch, *links, member("now")))))
+    assert await box.out("TZ=UTC stat -c %y d d/f l") == "\n".join(["2001-09-09 01:46:40.123456789 +0000"] * 3)
+    assert await box.out("stat -c %Y before epoch") == "-1\n0"
+    assert await box.out("test now -nt d/f && stat -c %a d d/f && stat -c %h d/f") == "3775\n2755\n3"
+
+
+@pytest.mark.requirement("R76")
+async def test_a_name_that_is_no_text_is_listed_in_bytes_too(box: Box) -> None:
+    """Shown with the character that stands for anything else, which may be in a name."""
+    await box.out(r"mkdir d; touch $(printf 'd/a\377') $(printf 'd/a\357\277\275')")
+    answer = await box.service.files.List(fs.ListRequest(sandbox_id=box.id, path="d"), timeout=60)
+    assert sorted((info.name, info.raw_name) for info in answer.entries) == [("a\ufffd", b""), ("a\ufffd", b"a\xff")]
+
+
 @pytest.mark.requirement("R70", "R75")
 async def test_a_tree_is_removed_however_deep_and_locked_it_is(box: Box) -> None:
     """By a remove and by a layer."""

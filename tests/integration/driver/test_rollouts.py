@@ -202,13 +202,14 @@ async def test_bad_input_is_refused_by_field_before_anything_starts(penstock: Pe
         commands=[Command(shell="true")],
         restore=["tests/**", "**", "../x"],
         fresh_fork=False,
-        changes_below=["/"],
+        changes_below=["/", "/tmp/out", "./tmp"],
         component_ranges={"a": (1.0, 0.0)},
     )
     with pytest.raises(InvalidArgument) as caught:
         await penstock.rollouts.create(Task(task_id="t", instruction="x", verifier=grading), "shell")
     assert {violation.field.removeprefix("spec.task.verifier.") for violation in caught.value.violations} == {
-        *("restore[1]", "restore[2]", "changes_below", "changes_below[0]", "component_ranges", "component_ranges.a"),
+        *("restore[1]", "restore[2]", "component_ranges", "component_ranges.a"),
+        *("changes_below", "changes_below[0]", "changes_below[1]"),
     }
     assert not [rollout async for rollout in penstock.rollouts.list(task_id="t")]
 

@@ -103,3 +103,41 @@ def test_answer_without_tokens_is_exported_and_shown_alike(tmp_path: Path) -> No
     answer = turn_shape(recording, turn, tokens=False)["answer"]
     assert answer == 'Let me look.\nbash {"command":"ls"}'
     assert all(line in shown(recording) for line in answer.splitlines())
+
+
+def _sample(ids: list[int], *spans: tuple[str, int, int, str]) -> dict[str, Any]:
+    """A row of `sequences` with these turns: call, start, end, and why it is not trained."""
+    mask = [0] * len(ids)
+    for _, start, end, why in spans:
+        mask[start:end] = [int(not why)] * (end - start)
+    names = ("call_id", "start", "end", "untrained_reason")
+    return {
+        "rollout_id": "r", "sequence_index": 0, "input_ids": ids, "loss_mask": mask,
+        "logprobs": [-0.5 * trained for trained in mask],
+        "turn_spans": [dict(zip(names, span, strict=True)) for span in spans],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["", "TRUNCATED"])
+@pytest.mark.parametrize("is_partial_first", [True, False])
+def test_call_of_which_a_branch_shares_the_beginning_is_read_whole(
+    tmp_path: Path, is_partial_first: bool, why: str
+) -> None:
+    """Its answer, the reason and the shared prefixes are of the sample that has all of it, whatever the order."""
+    whole = _sample([1, 2, 3, 4, 5, 6, 7], ("p", 2, 5, why), ("a", 6, 7, ""))
+    partial = _sample([1, 2, 3, 9, 8], ("p", 2, 3, "PARTIAL"), ("b", 4, 5, ""))
+    rows = (partial, whole) if is_partial_first else (whole, partial)
+    turns = {turn.call_id: turn for turn in recorded(tmp_path, *rows).turns}
+    parent = turns["p"]
+    assert parent.sampled is not None and parent.sampled.tolist() == [3, 4, 5]
+    assert (parent.logprobs is not None, parent.untrained) == (not why, why)
+    assert (turns["a"].shared, turns["b"].shared) == (5, 3)
+    assert [turns[name].parent_call_id for name in "pab"] == [None, "p", "p"]
+
+
+def test_reason_of_a_whole_call_outlives_that_of_its_beginning(tmp_path: Path) -> None:
+    """Rows of calls, too, have the reason of the sample with all of the call's tokens."""
+    whole = _sample([1, 2, 3, 4], ("c", 2, 4, "TRUNCATED"))
+    partial = _sample([1, 2, 3, 9], ("c", 2, 3, "PARTIAL"))
+    (turn,) = recorded(tmp_path, ROW, whole, partial).turns
+    assert turn.untrained == "TRUNCATED"

@@ -106,11 +106,22 @@ class Gate:
                 return frame
         return None
 
-    async def hello(self, session_id: str = "s1", *, resumed: bool = False, held: tuple[str, ...] = ()) -> icpt.Hello:
+    async def hello(
+        self,
+        session_id: str = "s1",
+        *,
+        resumed: bool = False,
+        held: tuple[str, ...] = (),
+        interval: float = 30.0,
+        answered: asyncio.Event | None = None,
+    ) -> icpt.Hello:
+        """Reads Hello and answers it; not before `answered`, if given."""
         frame = await self.read()
         assert frame is not None and frame.HasField("hello"), frame
         welcome = icpt.Welcome(session_id=session_id, credits=frame.hello.credits, resumed=resumed, held_call_ids=held)
-        welcome.heartbeat_interval.seconds = 30
+        welcome.heartbeat_interval.FromNanoseconds(round(interval * 1e9))
+        if answered is not None:
+            await answered.wait()
         await self.send(welcome=welcome)
         return frame.hello
 
@@ -215,7 +226,7 @@ async def fakes() -> AsyncIterator[Fakes]:
 @pytest.fixture
 async def address(fakes: Fakes) -> AsyncIterator[str]:
     """A server with all fake services on one port."""
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)))
     add = [
         (rollout_service_pb2_grpc, "RolloutService"),
         (agent_service_pb2_grpc, "AgentService"),

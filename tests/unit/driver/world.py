@@ -229,9 +229,7 @@ class Directories:
 
     async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
         await self._called("entries")
-        # As the contract has names: what is no UTF-8 is replaced.
-        listed = {os.fsencode(item.name).decode(errors="replace"): item for item in Path(path).iterdir()}
-        return {name: _kind(item) for name, item in listed.items()}
+        return {item.name: _kind(item) for item in Path(path).iterdir()}
 
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
         await self._called("read_file")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from penstock.client import FailedPrecondition, InvalidArgument
@@ -132,6 +132,19 @@ def test_the_threshold_is_a_share_of_the_range_of_rewards() -> None:
     """A reward of 0.5 in [-1, 1] is three quarters of what there is."""
     attempts = [attempt("a", 0, 0.5, range=(-1.0, 1.0))]
     assert [summarise(attempts, ["a"], 1, share).tasks[0].passed for share in (0.7, 0.75, 0.76)] == [1, 1, 0]
+
+
+@given(st.floats(-1e12, 1e12), st.floats(1e-12, 1e12), st.floats(0.0, 1.0))
+@example(0.0, 1e-10, 1.0)
+@example(-1e8 - 0.3, 1e8 + 1.0, 1.0)
+def test_passing_depends_on_no_scale_of_rewards(low: float, width: float, threshold: float) -> None:
+    """The maximum passes every threshold and the minimum none that is above 0, but for rounding."""
+    high = low + width
+    assume(high - low > 1e-6 * abs(low))
+    assert attempt(reward=high, range=(low, high)).passed(1.0)
+    assert attempt(reward=low + threshold * (high - low), range=(low, high)).passed(threshold)
+    if threshold > 1e-6:
+        assert not attempt(reward=low, range=(low, high)).passed(threshold)
 
 
 def test_a_comparison_pairs_the_tasks_that_both_have() -> None:

@@ -8,7 +8,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from penstock.client import ConfigurationError
 from penstock.evaluation import Attempt, Ran, plots, summarise
@@ -148,3 +151,12 @@ def test_report_follows_a_dark_scheme_and_fits_a_narrow_screen(tmp_path: Path) -
     assert cells == ["graded", "passed", "pass@1", "reward", "seconds", "left out"]
     assert ".tasks td.n::before" in text
     assert "0.467" in seen.text and "±" not in seen.text
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=5))
+@example([0.1, 0.7])
+@example([0.0, 5e-324])
+def test_histogram_has_every_value_in_one_of_its_bins(values: list[float]) -> None:
+    """The largest and the least too: rounding puts no edge between them and the bins."""
+    counts, _ = np.histogram(values, bins=plots._edges(min(values), max(values)))
+    assert counts.sum() == len(values)

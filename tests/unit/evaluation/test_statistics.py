@@ -123,3 +123,21 @@ def test_equal_values_have_no_width_and_equal_tasks_count_once_each() -> None:
             found = bounded_mean({str(task): [value, value] for task in range(size)}, 0.0, 1.0)
             assert found is not None
             assert (found.low, found.high) == pytest.approx(wilson(value, size), abs=1e-12)
+
+
+def test_tasks_that_agree_but_for_rounding_show_no_variance() -> None:
+    """The mean of three rewards of 0.1 is not 0.1: attempts are no more evidence for that."""
+    few = bounded_mean({"a": [0.1], "b": [0.1]}, 0.0, 1.0)
+    many = bounded_mean({"a": [0.1] * 3, "b": [0.1]}, 0.0, 1.0)
+    far = bounded_mean({"a": [1e6 + 0.1] * 3, "b": [1e6 + 0.1]}, 1e6, 1e6 + 1.0)
+    assert few is not None and many is not None and far is not None
+    assert (many.low, many.high) == pytest.approx((few.low, few.high), abs=1e-9)
+    assert (far.low - 1e6, far.high - 1e6) == pytest.approx((few.low, few.high), abs=1e-6)
+
+
+def test_differences_that_are_equal_but_for_rounding_have_no_interval() -> None:
+    """From 0 to 1 in 3 and from 2 to 3 in 3 are one difference, though not one float."""
+    first, second = pass_at_k(3, 1, 1) - pass_at_k(3, 0, 1), pass_at_k(3, 3, 1) - pass_at_k(3, 2, 1)
+    assert first != second
+    found = mean([first, second])
+    assert found is not None and found[1] is None and found[0] == pytest.approx(1 / 3)

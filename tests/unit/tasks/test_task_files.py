@@ -120,6 +120,7 @@ def test_invalid_task_is_refused_with_field_and_reason(tmp_path: Path, text: str
         ("verifier: {commands: [a], range: [1, 0]}", "verifier.range", "the lowest first"),
         ("verifier: {commands: [a], restore: ['**']}", "verifier.restore.0", "restore everything"),
         ("verifier: {commands: [a], fresh_fork: false, changes_below: [a]}", "verifier.changes_below", "fresh_fork"),
+        ("verifier: {commands: [a], changes_below: [tmp, /tmp/x]}", "verifier.changes_below.1", "/tmp is memory"),
         ("verifier: {commands: [a], component_ranges: {a: [0, 1]}}", "verifier.component_ranges", "reward: file"),
     ],
 )

@@ -23,7 +23,7 @@ func (s *subject) carryOut(ctx context.Context, c *command) (object, error) {
 		return nil, err
 	case "next_call":
 		return s.nextCall(ctx, c)
-	case "deliver", "deliver_text", "fail", "delegate", "release", "call_ended":
+	case "deliver", "deliver_text", "deliver_unsendable", "fail", "delegate", "release", "call_ended":
 		call, err := one(s, s.calls, c.CallID)
 		if err != nil {
 			return nil, err
@@ -218,6 +218,8 @@ func answerCall(ctx context.Context, call *penstock.Call, c *command) (object, e
 		return nil, call.Deliver(ctx, completion)
 	case "deliver_text":
 		return nil, call.Deliver(ctx, penstock.Injected(c.Text))
+	case "deliver_unsendable":
+		return nil, call.Deliver(ctx, penstock.Injected("half a character: \xe4\xb8"))
 	case "fail":
 		return nil, call.Fail(ctx, c.Reason, c.Message, c.Retriable)
 	case "delegate":

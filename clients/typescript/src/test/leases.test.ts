@@ -123,6 +123,23 @@ describe("the calls that a session holds", () => {
     await assert.rejects(call.deliver(Completion.ofTokens(ids)), { reason: "RESULT_TOO_LARGE" });
   });
 
+  it("take no answer that has no form on the wire, and go on", async () => {
+    const call = await taken();
+    const broken = Completion.ofTokens([1], [-1], { samplingUsed: { maxTokens: 1.5 } });
+    for (const answering of [call.deliver(broken), call.delegate({ sampling: { maxTokens: 1.5 } })]) {
+      await assert.rejects(answering, (error) => {
+        assert(error instanceof InvalidCompletion && error.retryable);
+        assert.equal(error.reason, "RESULT_NOT_SENDABLE");
+        return true;
+      });
+    }
+    assert.deepEqual([sent(), woken], [[], 0]);
+    const delivering = call.deliver(ANSWER);
+    assert.deepEqual(sent(), [["a", "first"]]);
+    leases.accepted("a");
+    await delivering;
+  });
+
   it("are answered in frames of bounded size", async () => {
     const ids = new Int32Array(1 << 20); // 4 MiB
     const delivering: Promise<void>[] = [];

@@ -15,7 +15,13 @@ describe("pauses of a session", () => {
     pauses = new Pauses((frame: Frame) => sent.push(frame.case));
   });
 
-  const again = (resumed: boolean) => pauses.takenUp(resumed).map((frame) => frame.case);
+  const unanswered = () => pauses.unanswered.map((frame) => frame.case);
+
+  function forgotten(): (string | undefined)[] {
+    sent = [];
+    pauses.forgotten();
+    return sent;
+  }
 
   it("are asked for themselves after a resume that nobody waited for, and answered in order", async () => {
     const asked = [pauses.pause("", undefined), pauses.resume(), pauses.pause("", undefined), pauses.pause("", undefined)];
@@ -39,10 +45,10 @@ describe("pauses of a session", () => {
     const asked = [pauses.pause("", undefined), pauses.resume(), pauses.pause("", undefined)];
     pauses.paused(1);
     pauses.resumed();
-    assert.deepEqual([again(true), again(false)], [["pause"], ["pause"]]);
+    assert.deepEqual([unanswered(), forgotten()], [["pause"], []]);
     pauses.paused(2);
     await Promise.all(asked);
-    assert.deepEqual([again(true), again(false)], [[], ["pause"]]);
+    assert.deepEqual([unanswered(), forgotten()], [[], ["pause"]]);
   });
 
   it("that ran out, or were ended, are not wanted any more", async () => {
@@ -50,7 +56,7 @@ describe("pauses of a session", () => {
     pauses.paused(0);
     await pausing;
     pauses.resumed();
-    assert.deepEqual(again(false), []);
+    assert.deepEqual(forgotten(), []);
   });
 
   it("reject when the session ends", async () => {

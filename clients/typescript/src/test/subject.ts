@@ -234,6 +234,10 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     await named(calls, call_id).deliver(completion, { signal });
   },
   deliver_text: async ({ call_id, text }, signal) => named(calls, call_id).deliver(Completion.ofText(text), { signal }),
+  deliver_unsendable: async ({ call_id }, signal) => {
+    const completion = Completion.ofTokens([1], [-1], { samplingUsed: { maxTokens: 1.5 } });
+    await named(calls, call_id).deliver(completion, { signal });
+  },
   fail: async ({ call_id, reason, message, retriable }, signal) =>
     named(calls, call_id).fail(reason, { message, retriable, signal }),
   delegate: async ({ call_id }, signal) => named(calls, call_id).delegate({ signal }),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import posixpath
 import secrets
 import tarfile
@@ -247,7 +248,7 @@ class GrpcSandboxes:
         with typed_errors():
             async for event in self._sandboxes.DiffSandbox(request, timeout=TREE_S):
                 if event.WhichOneof("event") == "end":
-                    return list(event.end.deleted_paths)
+                    return [*event.end.deleted_paths, *map(os.fsdecode, event.end.raw_deleted_paths)]
                 size += len(event.tar_chunk)
                 if size > max_bytes:
                     raise ResourceExhausted(f"the diff has more than {max_bytes} bytes", reason="TREE_TOO_LARGE")
@@ -276,7 +277,7 @@ class GrpcSandboxes:
             )
             with typed_errors():
                 answer = await self._files.List(request, timeout=CALL_S)
-            found |= {info.name: _KINDS[info.kind] for info in answer.entries}
+            found |= {os.fsdecode(info.raw_name) or info.name: _KINDS[info.kind] for info in answer.entries}
             token = answer.next_page_token
             if not token or len(found) > most:
                 return found

@@ -46,6 +46,7 @@ _LEFT_BY_AN_AGENT: Final = frozenset(
         "FILE_PERMISSION",
         "FILE_REPLACED",
         "NOT_A_DIRECTORY",
+        "PATH_NOT_TEXT",
         "PATH_TOO_LONG",
         "SYMLINK_IN_PATH",
         "TAR_MEMBER_REFUSED",

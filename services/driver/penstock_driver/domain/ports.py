@@ -225,15 +225,17 @@ class Sandboxes(Protocol):
     async def diff(self, sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
         """Write a tar of the changes at or below the given absolute paths to `sink`; return the deleted paths.
 
-        Changes are relative to the sandbox's base, names in the tar to the root. ResourceExhausted (TREE_TOO_LARGE) for
-        a tar of more than `max_bytes`.
+        Changes are relative to the sandbox's base, names in the tar to the root. Pipes, sockets and devices are pipes
+        in the tar. Bytes of a deleted path that are not UTF-8 are surrogates, as of `os.fsdecode`. ResourceExhausted
+        (TREE_TOO_LARGE) for a tar of more than `max_bytes`; FailedPrecondition (PATH_NOT_TEXT) for a deletion whose
+        name the backend cannot tell.
         """
 
     async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
         """The kind of `path` itself, links not followed; None if it does not exist."""
 
     async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
-        """List a directory by name; links on the way to it are followed.
+        """List a directory by name; links on the way to it are followed. Bytes that are not UTF-8 are surrogates.
 
         Of more than `most` entries, more than `most` but not all are returned: the agent chooses how many it leaves.
         """

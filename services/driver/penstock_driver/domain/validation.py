@@ -72,6 +72,8 @@ MAX_COMMANDS: Final = 1000
 MAX_COMPONENTS: Final = 256
 MAX_ATTEMPTS: Final = 10
 MAX_PATHS: Final = 256
+IN_MEMORY: Final = frozenset({"dev", "proc", "sys", "tmp"})
+"""Directories of the root that every sandbox has in memory: no diff has changes in them."""
 MAX_LIMIT_S: Final = 7 * 86400.0
 MAX_GROUP: Final = 256
 _MAX_TTL_S: Final = 366 * 86_400
@@ -199,6 +201,9 @@ def _check_verifier(verifier: Verifier, here: str, found: Violations) -> None:
         parts = [part for part in path.split("/") if part not in ("", ".")]
         if not path or "\0" in path or ".." in parts or (path.startswith("/") and not parts):
             found.add(f"{here}.changes_below[{index}]", "expected a directory that is not the root, without '..'")
+        elif path.startswith("/") and parts[0] in IN_MEMORY:
+            problem = f"/{parts[0]} is memory, and what is there is in no fork: name a directory elsewhere"
+            found.add(f"{here}.changes_below[{index}]", problem)
     if verifier.component_ranges and not verifier.reward_by_file:
         found.add(f"{here}.component_ranges", "needs reward_file")
     if len(verifier.component_ranges) > MAX_COMPONENTS:

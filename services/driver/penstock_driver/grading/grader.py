@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from penstock_chassis.errors import ResourceExhausted
-from penstock_driver.domain.failures import of_the_agent
-from penstock_driver.domain.ports import Sandboxes, SandboxFacts
+from penstock_chassis.errors import PermissionDenied, ResourceExhausted
+from penstock_driver.domain.failures import OF_THE_SANDBOX, of_the_agent
+from penstock_driver.domain.ports import PathKind, Sandboxes, SandboxFacts
 from penstock_driver.domain.rollout import (
     CARRY_S,
     Cause,
@@ -34,6 +34,7 @@ from penstock_driver.domain.rollout import (
     Verifier,
     failed,
 )
+from penstock_driver.domain.validation import IN_MEMORY
 from penstock_driver.grading import overlay, restore
 from penstock_driver.grading.verifier import verify
 
@@ -73,8 +74,8 @@ class Grader:
 
         A fresh fork still has them, so that nothing is saved for it: only the directories to copy are checked.
         """
-        if self._verifier.fresh_fork:
-            self._roots(sandbox)  # reports bad roots before the agent has worked
+        if self._verifier.fresh_fork:  # bad directories are reported before the agent has worked
+            await self._refuse_links(sandbox)
             return
         try:
             async with asyncio.timeout(CARRY_S):
@@ -112,7 +113,7 @@ class Grader:
         taken = self.grading.changes
         assert self._layer is not None
         assert taken is not None
-        if not taken.entries and not taken.removed:
+        if not taken.entries and not taken.removed and not taken.left_out:
             return
         self._layer.seek(0)
         with of_the_agent():
@@ -153,13 +154,39 @@ class Grader:
             )
 
     def _roots(self, sandbox: SandboxFacts) -> list[str]:
-        """The absolute directories whose changes are copied; RolloutFailed (TASK, CHANGES_UNBOUNDED)."""
+        """The absolute directories whose changes are copied; RolloutFailed (TASK; CHANGES_UNBOUNDED,
+        CHANGES_BELOW_INVALID).
+        """
         given = self._verifier.changes_below or (sandbox.workdir,)
         roots = [posixpath.normpath(posixpath.join(sandbox.workdir, path)) for path in given]
         if any(root.strip("/") == "" for root in roots):
             message = "the working directory is the root: name the directories to grade in verifier.changes_below"
             raise failed(Cause.TASK, "CHANGES_UNBOUNDED", message, Phase.CONFIGURING)
+        for root in roots:
+            if (top := root.split("/")[1]) in IN_MEMORY:
+                raise _invalid(root, f"/{top} is memory, and what is there is in no fork; use a directory elsewhere")
         return roots
+
+    async def _refuse_links(self, sandbox: SandboxFacts) -> None:
+        """Check that no directory to copy lies behind a link, where a diff shows nothing. RolloutFailed (TASK,
+        CHANGES_BELOW_INVALID).
+        """
+        seen: dict[str, PathKind | None] = {}
+        for root in self._roots(sandbox):
+            path = ""
+            for name in root.split("/")[1:]:
+                path = f"{path}/{name}"
+                if path not in seen:
+                    try:
+                        seen[path] = await self._sandboxes.kind(sandbox.sandbox_id, path)
+                    except PermissionDenied as error:
+                        if error.reason in OF_THE_SANDBOX:
+                            raise
+                        seen[path] = None  # the agent cannot go there either
+                if seen[path] is PathKind.SYMLINK:
+                    raise _invalid(root, f"{path} is a link, and changes are found where it leads; name that directory")
+                if seen[path] is not PathKind.DIRECTORY:
+                    break
 
 
 async def check_system(sandboxes: Sandboxes, sandbox: SandboxFacts, spool: Path | None) -> None:
@@ -181,6 +208,11 @@ async def check_system(sandboxes: Sandboxes, sandbox: SandboxFacts, spool: Path 
         if len(foreign) > 1:
             message += f" and {len(foreign) - 1} more"
         raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING)
+
+
+def _invalid(root: str, why: str) -> RolloutFailed:
+    message = f"verifier.changes_below (by default the working directory) has {root}, where no change is seen: {why}"
+    return failed(Cause.TASK, "CHANGES_BELOW_INVALID", message, Phase.CONFIGURING)
 
 
 def _too_large(what: str) -> RolloutFailed:

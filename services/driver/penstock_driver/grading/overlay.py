@@ -1,8 +1,12 @@
 """Turns an agent's changes into a layer for a fresh fork: the safe part of a sandbox's diff, below named directories.
 
-Invariants: whatever the diff holds, the layer has only directories, regular files and links that stay within their
-directory tree (R76). Deletions come first, as whiteouts. Nothing that an agent leaves makes this fail, except too much
-of it: entries that cannot be carried are left out and counted, so an agent cannot choose not to be graded.
+Invariants: whatever the diff holds, the layer has only directories, regular files, links that stay within their
+directory tree, and whiteouts (R76). Deletions come first. Nothing that an agent leaves makes this fail, except too much
+of it: entries that cannot be carried are left out and counted, so an agent cannot choose not to be graded. What is left
+out is a whiteout in the layer: a prepared file in its place would be graded as if the agent had left it intact.
+
+Modes are carried but for the set-user-ID bit. A verifier may run the agent's programs as a lesser user, and such a
+program would act as the sandbox's user, who owns the reward file. The other bits give no right that matters to it.
 """
 
 from __future__ import annotations
@@ -77,16 +81,19 @@ class _Layer:
     def _delete(self, path: str) -> None:
         if self._root_of(path) is None:
             return
-        folder, name = posixpath.split(path)
-        if not name or _unusable(path):
+        if _names_a_file(path):
+            self._white_out(path)
+            self._removed += 1
+        else:
             self._leave_out(path)
-            return
+
+    def _white_out(self, path: str) -> None:
+        folder, name = posixpath.split(path)
         self._archive.addfile(tarfile.TarInfo(f"{folder[1:]}/{WHITEOUT}{name}".lstrip("/")))
         if path in self._below:  # empty it instead: the verifier works in it
             directory = tarfile.TarInfo(path[1:])
             directory.type, directory.mode = tarfile.DIRTYPE, 0o755
             self._archive.addfile(directory)
-        self._removed += 1
 
     def _take(self, source: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         path = "/" + member.name.strip("/")
@@ -95,13 +102,18 @@ class _Layer:
             return
         if _unusable(path) or not self._stays(member, path, root):
             self._leave_out(path)
+            if _names_a_file(path) and not member.isdir():  # a directory's prepared content is unchanged
+                self._white_out(path)
+                self._kept.discard(path)
             return
         made = tarfile.TarInfo(path[1:])
         made.type = member.type
         made.linkname = _relative(path, member.linkname) if member.issym() else member.linkname.strip("/")
         # A directory that its owner may not enter would lock out the verifier, which runs as the same user.
-        made.mode = member.mode & 0o777 | (0o700 if member.isdir() else 0)
-        made.mtime = int(member.mtime)
+        made.mode = member.mode & 0o3777 | (0o700 if member.isdir() else 0)
+        made.mtime = member.mtime
+        if "mtime" in member.pax_headers:  # exactly, where a float is not exact
+            made.pax_headers = {"mtime": member.pax_headers["mtime"]}
         made.size = member.size if member.isreg() else 0
         self._archive.addfile(made, source.extractfile(member) if member.isreg() else None)
         self._kept.add(path)
@@ -143,7 +155,10 @@ def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(f"{root}/")
 
 
+def _names_a_file(path: str) -> bool:
+    return path != "/" and not {".", ".."} & set(path.split("/"))
+
+
 def _unusable(path: str) -> bool:
     """Whether a layer would read the path as something else."""
-    parts = path.split("/")
-    return ".." in parts or "." in parts or any(part.startswith(WHITEOUT) for part in parts)
+    return not _names_a_file(path) or any(part.startswith(WHITEOUT) for part in path.split("/"))

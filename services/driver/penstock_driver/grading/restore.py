@@ -28,7 +28,6 @@ from penstock_driver.grading.overlay import WHITEOUT
 
 MAX_LOOKED_AT: Final = 100_000
 """Directory entries that are checked for matches."""
-_REPLACED: Final = "\ufffd"
 _WILD: Final = frozenset("*?[")
 
 Pattern: TypeAlias = tuple[str, ...]
@@ -126,8 +125,8 @@ class Baseline:
 async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Pattern]) -> dict[str, PathKind]:
     """The matching paths, in a fixed order; nothing below a matching directory.
 
-    A listed name with a replacement character stands for bytes that no request can name. What has such a name, or lies
-    below it, could be neither found nor removed, so one that matters raises _NotText.
+    No request can name what is not UTF-8. What has such a name, or lies below it, could be neither found nor removed,
+    so one that matters raises _NotText.
     """
     found: dict[str, PathKind] = {}
     pending: list[tuple[str, frozenset[Pattern]]] = [("", frozenset(patterns))]
@@ -149,9 +148,13 @@ async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Patter
                 further |= {pattern for pattern in wanted if pattern[0] == "**"}
                 if further:
                     pending.append((path, frozenset(further)))
-            if _REPLACED in name and (path in found or further):
-                raise _NotText(path)
+            if (path in found or further) and not _is_text(name):
+                raise _NotText(path.encode(errors="surrogateescape").decode(errors="replace"))
     return found
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 async def _look(
@@ -196,7 +199,8 @@ def _add(archive: tarfile.TarFile, read: BinaryIO, path: str, kind: PathKind) ->
                 # A layer has no absolute links; make it relative to the link's directory.
                 member.linkname = posixpath.relpath(member.linkname, posixpath.dirname(f"{folder}/{member.name}"))
             member.name = f"{folder}/{member.name}"[1:]
-            member.pax_headers = {}
+            # The time is exact there; the name there is the old one.
+            member.pax_headers = {key: text for key, text in member.pax_headers.items() if key == "mtime"}
             archive.addfile(member, source.extractfile(member) if member.isreg() else None)
 
 

@@ -121,9 +121,13 @@ class UpstreamSource(ModelSource):
         if call.rollout.facts.returns_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
         try:
+            written = orjson.dumps(body)
+        except TypeError as error:  # a field that is only passed on: orjson parses deeper nesting than it writes
+            raise SourceError("REQUEST_INVALID", "nested too deeply", retriable=False) from error
+        try:
             async with self._http.post(
                 f"{self.base_url}/chat/completions",
-                data=orjson.dumps(body),
+                data=written,
                 headers={**self._headers, "content-type": "application/json"},
                 allow_redirects=False,
             ) as answer:

@@ -76,6 +76,12 @@ class DiffWriter:
         self._pending += bytes(padding)
         yield from self._full()
 
+    def add_other(self, name: str) -> Iterator[bytes]:
+        """Adds a pipe, socket or device, as a pipe: tar has no sockets. Raises ResourceExhausted."""
+        member = tarfile.TarInfo(name)
+        member.type = tarfile.FIFOTYPE
+        return self.add(member)
+
     def delete(self, path: str) -> None:
         """Records that an absolute path was deleted. Raises ResourceExhausted."""
         self._count()

@@ -191,6 +191,11 @@ run_result_to = writer(RunResult, process_service_pb2.RunResult)
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
+def is_text(name: str) -> bool:
+    """Whether a file name is UTF-8."""
+    return text(name) == name
+
+
 def text(name: str) -> str:
     """A file name as a proto string, which is UTF-8: other bytes are shown as replacement characters."""
     return name.encode(errors="surrogateescape").decode(errors="replace")
@@ -241,6 +246,10 @@ file_to = writer(
     file_service_pb2.FileInfo,
     renamed={"size": "size_bytes", "modified_at": "modify_time"},
     left_out=("target",),
-    by={"name": lambda info: text(info.name), "link_target": lambda info: text(info.target)},
+    by={
+        "name": lambda info: text(info.name),
+        "link_target": lambda info: text(info.target),
+        "raw_name": lambda info: b"" if is_text(info.name) else os.fsencode(info.name),
+    },
 )
 """A file's metadata as a proto."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
@@ -178,7 +180,11 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
                 if chunk:
                     yield pb.DiffSandboxResponse(tar_chunk=chunk)
                 else:
-                    end = pb.DiffSandboxResponse.DiffEnd(deleted_paths=map(convert.text, deleted), sha256=digest)
+                    end = pb.DiffSandboxResponse.DiffEnd(
+                        deleted_paths=filter(convert.is_text, deleted),
+                        raw_deleted_paths=map(os.fsencode, itertools.filterfalse(convert.is_text, deleted)),
+                        sha256=digest,
+                    )
                     yield pb.DiffSandboxResponse(end=end)
 
 

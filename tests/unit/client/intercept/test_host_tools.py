@@ -131,12 +131,14 @@ async def test_agent_sees_only_the_failure_text_meant_for_it(caplog: Any) -> Non
                 return 2**60
             case "endless":
                 return float("inf")
+            case "unsayable":
+                raise ToolFailed("half a character: \ud800")
         return object()
 
     made, wake = serving(tool)
     told = {}
     with caplog.at_level(logging.ERROR):
-        for how in ("said", "raised", "huge", "endless", "no JSON"):
+        for how in ("said", "raised", "huge", "endless", "unsayable", "no JSON"):
             made.called(message(how, how=how))
             result = await result_of(made, wake)
             assert result.is_error

@@ -17,12 +17,14 @@ from penstock.client import (
     Penstock,
     PenstockError,
     ResultRejected,
+    Sampling,
     SessionLost,
     StalePolicy,
     Unauthenticated,
     Unavailable,
     Violation,
 )
+from penstock.client.transport.rpc import Backoff
 from penstock.interception.v1 import intercept_service_pb2 as icpt
 
 ANSWER = Completion.of_tokens([5, 6], [-0.5, -0.25], policy_version=3)
@@ -588,3 +590,131 @@ async def test_a_result_that_no_frame_can_carry_fails_alone(fakes: Fakes, ps: Pe
         with pytest.raises(InvalidCompletion):
             await call.deliver(Completion.of_tokens(np.zeros(9_000_000, np.int32)))
         await call.fail("ENGINE_DOWN", "gave up", retriable=True)
+
+
+@pytest.mark.requirement("R29")
+async def test_a_result_that_cannot_be_sent_fails_alone(fakes: Fakes, ps: Penstock) -> None:
+    """R29: its caller learns why and may answer again; other results and the session go on."""
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("bad", "good")
+        assert set(await stream.results()) == {"good"}
+        await stream.accept("good")
+        assert set(await stream.results()) == {"bad"}
+        await stream.accept("bad")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        bad, good = await take(session, 2)
+        for answer in (
+            bad.deliver(Completion.of_text("half a character: \ud800")),
+            bad.deliver(Completion.of_tokens([1], [-1.0], policy_version=1.5)),  # type: ignore[arg-type]
+            bad.fail("ENGINE", "\ud800"),
+            bad.delegate(Sampling(max_tokens=2**40)),
+        ):
+            with pytest.raises(InvalidCompletion) as caught:
+                await answer
+            assert caught.value.reason == "RESULT_NOT_SENDABLE"
+        await good.deliver(ANSWER)
+        await bad.deliver(ANSWER)
+
+
+async def test_what_is_said_between_hello_and_welcome_reaches_the_gate(fakes: Fakes, ps: Penstock) -> None:
+    """A policy version, credits and a pause of that moment arrive once, after Welcome."""
+    broken, greeted, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await broken.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def forgot(stream: Gate) -> None:
+        greeted.set()
+        hello = await stream.hello("s2", answered=answered)
+        assert not hello.HasField("policy_version")
+        for _ in range(3):
+            frame = await stream.read()
+            assert frame is not None
+            seen.append(frame.WhichOneof("frame") or "")
+        await stream.send(paused=icpt.CallsPaused())
+        await stream.goodbye()
+
+    fakes.converse(breaks, forgot)
+    async with ps.intercept() as session:
+        broken.set()
+        await greeted.wait()
+        session.announce(7)
+        session.set_credits(3)
+        pausing = asyncio.create_task(session.pause())
+        await asyncio.sleep(0)
+        answered.set()
+        await pausing
+    assert seen == ["policy", "credits", "pause"]
+
+
+async def test_version_that_is_no_integer_leaves_the_session_intact(fakes: Fakes, ps: Penstock) -> None:
+    """It is refused where it is given, and no later Hello has it."""
+    broken = asyncio.Event()
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await broken.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def again(stream: Gate) -> None:
+        assert (await stream.hello(resumed=True)).policy_version == 2
+        await stream.calls("c1")
+        await stream.goodbye()
+
+    fakes.converse(breaks, again)
+    async with ps.intercept(policy_version=2) as session:
+        with pytest.raises(TypeError):
+            session.announce(1.5)  # type: ignore[arg-type]
+        broken.set()
+        await take(session, 1)
+
+
+async def test_silent_gate_is_noticed_while_a_result_is_written(fakes: Fakes, ps: Penstock) -> None:
+    """A gate that neither reads nor speaks is left, and the result is sent to the next one."""
+    over = asyncio.Event()
+
+    async def stuck(stream: Gate) -> None:
+        await stream.hello(interval=0.05)
+        await stream.calls("c1")
+        await over.wait()
+
+    async def reads(stream: Gate) -> None:
+        await stream.hello(resumed=True, held=("c1",))
+        await stream.results()
+        await stream.accept("c1")
+        over.set()
+        await stream.goodbye()
+
+    fakes.converse(stuck, reads)
+    async with ps.intercept() as session:
+        (call,) = await take(session, 1)
+        await call.deliver(Completion.of_tokens(np.zeros(4 << 20, np.int32)))
+
+
+async def test_close_does_not_wait_to_reconnect(fakes: Fakes, ps: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that waits to reconnect is over at once: nothing has to time out."""
+    waits = asyncio.Event()
+
+    def an_hour(_: Backoff, __: object = None) -> float:
+        waits.set()
+        return 3600.0
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    monkeypatch.setattr(Backoff, "next", an_hour)
+    monkeypatch.setattr("penstock.client.intercept.session._GOODBYE_S", 3600.0)
+    fakes.converse(breaks)
+    async with ps.intercept() as session:
+        await waits.wait()
+        await asyncio.sleep(0)
+    assert await take(session, 1) == []

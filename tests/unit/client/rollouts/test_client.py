@@ -1,5 +1,6 @@
 """Rollouts and groups against a driver that follows a script."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
+from penstock.client.rollouts.driver_rpc import Patience
 from penstock.client.transport.rpc import Backoff
 from penstock.driver.v1 import agent_pb2, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb
@@ -355,3 +357,48 @@ async def test_silently_dropped_call_is_repeated_when_safe(fakes: Fakes, ps: Pen
     fakes.queue("GetRollout", Refusal(grpc.StatusCode.CANCELLED, "OWN_REASON"))
     with pytest.raises(Cancelled):
         await ps.rollouts.get("r1")
+
+
+async def test_wait_outlasts_a_poll_that_is_not_answered(fakes: Fakes, ps: Penstock, pauses: list[float]) -> None:
+    """The caller set no deadline: a poll that times out is repeated, for a rollout and for a group."""
+    late = Refusal(grpc.StatusCode.DEADLINE_EXCEEDED)
+    ended = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(1.0))
+    fakes.queue("WaitRollout", late, pb.WaitRolloutResponse(rollout=ended))
+    assert (await ps.rollouts._driver.wait("r1")).outcome is not None
+    fakes.queue("WaitGroup", late, pb.WaitGroupResponse(group=rollout_pb2.Group(group_id="g1", ended=True)))
+    assert (await ps.rollouts._driver.wait_group("g1")).ended
+    assert len(pauses) == 2
+
+
+async def test_watch_is_resumed_however_long_its_reader_worked(
+    fakes: Fakes, ps: Penstock, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's own time does not count; a minute of failures does."""
+    away = Refusal(grpc.StatusCode.UNAVAILABLE)
+    first, second = event(1, progress=rollout_pb2.Progress()), event(2, ended=graded(1.0))
+    fakes.queue("WatchRollout", [*watched(first), away], watched(second))
+    fakes.queue("GetRollout", pb.GetRolloutResponse(rollout=rollout()))
+    handle = await ps.rollouts.attach("r1")
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    seen = []
+    async for each in handle.events():
+        seen.append(each.sequence)
+        monkeypatch.setattr(loop, "time", lambda: now() + 3600.0)
+    assert seen == [1, 2]
+    monkeypatch.undo()
+
+    clock = [now()]
+
+    async def later(seconds: float) -> None:
+        clock[0] += seconds
+
+    patience = Patience()
+    monkeypatch.setattr(loop, "time", lambda: clock[0])
+    monkeypatch.setattr(asyncio, "sleep", later)
+    begun = clock[0]
+    with pytest.raises(Unavailable):
+        while True:
+            await patience.pause(Unavailable("away", reason="AWAY"))
+    monkeypatch.undo()
+    assert 60.0 < clock[0] - begun < 120.0

@@ -32,6 +32,7 @@ class Item:
     link: str = ""
     content: bytes = b""
     mode: int = 0o644
+    mtime: str = ""
 
 
 def made(items: list[Item], deleted: list[str]) -> tuple[Changes, dict[str, tarfile.TarInfo], list[str]]:
@@ -42,6 +43,7 @@ def made(items: list[Item], deleted: list[str]) -> tuple[Changes, dict[str, tarf
             info = tarfile.TarInfo(item.name)
             info.type, info.linkname, info.mode = item.kind, item.link, item.mode
             info.size = len(item.content) if item.kind == tarfile.REGTYPE else 0
+            info.pax_headers = {"mtime": item.mtime} if item.mtime else {}
             archive.addfile(info, io.BytesIO(item.content))
     diff.seek(0)
     told = layer(diff, deleted, ROOTS, sink)
@@ -70,16 +72,15 @@ def test_overlay_of_any_diff_stays_below_its_directories(given_items: list[Item]
         assert any(path == root or path.startswith(f"{root}/") for root in ROOTS), path
         assert ".." not in path.split("/")
         assert member.isdir() or member.isreg() or member.issym() or member.islnk()
-        assert member.mode <= 0o777
+        assert member.mode <= 0o3777
         if member.issym():
             assert not member.linkname.startswith("/")
             end = posixpath.normpath(posixpath.join(posixpath.dirname(path), member.linkname))
             assert any(end == root or end.startswith(f"{root}/") for root in ROOTS), (path, member.linkname)
         if member.islnk():
             assert f"/{member.linkname}" in members
-    whiteouts = [WHITEOUT in path for path in spec]
-    first_other = next((n for n, path in enumerate(spec) if WHITEOUT not in path and path not in ROOTS), len(spec))
-    assert not any(whiteouts[first_other:]), "a deletion comes before everything"
+    removals = [path for path in spec if path not in ROOTS][: told.removed]
+    assert all(WHITEOUT in path for path in removals), "a deletion comes before everything"
     assert told.entries <= len(given_items)
     assert len(told.left_out_paths) <= told.left_out
 
@@ -119,7 +120,8 @@ def test_files_directories_modes_and_deletions_are_carried() -> None:
 def test_link_is_kept_when_its_text_proves_that_it_stays_inside(link: str, carried: str | None) -> None:
     told, members, _ = made([Item("work/a/link", tarfile.SYMTYPE, link)], [])
     if carried is None:
-        assert (members, told.left_out, told.left_out_paths) == ({}, 1, ("/work/a/link",))
+        assert list(members) == ["/work/a/.wh.link"]
+        assert (told.entries, told.removed, told.left_out, told.left_out_paths) == (0, 0, 1, ("/work/a/link",))
     else:
         assert members["/work/a/link"].linkname == carried
 
@@ -129,6 +131,40 @@ def test_a_directory_that_is_taken_over_is_emptied_and_not_lost() -> None:
     """The verifier works in it."""
     _, _, spec = made([], ["/work"])
     assert spec == ["/.wh.work", "/work"]
+
+
+@pytest.mark.requirement("R72", "R76")
+def test_nothing_prepared_is_left_where_something_was_left_out() -> None:
+    """An agent that broke a file is not graded with the intact one; a directory's content is not the agent's doing."""
+    told, members, spec = made(
+        [
+            Item("work/file"),
+            Item("work/pipe", tarfile.FIFOTYPE),
+            Item("work/.wh.name"),
+            Item("work/.wh.folder", tarfile.DIRTYPE),
+            Item("work/.wh.folder/x"),
+            Item("data/set", tarfile.SYMTYPE, "/etc"),
+            Item("work/second", tarfile.LNKTYPE, "work/.wh.name"),
+        ],
+        ["/work/.wh.gone"],
+    )
+    assert spec == [
+        *("/work/.wh..wh.gone", "/work/file", "/work/.wh.pipe", "/work/.wh..wh.name", "/work/.wh.folder/.wh.x"),
+        *("/data/.wh.set", "/data/set", "/work/.wh.second"),
+    ]
+    assert members["/data/set"].isdir(), "the verifier works in it"
+    assert (told.entries, told.removed, told.left_out) == (1, 1, 6)
+
+
+@pytest.mark.requirement("R76")
+def test_modes_and_times_are_carried_without_the_set_user_bit() -> None:
+    """Nanoseconds, before 1970, and none where none was given."""
+    times = ("1700000000.123456789", "-1.500000000", "0.000000000", "")
+    given = [Item(f"work/{index}", mode=0o7755, mtime=time) for index, time in enumerate(times)]
+    _, members, _ = made([*given, Item("work/d", tarfile.DIRTYPE, mode=0o3775)], [])
+    assert [members[f"/work/{index}"].pax_headers.get("mtime", "") for index in range(4)] == list(times)
+    assert {member.mode for path, member in members.items() if path != "/work/d"} == {0o3755}
+    assert members["/work/d"].mode == 0o3775
 
 
 @pytest.mark.requirement("R76")

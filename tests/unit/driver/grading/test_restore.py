@@ -176,6 +176,22 @@ async def test_names_that_are_no_text_hide_nothing_from_the_restoration(tmp_path
 
 
 @pytest.mark.requirement("R76")
+async def test_replacement_character_is_a_character_like_any_other(tmp_path: Path) -> None:
+    """Where names are shown, it also stands for bytes that are not UTF-8."""
+    sandboxes = Directories(tmp_path)
+    facts = await sandboxes.create(SandboxTerms(), 1.0, {})
+    root = Path(facts.workdir)
+    written(root, {"tests/test_\ufffd.py": "1"})
+    patterns = expanded(["tests/test_*.py"], facts.home, facts.workdir)
+    kept = await Baseline.keep(sandboxes, facts.sandbox_id, patterns, None, 1 << 20)
+    written(root, {"tests/test_\ufffd\ufffd.py": "2"})
+    (root / "tests/test_\ufffd.py").write_text("2")
+    assert await kept.put_back(sandboxes, facts.sandbox_id, None) == 2
+    kept.close()
+    assert {item.name: item.read_text() for item in (root / "tests").iterdir()} == {"test_\ufffd.py": "1"}
+
+
+@pytest.mark.requirement("R76")
 async def test_names_that_are_no_text_matter_only_where_files_are_restored(tmp_path: Path) -> None:
     """Beside them anything may stand."""
     sandboxes = Directories(tmp_path)

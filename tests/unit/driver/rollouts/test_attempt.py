@@ -495,6 +495,7 @@ async def test_changes_that_cannot_be_read_in_time_are_the_agents(
     """How many files there are is the agent's choice."""
     monkeypatch.setattr(grader, "TAKE_S", 0.01)
     driver.sandboxes.holds["diff"] = asyncio.Event()
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
     verifier = Verifier(commands=(Command(shell="true"),), fresh_fork=True)
     assert failure(await driver.run(with_task(driver, verifier=verifier))) == ("AGENT", "CHANGES_TOO_LARGE")
 
@@ -655,6 +656,7 @@ async def test_a_verifier_waits_for_no_deletion_and_the_rollout_for_each(
     verifier = Verifier(commands=(Command(shell="true"),), fresh_fork=True)
     task = with_task(driver, verifier=verifier)
     monkeypatch.setattr(driver.sandboxes, "diff", unchanged)
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
     monkeypatch.setattr(driver.sandboxes, "delete", slow_delete)
     monkeypatch.setattr(driver.sandboxes, "run", told_run)
     outcome = await driver.run(task)

@@ -636,7 +636,7 @@ async def test_waiting_steps_are_bounded_in_number_too(world: World) -> None:
     steps = [begin_step(world, terminal_id, f"s{number}", 1) for number in range(most)]
     await reached.wait()
     await world.terminals.close(terminal_id)
-    first, *others = await asyncio.gather(*steps, return_exceptions=True)
-    assert first.ended
-    reasons = [error.reason for error in others]
+    ends = await asyncio.gather(*steps, return_exceptions=True)
+    assert isinstance(ends[0], terminal_service_pb2.StepResponse) and ends[0].ended
+    reasons = [getattr(error, "reason", "") for error in ends[1:]]
     assert reasons == sorted(reasons) and {*reasons} == {"EPISODE_ENDED", "STEPS_PENDING"}

@@ -11,12 +11,14 @@ import threading
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted
 from penstock_sandbox.backends.docker.engine.daemon import items
 from penstock_sandbox.backends.docker.engine.errors import Refused
+from penstock_sandbox.backends.docker.images import changes
 from penstock_sandbox.backends.docker.images.changes import Listed, plan
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
 from penstock_sandbox.backends.local import copying, layers
@@ -130,6 +132,20 @@ def test_sparse_file_in_a_large_layer_is_read_in_small_steps(tmp_path: Path) -> 
         list(layers.diff(tmp_path))
 
 
+@pytest.mark.requirement("R76", "R89")
+def test_second_names_are_links_as_far_as_first_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is the agent's choice; beyond that each is a file of its own."""
+    (tmp_path / "a").write_bytes(b"x")
+    os.link(tmp_path / "a", tmp_path / "b")
+    os.utime(tmp_path / "a", ns=(0, 1_000_000_000_123_456_789))
+    for kept, kinds in ((diffs.MAX_KEPT, {tarfile.REGTYPE, tarfile.LNKTYPE}), (0, {tarfile.REGTYPE})):
+        monkeypatch.setattr("penstock_sandbox.backends.local.layers.MAX_KEPT", kept)
+        *chunks, _ = layers.diff(tmp_path)
+        with tarfile.open(fileobj=io.BytesIO(b"".join(piece for piece in chunks if isinstance(piece, bytes)))) as found:
+            assert {member.type for member in found} == kinds
+            assert {member.pax_headers["mtime"] for member in found} == {"1000000000.123456789"}
+
+
 # Docker's list --------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +179,7 @@ def test_entries_of_a_kept_directory_are_dropped_and_the_rest_bounded() -> None:
         listed.take(f"/workspace/new/{number}", 1)
     listed.take("/workspace/newer", 1)
     listed.take("/elsewhere", 1)
-    assert plan(listed.kinds) == (["/workspace/new", "/workspace/newer"], [], [])
+    assert plan(listed.kinds) == (["/workspace/new", "/workspace/newer"], ["/workspace"], [])
     with pytest.raises(ResourceExhausted):
         for number in range(200_000):
             listed.take(f"/workspace/{number}", 1)
@@ -176,6 +192,44 @@ def test_a_deleted_directory_above_a_root_is_that_roots_deletion() -> None:
     for path, kind in (("/workspace/d", 2), ("/workspace/e", 1), ("/workspace", 2)):
         listed.take(path, kind)
     assert listed.kinds == {"/workspace/d/in": 2, "/workspace/e": 1}
+
+
+class LargeDirectory:
+    """A daemon whose sandbox has a new name that is not UTF-8 beside a prepared file of some size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.sent = 0
+
+    def changes(self, container: str) -> Generator[tuple[str, int], None, None]:
+        """The one new name, as the daemon writes it."""
+        yield "/workspace/new-\ufffd", 1
+
+    def fetch_stream(self, container: str, path: str) -> tuple[dict[str, int], Generator[bytes, None, None]]:
+        """The whole directory."""
+        return {"mode": 1 << 31}, self._tar()
+
+    def _tar(self) -> Generator[bytes, None, None]:
+        self.sent += 512
+        yield sized("workspace/prepared", self._size).tobuf()
+        for _ in range(-(-self._size // 512)):
+            self.sent += 512
+            yield bytes(512)
+        yield sized("workspace/new-\udcff", 0).tobuf() + bytes(1024)
+
+
+@pytest.mark.requirement("R89")
+def test_directory_is_searched_for_names_only_within_the_callers_limit() -> None:
+    """It may hold a prepared file of any size, which no limit of the diff itself counts."""
+    daemon: Any = LargeDirectory(10_000)
+    *chunks, _ = changes._pieces(daemon, "c", ["/workspace"], 20_000)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))) as archive:
+        assert archive.getnames() == ["workspace/new-\udcff"]
+    endless: Any = LargeDirectory(8 << 30)
+    with pytest.raises(ResourceExhausted) as caught:
+        list(changes._pieces(endless, "c", ["/workspace"], 20_000))
+    assert caught.value.reason == "TREE_TOO_LARGE" and "UTF-8" in caught.value.message
+    assert endless.sent <= 2 * diffs.CHUNK
 
 
 # Copies, and what programs say ----------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_added_directories_are_taken_whole_and_our_own_paths_left_out() -> None:
     ):
         listed.take(path, kind)
     assert "/workspace/new/a" not in listed.kinds, "it comes with its directory"
-    assert changes.plan(listed.kinds) == (["/workspace/new"], ["/workspace/file"], ["/workspace/gone"])
+    assert changes.plan(listed.kinds) == (["/workspace/new"], ["/workspace", "/workspace/file"], ["/workspace/gone"])
 
 
 _NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(lambda parts: "/" + "/".join(parts))

@@ -89,7 +89,8 @@ def test_a_diff_follows_no_link_and_reads_no_fifo(tmp_path: Path) -> None:
     archive.write_bytes(b"".join(chunks))
     assert b"secret" not in archive.read_bytes().replace(b"outside/secret", b"")
     with tarfile.open(archive) as opened:
-        assert sorted(opened.getnames()) == ["dir", "file", "real"]
+        assert sorted(opened.getnames()) == ["dir", "fifo", "file", "real"]
+        assert opened.getmember("fifo").isfifo()
 
 
 @pytest.mark.requirement("R50")

@@ -458,7 +458,7 @@ type Verifier struct {
 	// before anything starts if the backend cannot do it. It is also refused for a terminal episode, which is graded in its
 	// own sandbox.
 	// Changes are files, directories and links below `changes_below`, deletions included. Links that lead out of them and
-	// other kinds of file are left out; Grading.changes counts them.
+	// other kinds of file are left out, as if they were deleted; Grading.changes counts them.
 	// In the agent's sandbox, a rollout is not graded if its agent, not being root, changed the system's programs or
 	// settings, where the backend can detect that (GRADING_BLOCKED).
 	FreshFork *bool `protobuf:"varint,8,opt,name=fresh_fork,json=freshFork,proto3,oneof" json:"fresh_fork,omitempty"`
@@ -467,7 +467,8 @@ type Verifier struct {
 	// directories. A directory stands for all its content. Both in place and with fresh_fork (R76).
 	Restore []string `protobuf:"bytes,9,rep,name=restore,proto3" json:"restore,omitempty"`
 	// With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
-	// working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused.
+	// working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused. No directory may be
+	// in memory (/tmp, /dev, /proc, /sys), or lie behind a link in the prepared state (CHANGES_BELOW_INVALID).
 	ChangesBelow []string `protobuf:"bytes,10,rep,name=changes_below,json=changesBelow,proto3" json:"changes_below,omitempty"`
 	// With reward_file: the required components, each finite and in its range. Not empty = other components are refused.
 	ComponentRanges map[string]*RewardRange `protobuf:"bytes,11,rep,name=component_ranges,json=componentRanges,proto3" json:"component_ranges,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -2953,7 +2954,8 @@ type Grading_Changes struct {
 	SizeBytes int64 `protobuf:"varint,2,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
 	// Paths that the agent removed or replaced.
 	Removed int32 `protobuf:"varint,3,opt,name=removed,proto3" json:"removed,omitempty"`
-	// Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be copied.
+	// Paths below `changes_below` that were left out: links that lead out, pipes, sockets, devices, names that cannot be
+	// copied. The fork has nothing there, whatever the prepared state had.
 	LeftOut int32 `protobuf:"varint,4,opt,name=left_out,json=leftOut,proto3" json:"left_out,omitempty"`
 	// At most 32 of those, absolute.
 	LeftOutPaths  []string `protobuf:"bytes,5,rep,name=left_out_paths,json=leftOutPaths,proto3" json:"left_out_paths,omitempty"`

@@ -46,7 +46,8 @@ type FileServiceClient interface {
 	ReadTree(ctx context.Context, in *ReadTreeRequest, opts ...grpc.CallOption) (FileService_ReadTreeClient, error)
 	// WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
 	// files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
-	// KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
+	// KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Modes, but for
+	// the set-user-ID bit, and modification times are kept; a time of 0 without a pax header is none.
 	// Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
 	WriteTree(ctx context.Context, opts ...grpc.CallOption) (FileService_WriteTreeClient, error)
 	// Stat returns one file's metadata. It does not follow symbolic links.
@@ -263,7 +264,8 @@ type FileServiceServer interface {
 	ReadTree(*ReadTreeRequest, FileService_ReadTreeServer) error
 	// WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
 	// files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
-	// KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
+	// KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Modes, but for
+	// the set-user-ID bit, and modification times are kept; a time of 0 without a pax header is none.
 	// Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
 	WriteTree(FileService_WriteTreeServer) error
 	// Stat returns one file's metadata. It does not follow symbolic links.

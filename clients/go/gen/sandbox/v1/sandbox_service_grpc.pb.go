@@ -128,10 +128,11 @@ type SandboxServiceClient interface {
 	// GetStats returns a sandbox's present and peak usage.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetStats(ctx context.Context, in *GetStatsRequest, opts ...grpc.CallOption) (*GetStatsResponse, error)
-	// DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
-	// whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
-	// work ends if the caller cancels.
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+	// DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax); the last message lists the
+	// deletions. Every pipe, socket or device is in the tar as a pipe, since tar has no sockets. A file that grows meanwhile
+	// has the length that it had when it was opened. The work ends if the caller cancels.
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST;
+	// PATH_NOT_TEXT: the backend cannot tell the name of a deleted file, which is not UTF-8),
 	// NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
 	// INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
 	DiffSandbox(ctx context.Context, in *DiffSandboxRequest, opts ...grpc.CallOption) (SandboxService_DiffSandboxClient, error)
@@ -547,10 +548,11 @@ type SandboxServiceServer interface {
 	// GetStats returns a sandbox's present and peak usage.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetStats(context.Context, *GetStatsRequest) (*GetStatsResponse, error)
-	// DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
-	// whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
-	// work ends if the caller cancels.
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+	// DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax); the last message lists the
+	// deletions. Every pipe, socket or device is in the tar as a pipe, since tar has no sockets. A file that grows meanwhile
+	// has the length that it had when it was opened. The work ends if the caller cancels.
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST;
+	// PATH_NOT_TEXT: the backend cannot tell the name of a deleted file, which is not UTF-8),
 	// NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
 	// INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
 	DiffSandbox(*DiffSandboxRequest, SandboxService_DiffSandboxServer) error

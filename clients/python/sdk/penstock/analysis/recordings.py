@@ -266,18 +266,20 @@ def _calls_of(samples: Iterable[Row]) -> Iterator[Row]:
     seen: dict[str, Row] = {}
     for row in samples:
         former: str | None = None
+        shared = 0
         for span in row.get("turn_spans") or ():
             start, end, name = int(span["start"]), int(span["end"]), str(span["call_id"])
             trained = not span.get("untrained_reason")
-            if name not in seen or (trained and seen[name]["completion_logprobs"] is None):
+            known = seen.get(name)
+            # A branch may share only the beginning of a call's answer; the longest span has all of it.
+            if (
+                known is None
+                or (trained and known["completion_logprobs"] is None)
+                or end - start > len(known["completion_token_ids"])
+            ):
                 logprobs = row.get("logprobs")
-                shared = (
-                    0
-                    if former is None
-                    else len(seen[former]["prompt_token_ids"]) + len(seen[former]["completion_token_ids"])
-                )
                 seen[name] = {
-                    "turn_index": seen[name]["turn_index"] if name in seen else len(seen),
+                    "turn_index": len(seen) if known is None else known["turn_index"],
                     "call_id": name,
                     "parent_call_id": former,
                     "branch_id": row.get("branch_id"),
@@ -290,7 +292,7 @@ def _calls_of(samples: Iterable[Row]) -> Iterator[Row]:
                     "completion_logprobs": logprobs[start:end] if logprobs is not None and trained else None,
                     "policy_spans": list(_within(row.get("policy_spans") or (), start, end)),
                 }
-            former = name
+            former, shared = name, end
     yield from seen.values()
 
 
@@ -306,8 +308,10 @@ def _turns(rows: Iterable[Row], samples: Iterable[Row]) -> tuple[Turn, ...]:
     for row in samples:
         for span in row.get("turn_spans") or ():
             reason = str(span.get("untrained_reason") or "")
-            # Tokens that one sample shares are trained by another.
-            untrained[span["call_id"]] = "" if "" in (reason, untrained.get(span["call_id"])) else reason
+            known = untrained.get(span["call_id"])
+            # Tokens that one sample shares are trained by another; else the sample with all of a call's tokens counts.
+            if known is None or not reason or known == "PARTIAL":
+                untrained[span["call_id"]] = reason
     made = [_turn(row, untrained.get(row["call_id"], "")) for row in rows]
     return tuple(sorted(made, key=lambda turn: turn.index))
 

@@ -73,7 +73,9 @@ class Attempt:
     def passed(self, threshold: float) -> bool:
         """Whether its reward is at least `threshold` of the way from the minimum to the maximum reward."""
         low, high = self.range
-        return self.reward is not None and self.reward >= low + threshold * (high - low) - 1e-9
+        # What rounding may lose: of the range, and of bounds that are far from 0.
+        rounding = 1e-9 * (high - low) + 1e-15 * max(abs(low), abs(high))
+        return self.reward is not None and self.reward >= low + threshold * (high - low) - rounding
 
     def line(self) -> bytes:
         """Returns it as a line of JSON."""

@@ -114,14 +114,18 @@ def _histogram(graded: Sequence[Attempt], summary: Summary, name: str, unit: str
         for passed in (True, False)
     ]
     least, most = min(map(min, filter(None, groups))), max(map(max, filter(None, groups)))
-    spread = (most - least) or 1.0
-    edges = [least + spread * step / 20 for step in range(21)]
-    axes.hist(groups, bins=edges, stacked=True, color=[PASSED, FAILED], label=["passed", "did not pass"])
+    axes.hist(groups, bins=_edges(least, most), stacked=True, color=[PASSED, FAILED], label=["passed", "did not pass"])
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(unit)
     axes.set_ylabel("attempts")
     _legend_above(axes)
     return _svg(figure)
+
+
+def _edges(least: float, most: float) -> list[float]:
+    """Returns the edges of 20 equal bins that contain both values: rounding leaves neither outside."""
+    spread = (most - least) or 1.0
+    return [*(least + spread * step / 20 for step in range(20)), max(most, least + spread)]
 
 
 def _legend_above(axes: Any, **given: Any) -> None:

@@ -8,12 +8,15 @@ Data" (Survey Methodology 24, 1998).
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 Z: Final = 1.959963984540054
 """Normal quantile of 95 % intervals."""
+_ROUNDING: Final = 64 * sys.float_info.epsilon
+"""Values around 1 that differ by no more, 1.4e-14, are equal: so much is lost in means and differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ def bounded_mean(rewards: Mapping[str, Sequence[float]], least: float, most: flo
     shares = [(math.fsum(values) / len(values) - least) / span for values in counted.values()]
     attempts = sum(map(len, counted.values()))
     value = min(max(math.fsum(shares) / len(shares), 0.0), 1.0)
-    low, high = wilson(value, attempts) if len(shares) == 1 else _between_tasks(shares, value, attempts)
+    rounding = _ROUNDING * max(1.0, max(abs(least), abs(most)) / span)
+    low, high = wilson(value, attempts) if len(shares) == 1 else _between_tasks(shares, value, attempts, rounding)
     mean_of_all = math.fsum(math.fsum(values) / len(values) for values in counted.values()) / len(counted)
     if most == least:
         return Estimate(mean_of_all, least, most, len(shares), attempts)
@@ -100,9 +104,11 @@ def bounded_mean(rewards: Mapping[str, Sequence[float]], least: float, most: flo
     return Estimate(mean_of_all, min(low, mean_of_all), max(high, mean_of_all), len(shares), attempts)
 
 
-def _between_tasks(shares: Sequence[float], value: float, attempts: int) -> tuple[float, float]:
-    """Returns the interval of the mean of several tasks' shares."""
-    if min(shares) == max(shares):  # the rounded mean of equal shares would show a variance where there is none
+def _between_tasks(
+    shares: Sequence[float], value: float, attempts: int, rounding: float = _ROUNDING
+) -> tuple[float, float]:
+    """Returns the interval of the mean of several tasks' shares, each exact but for `rounding`."""
+    if max(shares) - min(shares) <= rounding:  # else rounding would be a variance that no task has
         return wilson(min(max(value, 0.0), 1.0), len(shares))
     variance = math.fsum((share - value) ** 2 for share in shares) / (len(shares) - 1) / len(shares)
     spread = value * (1 - value)
@@ -114,12 +120,13 @@ def _between_tasks(shares: Sequence[float], value: float, attempts: int) -> tupl
 def mean(values: Sequence[float]) -> tuple[float, float | None] | None:
     """Returns mean and 95 % half-width of its normal interval; None without any value.
 
-    The half-width is None where the values show no variance: there is one, or all are equal.
+    The half-width is None where the values show no variance: there is one, or all are equal but for rounding.
     """
     if not values:
         return None
-    if min(values) == max(values):  # exactly: their rounded mean would have a half-width
-        return float(values[0]), None
-    centre = math.fsum(values) / len(values)
+    least, most = min(values), max(values)
+    centre = min(max(math.fsum(values) / len(values), least), most)
+    if most - least <= _ROUNDING * max(1.0, abs(least), abs(most)):
+        return float(centre), None
     variance = math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
     return centre, Z * math.sqrt(variance / len(values))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from pydantic import ValidationError
 
 from penstock_interception.ingress.dialects.base import BadRequest
+
+_SPARE_LEVELS: Final = 16
+"""Answers, and the forms of other dialects, wrap a part of a body in fewer levels than this."""
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -46,9 +49,11 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
 
 
 def json_text(value: Any, path: str) -> str:
-    """Serialises a part of a body again. Raises BadRequest with its path if it nests too deeply for that."""
+    """Serialises a part of a body again. Raises BadRequest with its path if it nests too deeply to be wrapped."""
+    for _ in range(_SPARE_LEVELS):
+        value = [value]
     try:
-        return orjson.dumps(value).decode()
+        return orjson.dumps(value)[_SPARE_LEVELS:-_SPARE_LEVELS].decode()
     except TypeError:  # the only cause here: orjson parses deeper nesting than it writes
         raise BadRequest(f"{path}: nested too deeply.", path, "invalid_value") from None
 

@@ -4,7 +4,8 @@ Purpose: an overlay's upper directory is owned by the sandbox's user, which may 
 by descriptor and no link in it is followed: the service may be root. It may be of any depth.
 
 Invariants: whiteouts (character devices 0:0) are deletions; a directory marked opaque is a deletion followed by its
-content. ``remove`` first renames, so that a sandbox is gone at once whatever the size of its files.
+content. Further names of a file are links to its first, as far as MAX_KEPT allows to remember those. ``remove`` first
+renames, so that a sandbox is gone at once whatever the size of its files.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_sandbox.domain.diffs import DEFAULT_BYTES, DiffWriter, too_large
-from penstock_sandbox.guest.common import files, walk
+from penstock_sandbox.domain.diffs import DEFAULT_BYTES, MAX_KEPT, NAME_COST, DiffWriter, too_large
+from penstock_sandbox.guest.common import files, trees, walk
 from penstock_sandbox.host.errors import Refused, file_error
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
@@ -59,7 +60,7 @@ def diff(
 
     ``below``, ``max_bytes`` and errors are those of ``SandboxHandle.diff``. An empty chunk means that work goes on.
     """
-    writer = DiffWriter(max_bytes)
+    writer, links = DiffWriter(max_bytes), _Links()
     roots = [posixpath.normpath(path) for path in below] or ["/"]
     entries = walk.walk(str(upper), _MOST_LOOKED_AT, lambda path: _leads_to(path, roots), unlocks=os.geteuid() != 0)
     try:
@@ -68,7 +69,7 @@ def diff(
                 yield b""
             path = f"{prefix}/{name}"
             try:
-                yield from _entry(writer, folder, name, path, roots)
+                yield from _entry(writer, links, folder, name, path, roots)
             except FileNotFoundError:
                 continue  # removed meanwhile
             except OSError as error:
@@ -80,7 +81,29 @@ def diff(
     yield from writer.end()
 
 
-def _entry(writer: DiffWriter, folder: int, name: str, path: str, roots: Sequence[str]) -> Iterator[bytes]:
+class _Links:
+    """The first names of files that have several."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int, int], str] = {}
+        self._kept = 0
+
+    def first(self, status: os.stat_result, name: str) -> str:
+        """Returns the first name that was given for a file, empty if that is this one, or too many are kept."""
+        if status.st_nlink == 1:
+            return ""
+        # With the time of its last change: a removed file's number may be another's by now.
+        key = (status.st_dev, status.st_ino, status.st_ctime_ns)
+        if key not in self._names and self._kept < MAX_KEPT:
+            self._names[key] = name
+            self._kept += len(name) + 4 * NAME_COST
+            return ""
+        return self._names.get(key, "")
+
+
+def _entry(
+    writer: DiffWriter, links: _Links, folder: int, name: str, path: str, roots: Sequence[str]
+) -> Iterator[bytes]:
     status = os.lstat(name, dir_fd=folder)
     if not any(is_below(path, root) for root in roots):
         # A link or a file in a directory's place also deletes what was there.
@@ -91,7 +114,7 @@ def _entry(writer: DiffWriter, folder: int, name: str, path: str, roots: Sequenc
     elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
         writer.delete(path)
     else:
-        yield from _add(writer, folder, name, path, status)
+        yield from _add(writer, links, folder, name, path, status)
 
 
 def is_below(path: str, root: str) -> bool:
@@ -103,10 +126,12 @@ def _leads_to(path: str, roots: Sequence[str]) -> bool:
     return any(is_below(path, root) or is_below(root, path) for root in roots)
 
 
-def _add(writer: DiffWriter, folder: int, name: str, path: str, status: os.stat_result) -> Iterator[bytes]:
+def _add(
+    writer: DiffWriter, links: _Links, folder: int, name: str, path: str, status: os.stat_result
+) -> Iterator[bytes]:
     member = tarfile.TarInfo(path[1:])
     member.mode = stat.S_IMODE(status.st_mode)
-    member.mtime = int(status.st_mtime)
+    trees.set_time(member, status.st_mtime_ns)
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE
         if _opaque(folder, name):
@@ -116,7 +141,12 @@ def _add(writer: DiffWriter, folder: int, name: str, path: str, status: os.stat_
         member.type = tarfile.SYMTYPE
         member.linkname = os.readlink(name, dir_fd=folder)
         yield from writer.add(member)
-    elif stat.S_ISREG(status.st_mode):
+    elif not stat.S_ISREG(status.st_mode):
+        yield from writer.add_other(path[1:])
+    elif first := links.first(status, path[1:]):
+        member.type, member.linkname = tarfile.LNKTYPE, first
+        yield from writer.add(member)
+    else:
         opened = _open(folder, name, os.O_NONBLOCK)
         try:
             found = os.fstat(opened)

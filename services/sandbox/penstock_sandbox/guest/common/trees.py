@@ -7,6 +7,8 @@ Invariants
 - A tree is unpacked without following a link, and holds only directories, regular files and links that stay inside.
 - A layer is unpacked whatever was left in its way; what is removed for it is removed without following a link, at any
   depth.
+- Modes and modification times come out of a tar as they went in: a program that compares times, as make does, sees the
+  same order.
 - No name service is used for the names of owners: its libraries would come from a root that an agent wrote to.
 """
 
@@ -15,9 +17,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import tarfile
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Tuple
 
 from penstock_sandbox.guest.common import files, walk
 
@@ -25,6 +28,9 @@ WHITEOUT = ".wh."
 """A layer's member with this prefix removes the file named by the rest (OCI image specification)."""
 
 _CHUNK = 256 * 1024
+# All but the set-user-ID bit: no archive makes a program that gives its user's rights to others.
+_MODE = 0o3777
+_TIME = re.compile(r"(-?)([0-9]{1,11})(?:\.([0-9]*))?")
 _SMALL_TREE = 64 * 1024
 # What tarfile raises for invalid archives: its own errors, and those of unreadable numbers and names.
 _DAMAGED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
@@ -167,7 +173,7 @@ def _add(archive: tarfile.TarFile, path: str, name: str, status: os.stat_result,
     member = tarfile.TarInfo(name)
     member.mode = stat.S_IMODE(status.st_mode)
     member.uid, member.gid = status.st_uid, status.st_gid
-    member.mtime = status.st_mtime
+    set_time(member, status.st_mtime_ns)
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE
         archive.addfile(member)
@@ -181,6 +187,28 @@ def _add(archive: tarfile.TarFile, path: str, name: str, status: os.stat_result,
                 archive.addfile(member, _Exactly(source))
             return member.size
     return status.st_size
+
+
+def set_time(member: tarfile.TarInfo, mtime_ns: int) -> None:
+    """Sets a member's modification time, exactly: a pax header has what the plain one cannot hold.
+
+    Those are parts of a second, times before 1970, and 0, which in the plain header means that there is no time.
+    """
+    member.mtime, rest = divmod(mtime_ns, 10**9)
+    if rest or member.mtime <= 0:
+        seconds, rest = divmod(abs(mtime_ns), 10**9)
+        member.pax_headers = {"mtime": "%s%d.%09d" % ("-" if mtime_ns < 0 else "", seconds, rest)}
+
+
+def _time(member: tarfile.TarInfo) -> Optional[int]:
+    """Returns a member's modification time in nanoseconds, or None if it has none that a file can have."""
+    text = member.pax_headers.get("mtime", str(member.mtime or ""))
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return None
+    sign, seconds, rest = found.groups(default="")
+    size = int(seconds) * 10**9 + int(rest[:9].ljust(9, "0"))
+    return -size if sign else size
 
 
 class _Exactly:
@@ -246,18 +274,19 @@ def _write_tree(request: files.Message, descriptors: list[int]) -> files.Message
         try:
             source.seek(0)
             with tarfile.open(fileobj=source, mode="r:", tarinfo=_Member) as archive:
-                way = walk.Way(os.dup(anchor))
+                way, origins = walk.Way(os.dup(anchor)), walk.Way(os.dup(anchor))
                 try:
-                    _unpack_all(archive, anchor, way, force)
+                    _unpack_all(archive, way, origins, force)
                 finally:
                     way.close()
+                    origins.close()
         finally:
             os.close(anchor)
     return {"entries": entries, "bytes": total}
 
 
-def _unpack_all(archive: tarfile.TarFile, anchor: int, way: walk.Way, force: bool) -> None:
-    modes: list[tuple[str, int]] = []
+def _unpack_all(archive: tarfile.TarFile, way: walk.Way, origins: walk.Way, force: bool) -> None:
+    directories: List[Tuple[str, int, Optional[int]]] = []
     for member in archive:
         _forget_members(archive)
         name = _inside(member.name)
@@ -265,20 +294,23 @@ def _unpack_all(archive: tarfile.TarFile, anchor: int, way: walk.Way, force: boo
             continue
         *folders, base = name.split("/")
         if force and base.startswith(WHITEOUT):
+            origins.to([], create=False, force=False)  # it may be in what is removed
             _apply_whiteout(folders, base, way)
         elif member.isdir():
             way.to([*folders, base], create=True, force=force)
-            modes.append((name, member.mode & 0o777))
+            directories.append((name, member.mode & _MODE, _time(member)))
         else:
             folder = way.to(folders, create=True, force=force)
             if force:
                 walk.remove(base, folder)
-            _unpack(archive, member, folder, base, anchor)
-    # Last, so that a directory without write permission can still be filled.
-    for name, mode in reversed(modes):
+            _unpack(archive, member, folder, base, origins)
+    # Last, so that a directory without write permission can still be filled, and has its time afterwards.
+    for name, mode, mtime_ns in reversed(directories):
         folder = way.to(name.split("/"), create=False, force=False)
         if stat.S_IMODE(os.fstat(folder).st_mode) != mode:
             os.fchmod(folder, mode)
+        if mtime_ns is not None:
+            os.utime(folder, ns=(mtime_ns, mtime_ns))
 
 
 def _apply_whiteout(folders: List[str], base: str, way: walk.Way) -> None:
@@ -308,24 +340,28 @@ def _check_member(member: tarfile.TarInfo) -> None:
         _inside(member.linkname)
 
 
-def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, base: str, anchor: int) -> None:
+def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, base: str, origins: walk.Way) -> None:
+    mtime_ns = _time(member)
     if member.issym():
         _clear(folder, base)
         os.symlink(member.linkname, base, dir_fd=folder)
+        if mtime_ns is not None:
+            os.utime(base, ns=(mtime_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
     elif member.islnk():
-        origin, origin_base = files.parent(_inside(member.linkname), create=False, anchor=anchor)
-        try:
-            _clear(folder, base)
-            os.link(origin_base, base, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
-        finally:
-            os.close(origin)
+        *above, origin_base = _inside(member.linkname).split("/")
+        origin = origins.to(above, create=False, force=False)
+        _clear(folder, base)
+        os.link(origin_base, base, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
     else:
         _clear(folder, base)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(base, flags, 0o600, dir_fd=folder), "wb") as sink:
             content: Any = archive.extractfile(member)
             _copy(content, sink)
-            os.fchmod(sink.fileno(), member.mode & 0o777)
+            sink.flush()  # a write would change the time, and for a user that is not root the mode
+            os.fchmod(sink.fileno(), member.mode & _MODE)
+            if mtime_ns is not None:
+                os.utime(sink.fileno(), ns=(mtime_ns, mtime_ns))
 
 
 def _copy(source: BinaryIO, sink: BinaryIO) -> None:

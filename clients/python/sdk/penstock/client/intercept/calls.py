@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from penstock.client.errors import AlreadyDelivered, wrong_type
+from penstock.client.errors import AlreadyDelivered, InvalidCompletion, wrong_type
 from penstock.client.transport import tracing
 from penstock.client.transport.tracing import CallSpan
 from penstock.client.types import chat
@@ -203,7 +203,8 @@ class ModelCall:
         """Answers the call. Returns when the gate has it on disk: it will neither be lost nor requested again.
 
         Raises:
-            InvalidCompletion: a rule is broken; the call may be answered again.
+            InvalidCompletion: a rule is broken, or it cannot be sent at all (`RESULT_NOT_SENDABLE`); the call may be
+                answered again.
             StalePolicy: the weights are too old; the call may be answered again.
             AlreadyDelivered: another result came first.
             CallEnded: cancelled, expired, or its rollout is closed.
@@ -212,7 +213,7 @@ class ModelCall:
         """
         if not isinstance(completion, chat.Completion):
             raise wrong_type("completion", "a Completion, such as `ps.inference.generate` returns", completion)
-        await self._answer(self._result(completion=wire.completion_to(completion)))
+        await self._answer(self._result(lambda: {"completion": wire.completion_to(completion)}))
 
     async def fail(self, reason: str, message: str = "", *, retriable: bool = False) -> None:
         """Reports that the trainer cannot answer: the agent gets an error, retriable or not.
@@ -222,17 +223,19 @@ class ModelCall:
             message: for people, recorded.
             retriable: whether the agent gets a retriable error.
         """
-        failure = pb.CallFailure(reason=reason, message=message, retriable=retriable)
-        await self._answer(self._result(failure=failure))
+        await self._answer(
+            self._result(lambda: {"failure": pb.CallFailure(reason=reason, message=message, retriable=retriable)})
+        )
 
     async def delegate(self, sampling: chat.Sampling | None = None) -> None:
         """Lets the rollout's model source answer; `sampling` overrides, field by field, the agent's."""
-        delegation = pb.Delegation(sampling_override=wire.sampling_to(sampling))
-        await self._answer(self._result(delegation=delegation))
+        await self._answer(
+            self._result(lambda: {"delegation": pb.Delegation(sampling_override=wire.sampling_to(sampling))})
+        )
 
     async def release(self) -> None:
         """Puts the call back into the queue, for another session."""
-        await self._answer(self._result(release=pb.Release()))
+        await self._answer(self._result(lambda: {"release": pb.Release()}))
 
     def end(self, reason: str) -> None:
         """For the session: marks that no answer is needed any more."""
@@ -248,7 +251,10 @@ class ModelCall:
             self._span = CallSpan(self._message.trace_parent, self.call_id, self.rollout_id, self.group_id)
         tracing.taken(self)
 
-    def _result(self, **result: Any) -> pb.CallResult:
+    def _result(self, made: Callable[[], Mapping[str, Any]]) -> pb.CallResult:
         if self.end_reason == "ANSWERED":
             raise AlreadyDelivered(f"Call {self.call_id} is already answered", reason="ALREADY_DELIVERED")
-        return pb.CallResult(call_id=self._message.call_id, **result)
+        try:
+            return pb.CallResult(call_id=self._message.call_id, **made())
+        except (TypeError, ValueError) as error:
+            raise InvalidCompletion(f"The result cannot be sent: {error}", reason="RESULT_NOT_SENDABLE") from error

@@ -197,9 +197,10 @@ class Serving:
 
     async def _run(self, message: pb.HostToolCall) -> None:
         try:
-            result, is_error = await self._carried_out(message), False
-        except ToolFailed as error:
-            result, is_error = struct({"text": str(error) or "The tool failed."}, "a tool's words"), True
+            try:
+                result, is_error = await self._carried_out(message), False
+            except ToolFailed as error:
+                result, is_error = struct({"text": str(error) or "The tool failed."}, "a tool's words"), True
         except asyncio.CancelledError:
             self._running.pop(message.tool_call_id, None)
             raise

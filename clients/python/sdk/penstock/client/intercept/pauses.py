@@ -40,11 +40,14 @@ class Pauses:
         self._wanted = None
         await self._answer(pb.InterceptRequest(resume=pb.ResumeCalls()))
 
-    def taken_up(self, *, resumed: bool) -> Iterator[pb.InterceptRequest]:
-        """Yields the requests that a gate may not have received, or has forgotten."""
+    def unanswered(self) -> Iterator[pb.InterceptRequest]:
+        """Yields the open requests: each new stream sends them again."""
         yield from (asked.frame for asked in self._asked)
-        if not self._asked and not resumed and self._wanted is not None:
-            yield self._wanted
+
+    def forgotten(self) -> None:
+        """The gate forgot the session: requests the current pause again, unless an open request decides."""
+        if not self._asked and self._wanted is not None:
+            self._send(self._wanted)
 
     def paused(self, open_calls: int) -> None:
         """The gate reports a pause in force."""

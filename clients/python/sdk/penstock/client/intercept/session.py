@@ -95,7 +95,7 @@ class InterceptSession:
         self._tools = Serving(self._wake)
         self._pauses = Pauses(self._send)
         self._go_away: PenstockError | None = None
-        self._closing = False
+        self._closing = asyncio.Event()
         self._last_received = 0.0
         self._failure: PenstockError | None = None
         self._connected: asyncio.Future[None] | None = None
@@ -116,7 +116,7 @@ class InterceptSession:
 
     async def close(self) -> None:
         """Sends the remaining results and ends the session: calls without an answer are queued again at once."""
-        self._closing = True
+        self._closing.set()
         self._wake.set()
         if self._task is not None and not self._task.done():
             try:
@@ -142,7 +142,7 @@ class InterceptSession:
                 yield call
         finally:
             tracing.taken(None)
-        if self._failure is not None and not self._closing:
+        if self._failure is not None and not self._closing.is_set():
             raise self._failure
 
     def finish(self) -> None:
@@ -151,8 +151,9 @@ class InterceptSession:
 
     def announce(self, policy_version: int) -> None:
         """Announces the newest policy version to the gate, for its staleness bounds."""
+        frame = pb.InterceptRequest(policy=pb.PolicyAnnounced(policy_version=policy_version))
         self._policy_version = policy_version
-        self._send(pb.InterceptRequest(policy=pb.PolicyAnnounced(policy_version=policy_version)))
+        self._send(frame)
 
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
         """Replaces the window: maximum calls (0 = none for now) and bytes (None = unchanged) leased at once."""
@@ -225,10 +226,15 @@ class InterceptSession:
                     await self._converse()
                     return
                 except PenstockError as error:
-                    if not self.session_id and error.reason == "STREAM_BROKEN" and refusals_left and not self._closing:
+                    if (
+                        not self.session_id
+                        and error.reason == "STREAM_BROKEN"
+                        and refusals_left
+                        and not self._closing.is_set()
+                    ):
                         refusals_left -= 1  # refused, and grpc.aio lost the status
                         continue
-                    if self._closing or not (_passes(error) if self.session_id else _is_away(error)):
+                    if self._closing.is_set() or not (_passes(error) if self.session_id else _is_away(error)):
                         raise
                     if loop.time() - began > _SETTLED_S:
                         backoff.reset()
@@ -244,7 +250,10 @@ class InterceptSession:
                 if not self.session_id and not announced:
                     announced = True
                     _log.warning("waiting for the gate, %.0f s at most: %s", self._reconnect_timeout, wish)
-                await asyncio.sleep(backoff.next(wish))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(backoff.next(wish)):
+                        await self._closing.wait()
+                        return
         except PenstockError as error:
             self._end(error)
         except BaseException:
@@ -258,7 +267,7 @@ class InterceptSession:
             PenstockError: it ended otherwise.
         """
         stream = self._stub.Intercept(metadata=self._service.metadata)
-        writer: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with suppress(asyncio.InvalidStateError):  # refused already: reading raises the cause
@@ -271,7 +280,8 @@ class InterceptSession:
                 for request in self._tools.registrations(self.session_id):
                     await self._service.call(self._stub.RegisterTools, request)
             interval = seconds(welcome.welcome, "heartbeat_interval") or 10.0
-            writer = asyncio.create_task(self._write(stream, interval), name="penstock-intercept-writer")
+            tasks.append(asyncio.create_task(self._write(stream, interval), name="penstock-intercept-writer"))
+            tasks.append(asyncio.create_task(self._guard(stream, interval), name="penstock-intercept-guard"))
             while (frame := await self._read(stream)) is not None:
                 self._receive(frame)
         except TimeoutError:
@@ -280,15 +290,21 @@ class InterceptSession:
             raise self._service.error(error) from None
         finally:
             stream.cancel()
-            if writer is not None:
-                writer.cancel()
-                await asyncio.wait([writer])
-                if not writer.cancelled():
-                    writer.result()
-        if not self._closing:
+            for task in tasks:
+                task.cancel()
+                await asyncio.wait([task])
+            for task in tasks:
+                if not task.cancelled():
+                    task.result()
+        if not self._closing.is_set():
             raise Unavailable(f"{self._service.peer} ended the session", reason="STREAM_ENDED")
 
     def _hello(self) -> pb.Hello:
+        """Returns the session's current wishes. Frames queued from here on are sent after Welcome."""
+        self._outbox.clear()
+        if self._credits.calls == 0:
+            self._outbox.append(pb.InterceptRequest(credits=self._credits))
+        self._outbox.extend(self._pauses.unanswered())
         wanted = pb.Credits()
         wanted.CopyFrom(self._credits)
         wanted.calls = max(1, wanted.calls)  # zero credits need a frame of their own, after Welcome
@@ -303,15 +319,13 @@ class InterceptSession:
         )
 
     def _take_up(self, welcome: pb.Welcome) -> None:
-        """After Welcome: drops what was lost and resends what is unanswered."""
+        """After Welcome: ends calls that were lost and resends what is unanswered."""
         self.session_id = welcome.session_id
         self._last_received = asyncio.get_running_loop().time()
-        self._outbox.clear()
-        if self._credits.calls == 0:
-            self._outbox.append(pb.InterceptRequest(credits=self._credits))
         self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
         self._tools.taken_up(resumed=welcome.resumed)
-        self._outbox.extend(self._pauses.taken_up(resumed=welcome.resumed))
+        if not welcome.resumed:
+            self._pauses.forgotten()
         self._wake.set()
         if self._connected is not None and not self._connected.done():
             self._connected.set_result(None)
@@ -321,9 +335,10 @@ class InterceptSession:
         try:
             frame = await stream.read()
         except asyncio.CancelledError:
-            # grpc raises this also for a cancelled call, and `_write` cancels the call of a silent gate.
+            # grpc raises this also for a cancelled call, and `_guard` cancels the call of a silent gate. The call
+            # itself does not always say so: with a blocked write, `stream.cancelled()` was false.
             task = asyncio.current_task()
-            if stream.cancelled() and not (task is not None and task.cancelling()):
+            if task is None or not task.cancelling():
                 raise Unavailable(
                     f"{self._service.peer} stopped sending heartbeats", reason="HEARTBEAT_MISSED"
                 ) from None
@@ -336,13 +351,12 @@ class InterceptSession:
 
     async def _write(self, stream: Any, interval: float) -> None:
         """Sends what is ready at once; heartbeats in between; Goodbye at the end."""
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 self._wake.clear()
                 while (frame := self._next_frame()) is not None:
                     await stream.write(frame)
-                if self._closing:
+                if self._closing.is_set():
                     await stream.write(pb.InterceptRequest(goodbye=pb.Goodbye(reason="closed")))
                     await stream.done_writing()
                     return
@@ -350,15 +364,24 @@ class InterceptSession:
                     async with asyncio.timeout(interval / 2):
                         await self._wake.wait()
                 except TimeoutError:
-                    if loop.time() - self._last_received > 3 * interval:
-                        stream.cancel()
-                        return
                     self._outbox.append(pb.InterceptRequest(heartbeat=pb.Heartbeat()))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the stream is over, and the reader has its status
         except BaseException:
             stream.cancel()
             raise
+
+    async def _guard(self, stream: Any, interval: float) -> None:
+        """Cancels the call of a gate that is silent for three intervals, even while a write is blocked.
+
+        Intervals are counted, not measured: a program whose loop was blocked for a minute did not listen meanwhile.
+        """
+        silent = 0
+        while silent < 3:
+            before = self._last_received
+            await asyncio.sleep(interval)
+            silent = silent + 1 if self._last_received == before else 0
+        stream.cancel()
 
     def _next_frame(self) -> pb.InterceptRequest | None:
         if self._outbox:

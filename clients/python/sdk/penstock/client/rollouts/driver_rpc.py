@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final, Protocol
 
-from penstock.client.errors import FailedPrecondition, PenstockError, Unavailable
+from penstock.client.errors import DeadlineExceeded, FailedPrecondition, PenstockError, Unavailable
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import InterceptSession, Selector
 from penstock.client.transport.rpc import Backoff, Service
@@ -18,6 +18,8 @@ from penstock.trajectory.v1 import trajectory_pb2
 
 _WAIT_S: Final = 30.0
 _PATIENCE_S: Final = 60.0
+_UNANSWERED: Final = (Unavailable, DeadlineExceeded)
+"""Errors of a long poll that is repeated: the driver is down, or did not answer in time."""
 
 
 class Intercept(Protocol):
@@ -28,17 +30,20 @@ class Intercept(Protocol):
 
 
 class Patience:
-    """Retry policy of a broken watch: retries until the driver has not answered for a minute."""
+    """Retry policy of a broken watch: retries for a minute from the first failure after the driver's last answer.
+
+    The caller's own time between two messages does not count.
+    """
 
     def __init__(self) -> None:
         self._backoff = Backoff()
         self._early = Backoff()
-        self._seen = asyncio.get_running_loop().time()
+        self._broke: float | None = None
 
     def sign(self) -> None:
         """Records that the driver answered."""
         self._backoff.reset()
-        self._seen = asyncio.get_running_loop().time()
+        self._broke = None
 
     async def ask_again(self, asked: float) -> None:
         """Waits before repeating the long poll sent at time `asked`: not at all if the driver held it as long as it
@@ -50,7 +55,10 @@ class Patience:
 
     async def pause(self, error: PenstockError) -> None:
         """Waits before the next attempt; raises `error` when the limit is reached."""
-        if asyncio.get_running_loop().time() - self._seen > _PATIENCE_S:
+        now = asyncio.get_running_loop().time()
+        if self._broke is None:
+            self._broke = now
+        if now - self._broke > _PATIENCE_S:
             raise error
         await asyncio.sleep(self._backoff.next(error))
 
@@ -83,7 +91,7 @@ class Driver:
             asked = asyncio.get_running_loop().time()
             try:
                 answer = await self.service.call(self.stub.WaitRollout, request, timeout=_WAIT_S)
-            except Unavailable as error:
+            except _UNANSWERED as error:
                 await patience.pause(error)
                 continue
             patience.sign()
@@ -99,7 +107,7 @@ class Driver:
             asked = asyncio.get_running_loop().time()
             try:
                 answer = await self.service.call(self.stub.WaitGroup, request, timeout=_WAIT_S)
-            except Unavailable as error:
+            except _UNANSWERED as error:
                 await patience.pause(error)
                 continue
             patience.sign()

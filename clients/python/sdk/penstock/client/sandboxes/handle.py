@@ -190,7 +190,7 @@ class SandboxHandle:
 
         Raises:
             FailedPrecondition: `CAPABILITY_MISSING` if its backend has no diffs; `FILE_REPLACED` if a file became
-                shorter meanwhile.
+                shorter meanwhile; `PATH_NOT_TEXT` if the backend cannot tell the name of a deleted file.
             ResourceExhausted: `TREE_TOO_LARGE`, before the excess is read.
             DataLoss: the data was damaged on the way.
         """
@@ -207,7 +207,8 @@ class SandboxHandle:
         tar = bytes(content)
         if (await asyncio.to_thread(sha256, tar)).digest() != end.sha256:
             raise DataLoss("The diff arrived damaged: its digest differs", reason="DIGEST_MISMATCH")
-        return Diff(tar, tuple(end.deleted_paths))
+        raw = (path.decode(errors="surrogateescape") for path in end.raw_deleted_paths)
+        return Diff(tar, (*end.deleted_paths, *raw))
 
     async def pause(self) -> None:
         """Freezes every process in it; returns when all are stopped. Idempotent; the lease runs on.

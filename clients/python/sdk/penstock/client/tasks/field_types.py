@@ -20,6 +20,7 @@ _MAX_PERIOD_S: Final = 86_400
 _MAX_SECONDS: Final = 100 * 366 * 86_400
 FILE_PATH: Final = "must be the path of a file, without '..'"
 WORKING_DIRECTORY: Final = (".", "./")
+_IN_MEMORY: Final = frozenset({"dev", "proc", "sys", "tmp"})
 _RESERVED_LABEL: Final = "penstock_"
 _JSON_DEPTH: Final = 24
 
@@ -40,6 +41,14 @@ def _names(path: str) -> list[str]:
 def is_file_path(path: str) -> bool:
     """Whether a file may be put there; a directory's may end with a slash, which is checked elsewhere."""
     return bool(_names(path)) and "\0" not in path and ".." not in path.split("/")
+
+
+def _directory(path: str) -> str:
+    if not is_file_path(path):
+        raise ValueError("must be a directory that is not the root, without '..'")
+    if path.startswith("/") and (top := _names(path)[0]) in _IN_MEMORY:
+        raise ValueError(f"/{top} is memory, and what is there is in no fork: name a directory elsewhere")
+    return path
 
 
 def is_seed_path(path: str) -> bool:
@@ -83,7 +92,7 @@ SeedPath = Annotated[str, _check(is_seed_path, FILE_PATH)]
 Plain = Annotated[str, _check(lambda text: "\0" not in text, "must not have NUL in it")]
 ShellLine = Annotated[str, _check(lambda text: text.strip() and "\0" not in text, "must not be empty, nor have NUL")]
 Pattern = Annotated[str, AfterValidator(_pattern)]
-Directory = Annotated[str, _check(is_file_path, "must be a directory that is not the root, without '..'")]
+Directory = Annotated[str, AfterValidator(_directory)]
 Variable = Annotated[
     str,
     _check(re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}").fullmatch, "must be the name of an environment variable"),

@@ -92,7 +92,8 @@ class Diff:
     """Files that differ from a sandbox's base.
 
     `tar` is a POSIX pax archive of those that are new or changed, for `tarfile.open(fileobj=io.BytesIO(diff.tar))`;
-    `deleted_paths` are absolute.
+    every pipe, socket or device is a pipe in it.
+    `deleted_paths` are absolute. Bytes in them that are not UTF-8 are surrogates, as of `os.fsdecode`.
     """
 
     tar: bytes = field(repr=False)

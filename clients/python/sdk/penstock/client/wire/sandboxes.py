@@ -30,7 +30,7 @@ run_result: Final = reader(RunResult, process_service_pb2.RunResult)
 snapshot: Final = reader(Snapshot, pb.Snapshot, renamed={"fork": "fork_kind"}, left_out=("setup",))
 """Converts a snapshot, without the results of its setup."""
 
-file_info: Final = reader(FileInfo, file_service_pb2.FileInfo)
+file_info: Final = reader(FileInfo, file_service_pb2.FileInfo, left_out=("raw_name",))
 """Converts metadata of a file."""
 
 stats: Final = reader(Stats, pb.GetStatsResponse)

@@ -331,7 +331,7 @@ class Verifier(_message.Message):
     before anything starts if the backend cannot do it. It is also refused for a terminal episode, which is graded in its
     own sandbox.
     Changes are files, directories and links below `changes_below`, deletions included. Links that lead out of them and
-    other kinds of file are left out; Grading.changes counts them.
+    other kinds of file are left out, as if they were deleted; Grading.changes counts them.
     In the agent's sandbox, a rollout is not graded if its agent, not being root, changed the system's programs or
     settings, where the backend can detect that (GRADING_BLOCKED).
     """
@@ -361,7 +361,8 @@ class Verifier(_message.Message):
     @_builtins.property
     def changes_below(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """With fresh_fork: the directories whose changes are copied, absolute or relative to the working directory. Empty = the
-        working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused.
+        working directory. If it is not empty, grading needs a fresh fork, and fresh_fork false is refused. No directory may be
+        in memory (/tmp, /dev, /proc, /sys), or lie behind a link in the prepared state (CHANGES_BELOW_INVALID).
         """
 
     @_builtins.property
@@ -995,7 +996,9 @@ class Grading(_message.Message):
         removed: _builtins.int
         """Paths that the agent removed or replaced."""
         left_out: _builtins.int
-        """Paths below `changes_below` that were left out: links that lead out, devices, sockets, names that cannot be copied."""
+        """Paths below `changes_below` that were left out: links that lead out, pipes, sockets, devices, names that cannot be
+        copied. The fork has nothing there, whatever the prepared state had.
+        """
         @_builtins.property
         def left_out_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
             """At most 32 of those, absolute."""

@@ -54,14 +54,17 @@ class FileInfo(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     MODIFY_TIME_FIELD_NUMBER: _builtins.int
     LINK_TARGET_FIELD_NUMBER: _builtins.int
+    RAW_NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The last component."""
+    """The last component. Bytes that are not UTF-8 are replaced by U+FFFD, and raw_name is set."""
     kind: Global___FileKind.ValueType
     size_bytes: _builtins.int
     mode: _builtins.int
     """Permission bits."""
     link_target: _builtins.str
     """With SYMLINK only."""
+    raw_name: _builtins.bytes
+    """The last component as it is, if it is not UTF-8. Unset = `name` is exact."""
     @_builtins.property
     def modify_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -73,10 +76,11 @@ class FileInfo(_message.Message):
         mode: _builtins.int = ...,
         modify_time: _timestamp_pb2.Timestamp | None = ...,
         link_target: _builtins.str = ...,
+        raw_name: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["modify_time", b"modify_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "link_target", b"link_target", "mode", b"mode", "modify_time", b"modify_time", "name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "link_target", b"link_target", "mode", b"mode", "modify_time", b"modify_time", "name", b"name", "raw_name", b"raw_name", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

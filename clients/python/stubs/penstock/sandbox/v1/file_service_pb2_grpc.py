@@ -130,7 +130,8 @@ class FileServiceServicer(object):
     def WriteTree(self, request_iterator, context):
         """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
         files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
-        KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
+        KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Modes, but for
+        the set-user-ID bit, and modification times are kept; a time of 0 without a pax header is none.
         Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

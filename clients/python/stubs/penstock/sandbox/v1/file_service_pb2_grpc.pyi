@@ -60,7 +60,8 @@ class FileServiceStub:
     WriteTree: _grpc.StreamUnaryMultiCallable[_file_service_pb2.WriteTreeRequest, _file_service_pb2.WriteTreeResponse]
     """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
     files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
-    KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
+    KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Modes, but for
+    the set-user-ID bit, and modification times are kept; a time of 0 without a pax header is none.
     Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
     """
     Stat: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.StatRequest, _file_service_pb2.StatResponse]
@@ -109,7 +110,8 @@ class FileServiceAsyncStub(FileServiceStub):
     WriteTree: _aio.StreamUnaryMultiCallable[_file_service_pb2.WriteTreeRequest, _file_service_pb2.WriteTreeResponse]  # type: ignore[assignment]
     """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
     files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
-    KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
+    KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Modes, but for
+    the set-user-ID bit, and modification times are kept; a time of 0 without a pax header is none.
     Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
     """
     Stat: _aio.UnaryUnaryMultiCallable[_file_service_pb2.StatRequest, _file_service_pb2.StatResponse]  # type: ignore[assignment]
@@ -179,7 +181,8 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_file_service_pb2.WriteTreeResponse, _abc.Awaitable[_file_service_pb2.WriteTreeResponse]]:
         """WriteTree unpacks a tar into a directory. It refuses the tar before anything is unpacked if it has devices, FIFOs,
         files with holes (GNU sparse), absolute names, "..", links that lead out, negative sizes or headers of more than 256
-        KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE).
+        KiB, or if it has more than 8 GiB or 500,000 entries (RESOURCE_EXHAUSTED, TREE_TOO_LARGE). Modes, but for
+        the set-user-ID bit, and modification times are kept; a time of 0 without a pax header is none.
         Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
         """
 

@@ -1279,20 +1279,26 @@ class DiffSandboxResponse(_message.Message):
 
         DELETED_PATHS_FIELD_NUMBER: _builtins.int
         SHA256_FIELD_NUMBER: _builtins.int
+        RAW_DELETED_PATHS_FIELD_NUMBER: _builtins.int
         sha256: _builtins.bytes
         @_builtins.property
         def deleted_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
             """Absolute paths that the base has and the sandbox lacks."""
+
+        @_builtins.property
+        def raw_deleted_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+            """Further ones, which are not UTF-8."""
 
         def __init__(
             self,
             *,
             deleted_paths: _abc.Iterable[_builtins.str] | None = ...,
             sha256: _builtins.bytes = ...,
+            raw_deleted_paths: _abc.Iterable[_builtins.bytes] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_paths", b"deleted_paths", "sha256", b"sha256"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_paths", b"deleted_paths", "raw_deleted_paths", b"raw_deleted_paths", "sha256", b"sha256"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,10 +139,11 @@ class SandboxServiceStub:
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     DiffSandbox: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.DiffSandboxRequest, _sandbox_service_pb2.DiffSandboxResponse]
-    """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
-    whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
-    work ends if the caller cancels.
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+    """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax); the last message lists the
+    deletions. Every pipe, socket or device is in the tar as a pipe, since tar has no sockets. A file that grows meanwhile
+    has the length that it had when it was opened. The work ends if the caller cancels.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST;
+    PATH_NOT_TEXT: the backend cannot tell the name of a deleted file, which is not UTF-8),
     NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
     INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
     """
@@ -258,10 +259,11 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     DiffSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.DiffSandboxRequest, _sandbox_service_pb2.DiffSandboxResponse]  # type: ignore[assignment]
-    """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
-    whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
-    work ends if the caller cancels.
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+    """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax); the last message lists the
+    deletions. Every pipe, socket or device is in the tar as a pipe, since tar has no sockets. A file that grows meanwhile
+    has the length that it had when it was opened. The work ends if the caller cancels.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST;
+    PATH_NOT_TEXT: the backend cannot tell the name of a deleted file, which is not UTF-8),
     NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
     INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
     """
@@ -494,10 +496,11 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DiffSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.DiffSandboxResponse], _abc.AsyncIterator[_sandbox_service_pb2.DiffSandboxResponse]]:
-        """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax; deletions as overlay-style
-        whiteouts, listed in the last message). A file that grows meanwhile has the length that it had when it was opened. The
-        work ends if the caller cancels.
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST),
+        """DiffSandbox streams the sandbox's files that differ from its base, as a tar (POSIX pax); the last message lists the
+        deletions. Every pipe, socket or device is in the tar as a pipe, since tar has no sockets. A file that grows meanwhile
+        has the length that it had when it was opened. The work ends if the caller cancels.
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST;
+        PATH_NOT_TEXT: the backend cannot tell the name of a deleted file, which is not UTF-8),
         NOT_FOUND (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries),
         INVALID_ARGUMENT (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
         """

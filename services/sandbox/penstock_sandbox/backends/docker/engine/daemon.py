@@ -38,6 +38,8 @@ _API_VERSION = "1.41"
 
 GO_DIRECTORY = 1 << 31
 """Go's os.ModeDir, in the daemon's file modes."""
+GO_SOCKET = 1 << 24
+"""Go's os.ModeSocket."""
 
 T = TypeVar("T")
 

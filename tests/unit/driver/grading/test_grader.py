@@ -1,0 +1,103 @@
+"""What goes from the agent's sandbox to a fresh fork: only from where a diff sees it, and what it lacks as well."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from tests.unit.driver.world import Directories
+
+from penstock_chassis.errors import PermissionDenied
+from penstock_driver.domain.ports import Command, SandboxTerms
+from penstock_driver.domain.rollout import RolloutFailed, Verifier
+from penstock_driver.grading import grader
+from penstock_driver.grading.grader import Grader
+
+VERIFIER = Verifier(commands=(Command(shell="true"),), fresh_fork=True)
+
+
+async def refusal(sandboxes: Directories, below: tuple[str, ...], workdir: str) -> tuple[str, str]:
+    """Why directories are refused before the agent starts: cause and reason, empty where they are not."""
+    facts = replace(await sandboxes.create(SandboxTerms(), 1.0, {}), workdir=workdir)
+    given = Grader(sandboxes, replace(VERIFIER, changes_below=below), spool=None, max_bytes=1 << 20)
+    try:
+        await given.save_baseline(facts)
+    except RolloutFailed as failed:
+        assert "verifier.changes_below" in failed.failure.message
+        return failed.failure.cause, failed.failure.reason
+    return "", ""
+
+
+@pytest.mark.requirement("R27", "R76")
+@pytest.mark.parametrize("workdir", ["/tmp", "/tmp/work", "/dev/shm"])
+async def test_working_directory_in_memory_is_refused(tmp_path: Path, workdir: str) -> None:
+    """Also by a path that is relative to it."""
+    sandboxes = Directories(tmp_path)
+    assert await refusal(sandboxes, (), workdir) == ("TASK", "CHANGES_BELOW_INVALID")
+    assert await refusal(sandboxes, ("out",), workdir) == ("TASK", "CHANGES_BELOW_INVALID")
+
+
+@pytest.mark.requirement("R27", "R76")
+@pytest.mark.parametrize(
+    ("below", "refused"),
+    [
+        (("real/in", "file", "absent/in"), False),
+        (("linked",), True),
+        (("real", "linked/in"), True),
+        (("real/up/real",), True),
+    ],
+)
+async def test_directory_is_refused_if_its_path_has_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: tuple[str, ...], refused: bool
+) -> None:
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    workdir = tmp_path / "work"
+    (workdir / "real/in").mkdir(parents=True)
+    (workdir / "file").touch()
+    (workdir / "linked").symlink_to("real")
+    (workdir / "real/up").symlink_to("..")
+    found = await refusal(Directories(tmp_path), below, str(workdir))
+    assert found == (("TASK", "CHANGES_BELOW_INVALID") if refused else ("", ""))
+
+
+@pytest.mark.requirement("R76")
+async def test_directory_that_the_agent_cannot_enter_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can its link be seen."""
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    sandboxes = Directories(tmp_path)
+    sandboxes.fail["kind"] = [PermissionDenied("locked", reason="FILE_PERMISSION")]
+    assert await refusal(sandboxes, (), str(tmp_path)) == ("", "")
+
+
+@pytest.mark.requirement("R72", "R76")
+async def test_broken_file_is_gone_from_the_fork_if_nothing_else_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of removals alone is a layer."""
+    sandboxes = Directories(tmp_path)
+    facts = await sandboxes.create(SandboxTerms(), 1.0, {})
+    prepared = Path(facts.workdir, "prepared")
+    prepared.touch()
+
+    async def diff(sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
+        with tarfile.open(fileobj=sink, mode="w") as archive:
+            pipe = tarfile.TarInfo(str(prepared)[1:])
+            pipe.type = tarfile.FIFOTYPE
+            archive.addfile(pipe)
+        return []
+
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    monkeypatch.setattr(sandboxes, "diff", diff)
+    given = Grader(sandboxes, VERIFIER, spool=None, max_bytes=1 << 20)
+    await given.take(facts)
+    await given.put(facts)
+    given.close()
+    assert not prepared.exists()
+    assert given.grading.changes is not None
+    assert given.grading.changes.left_out_paths == (str(prepared),)
