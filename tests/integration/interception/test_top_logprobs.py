@@ -1,4 +1,4 @@
-"""Alternatives (top-k logprobs) of sampled tokens: from the answer to the journal, the record, the sample and the agent."""
+"""Alternatives (top-k logprobs) of sampled tokens: from the answer to the journal, the sample and the agent."""
 
 from __future__ import annotations
 
@@ -156,9 +156,7 @@ async def test_wrong_alternatives_are_invalid_by_their_field(service: Any, chang
     acknowledged = await trainer.deliver(result(call, completion))
     (rejected,) = acknowledged.rejected
     assert rejected.reason == pb.ResultRejected.REASON_INVALID
-    assert [text.split(":")[0] for text in rejected.violations] == [
-        f"completion.span.{name}" for name in field.split()
-    ]
+    assert [text.split(":")[0] for text in rejected.violations] == [f"completion.span.{name}" for name in field.split()]
     await trainer.deliver(result(call, with_top(tokens_completion([5, 2]), *GOOD)))
     await asked
 

@@ -108,8 +108,8 @@ class TopLogprobs:
 class Sampled:
     """One completion as delivered, with the message that the codec parsed from it.
 
-    `token_ids`, `logprobs` and `top` are None if the source gave none. `versions` cover the tokens without a gap. `injected`:
-    written by the trainer, not sampled. `usable`: False keeps the turn as context only.
+    `token_ids`, `logprobs` and `top` are None if the source gave none. `versions` cover the tokens without a gap.
+    `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only.
     """
 
     message: Message
