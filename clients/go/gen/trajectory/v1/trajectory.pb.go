@@ -1073,9 +1073,9 @@ func (x *TurnSpan) GetUntrainedReason() string {
 
 // Sample is one token sequence to train on, from the root to the leaf of a branch.
 //
-// Invariants: input_ids, loss_mask and logprobs have `count` elements (logprobs is empty if the source gives none). The mask is 1 exactly on
-// sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is 0.0. A prefix
-// that several samples share is masked 1 in one of them only.
+// Invariants: input_ids, loss_mask and logprobs have `count` elements (logprobs is empty if the source gives none). The mask
+// is 1 exactly on sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is
+// 0.0. A prefix that several samples share is masked 1 in one of them only.
 type Sample struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	SampleId string                 `protobuf:"bytes,1,opt,name=sample_id,json=sampleId,proto3" json:"sample_id,omitempty"`

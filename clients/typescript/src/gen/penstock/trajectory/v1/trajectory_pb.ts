@@ -420,9 +420,9 @@ export const TurnSpanSchema: GenMessage<TurnSpan> = /*@__PURE__*/
 /**
  * Sample is one token sequence to train on, from the root to the leaf of a branch.
  *
- * Invariants: input_ids, loss_mask and logprobs have `count` elements (logprobs is empty if the source gives none). The mask is 1 exactly on
- * sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is 0.0. A prefix
- * that several samples share is masked 1 in one of them only.
+ * Invariants: input_ids, loss_mask and logprobs have `count` elements (logprobs is empty if the source gives none). The mask
+ * is 1 exactly on sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is
+ * 0.0. A prefix that several samples share is masked 1 in one of them only.
  *
  * @generated from message penstock.trajectory.v1.Sample
  */
