@@ -264,7 +264,7 @@ class Subject:
         return observed_call(call)
 
     async def deliver(self, given: Json) -> None:
-        top, rows = given.get("top"), {}
+        top, rows = given.get("top"), dict[str, Any]()
         if top is not None:
             whole = np.frombuffer(bytes.fromhex(top["token_ids"]), "<i4")
             shape = (-1, top["count"]) if whole.size % top["count"] == 0 else (1, -1)

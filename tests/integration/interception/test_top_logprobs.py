@@ -99,12 +99,11 @@ async def test_a_trainers_alternatives_reach_record_and_sample(serving: Any) -> 
 async def test_a_sample_has_a_row_for_each_trained_token(service: Any) -> None:
     """Turns with fewer alternatives, or without, are filled up."""
     rollout, trainer = await service.open(), await service.trainer()
-    client, turns = rollout.client(), [*ASK]
+    client, turns, size = rollout.client(), [*ASK], trainer.completion("ok").span.count
     for count in (1, 0, 3):
         asked = asyncio.create_task(client.chat.completions.create(model="m", messages=turns))
         call = await trainer.call()
         completion = trainer.completion("ok")
-        size = completion.span.count
         if count:
             best = [[4, 5, 6][:count]] * size
             completion = with_top(completion, best, [[-0.5, -1.0, -2.0][:count]] * size)
