@@ -134,6 +134,12 @@ func (r *Rollout) Trajectory(ctx context.Context, bodies bool) (*trajectoryv1.Tr
 	return r.trajectory(ctx, &driverv1.GetTrajectoryRequest{RolloutId: r.ID, IncludeBodies: bodies})
 }
 
+// TrajectoryWithTop is Trajectory with the alternatives of the sampled tokens, 8 bytes for each.
+func (r *Rollout) TrajectoryWithTop(ctx context.Context, bodies bool) (*trajectoryv1.Trajectory, error) {
+	request := &driverv1.GetTrajectoryRequest{RolloutId: r.ID, IncludeBodies: bodies, IncludeTop: true}
+	return r.trajectory(ctx, request)
+}
+
 // Events yields what happened after the event of that sequence number (0 = all) and what happens, until the rollout has
 // ended. It goes on where it was when the stream breaks. An error is the last thing that it yields.
 func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.RolloutEvent, error] {

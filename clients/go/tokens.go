@@ -71,6 +71,47 @@ func Sampled(ids []int32, logprobs []float32, policyVersion int64) (*chatv1.Comp
 	}, nil
 }
 
+// TopLogprobs are alternatives, row after row: Count (at most 20) for each token, the likeliest first. A row with fewer ends
+// with id -1 and logprob -Inf.
+type TopLogprobs struct {
+	Count    int
+	IDs      []int32
+	Logprobs []float32
+}
+
+// SetTop gives a completion the alternatives of its tokens.
+//
+// Errors: ErrInvalidArgument, COMPLETION_SHAPE: there are not Count of them for each token.
+func SetTop(completion *chatv1.Completion, top TopLogprobs) error {
+	span := completion.GetSpan()
+	size := top.Count * int(span.GetCount())
+	if span == nil || len(top.IDs) != size || len(top.Logprobs) != size {
+		return &Error{
+			Kind: ErrInvalidArgument, Reason: "COMPLETION_SHAPE",
+			Message: "There are Count ids and logprobs for each token.",
+		}
+	}
+	span.TopCount, span.TopTokenIds, span.TopLogprobs = uint32(top.Count), EncodeTokenIDs(top.IDs), EncodeLogprobs(top.Logprobs)
+	if span.LogprobsMode == chatv1.LogprobsMode_LOGPROBS_MODE_UNSPECIFIED {
+		span.LogprobsMode = chatv1.LogprobsMode_LOGPROBS_MODE_PROCESSED
+	}
+	return nil
+}
+
+// Top reads the alternatives of a span or of a sample; nil where there are none, or where they were left out.
+func Top(message interface {
+	GetTopCount() uint32
+	GetTopTokenIds() []byte
+	GetTopLogprobs() []byte
+}) *TopLogprobs {
+	if len(message.GetTopTokenIds()) == 0 {
+		return nil
+	}
+	return &TopLogprobs{
+		int(message.GetTopCount()), TokenIDs(message.GetTopTokenIds()), Logprobs(message.GetTopLogprobs()),
+	}
+}
+
 // Injected is a completion without tokens: the agent is shown it, it is recorded as injected, and never trained on.
 func Injected(text string, calls ...*chatv1.ToolCall) *chatv1.Completion {
 	completion := &chatv1.Completion{
@@ -98,6 +139,9 @@ type Sample struct {
 	LossMask []bool
 	// Logprobs are finite and <= 0 where LossMask is true, else 0.
 	Logprobs []float32
+	// Top are the alternatives of the tokens where LossMask is true, in order, and of no others; nil where there are none, or
+	// they were not asked for (Rollout.TrajectoryWithTop).
+	Top *TopLogprobs
 	// Message has the rest: versions, turns, weight, branch.
 	Message *trajectoryv1.Sample
 }
@@ -106,7 +150,7 @@ type Sample struct {
 func Samples(trajectory *trajectoryv1.Trajectory) []Sample {
 	samples := make([]Sample, len(trajectory.GetSamples()))
 	for i, message := range trajectory.GetSamples() {
-		sample := Sample{InputIDs: TokenIDs(message.GetInputIds()), Message: message}
+		sample := Sample{InputIDs: TokenIDs(message.GetInputIds()), Top: Top(message), Message: message}
 		sample.LossMask = make([]bool, len(message.GetLossMask()))
 		for j, bit := range message.GetLossMask() {
 			sample.LossMask[j] = bit != 0

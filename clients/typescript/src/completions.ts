@@ -7,6 +7,7 @@ import {
   type Completion as CompletionMessage,
   CompletionSchema,
   LogprobsModeSchema,
+  type TokenSpan,
 } from "./gen/penstock/chat/v1/completion_pb.js";
 import { bytesOf, logprobs, number, tokenIds } from "./wire.js";
 
@@ -22,6 +23,23 @@ export interface CompletionOptions {
   readonly engine?: string;
   readonly engineVersion?: string;
   readonly samplingUsed?: Sampling;
+  /** The likeliest tokens at each position, for a trainer that learns from them. */
+  readonly top?: TopLogprobs;
+}
+
+/** Alternatives, row after row: `count` (at most 20) for each token, the likeliest first; a row with fewer ends with id -1 and -Infinity. */
+export interface TopLogprobs {
+  readonly count: number;
+  readonly tokenIds: Int32Array;
+  readonly logprobs: Float32Array;
+}
+
+/** The alternatives of a span or a sample; undefined where there are none or they were left out. */
+export function topOf(message: Pick<TokenSpan, "topCount" | "topTokenIds" | "topLogprobs">): TopLogprobs | undefined {
+  const { topCount: count, topTokenIds, topLogprobs } = message;
+  return topTokenIds.length === 0
+    ? undefined
+    : { count, tokenIds: tokenIds(topTokenIds), logprobs: logprobs(topLogprobs) };
 }
 
 /** A completion; from an inference service, or made by `ofTokens`, or by `ofText` for what shall be shown and never trained on. */
@@ -51,12 +69,17 @@ export class Completion {
       const message = `token ids and logprobs are of one length, not ${ids.length} and ${probabilities.length}`;
       throw new InvalidArgument(message, { reason: "COMPLETION_SHAPE" });
     }
-    const { policyVersion } = options;
+    const { policyVersion, top } = options;
+    if (top !== undefined && [top.tokenIds, top.logprobs].some((rows) => rows.length !== top.count * ids.length)) {
+      const message = `alternatives are ${top.count} for each of ${ids.length} tokens, not ${top.tokenIds.length} ids and ${top.logprobs.length} logprobs`;
+      throw new InvalidArgument(message, { reason: "COMPLETION_SHAPE" });
+    }
     const versions =
       policyVersion === undefined || ids.length === 0
         ? []
         : [{ policyVersion: BigInt(policyVersion), start: 0, end: ids.length }];
-    const mode = probabilities === undefined ? "unspecified" : (options.logprobsMode ?? "processed");
+    const none = probabilities === undefined && top === undefined;
+    const mode = none ? "unspecified" : (options.logprobsMode ?? "processed");
     return new Completion(
       create(CompletionSchema, {
         span: {
@@ -65,6 +88,11 @@ export class Completion {
           logprobs: probabilities === undefined ? new Uint8Array() : bytesOf(Float32Array.from(probabilities)),
           logprobsMode: number(LogprobsModeSchema, mode),
           versions,
+          ...(top && {
+            topCount: top.count,
+            topTokenIds: bytesOf(top.tokenIds),
+            topLogprobs: bytesOf(top.logprobs),
+          }),
         },
         finishReason: number(FinishReasonSchema, options.finishReason ?? "stop"),
         engine: options.engine ?? "trainer",
@@ -98,5 +126,11 @@ export class Completion {
   get logprobs(): Float32Array | undefined {
     const data = this.message.span?.logprobs;
     return data === undefined || data.length === 0 ? undefined : logprobs(data);
+  }
+
+  /** Absent where the engine gave none. */
+  get top(): TopLogprobs | undefined {
+    const { span } = this.message;
+    return span && topOf(span);
   }
 }

@@ -66,6 +66,8 @@ export interface TrajectoryOptions {
   readonly samplesOnly?: boolean;
   /** With the agent's request bodies. */
   readonly bodies?: boolean;
+  /** With the alternatives of sampled tokens: 8 bytes for each. */
+  readonly top?: boolean;
   readonly signal?: AbortSignal | undefined;
 }
 
@@ -115,8 +117,8 @@ export class Driver {
 
   /** An ended rollout's trajectory. */
   async trajectory(rolloutId: string, options: TrajectoryOptions = {}): Promise<Trajectory> {
-    const { samplesOnly = false, bodies: includeBodies = false, signal } = options;
-    const request = { rolloutId, samplesOnly, includeBodies };
+    const { samplesOnly = false, bodies: includeBodies = false, top: includeTop = false, signal } = options;
+    const request = { rolloutId, samplesOnly, includeBodies, includeTop };
     const fragments = await this.service.collect((call) => this.client.getTrajectory(request, call), signal);
     return trajectoryFrom(fragments.map((fragment) => present(fragment.trajectory)));
   }

@@ -1,7 +1,7 @@
 /** Penstock for TypeScript: start rollouts of coding agents, answer their model calls, collect token-exact trajectories. */
 
 export { type AnswerOptions, ModelCall } from "./calls.js";
-export { Completion, type CompletionOptions, type Sampling } from "./completions.js";
+export { Completion, type CompletionOptions, type Sampling, type TopLogprobs } from "./completions.js";
 export {
   type CreateGroupOptions,
   type CreateRolloutOptions,

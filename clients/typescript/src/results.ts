@@ -1,6 +1,7 @@
 /** How a rollout or a group stands, what happens in it, how it ended, and what there is to learn from. */
 
 import { fromBinary, mergeFromBinary, toBinary } from "@bufbuild/protobuf";
+import { type TopLogprobs, topOf } from "./completions.js";
 import { LogprobsModeSchema } from "./gen/penstock/chat/v1/completion_pb.js";
 import {
   type RolloutEvent as EventMessage,
@@ -123,6 +124,8 @@ export interface Sample {
   readonly branchClass: string;
   /** The last turn was cut by a limit. */
   readonly truncated: boolean;
+  /** Alternatives of the tokens whose mask is 1, in order, and of no others; absent where there are none or they were not asked for. */
+  readonly top: TopLogprobs | undefined;
 }
 
 /** A whole trajectory. `message` has the calls, branches and findings as they travelled. */
@@ -205,6 +208,7 @@ function sampleFrom(message: SampleMessage): Sample {
     weight: message.weight,
     branchClass: word(CallClassSchema, message.branchClass),
     truncated: message.truncated,
+    top: topOf(message),
   };
 }
 

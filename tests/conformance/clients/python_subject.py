@@ -32,6 +32,7 @@ from penstock.client import (
     RewardFrom,
     RolloutHandle,
     RolloutResult,
+    Sample,
     SeedFile,
     Task,
     Tls,
@@ -81,10 +82,19 @@ def observed_result(result: RolloutResult) -> Json:
                 "weight": sample.weight,
                 "branch_class": sample.branch_class,
                 "truncated": sample.truncated,
+                "top": observed_top(sample),
             }
             for sample in (() if trajectory is None else trajectory.samples)
         ],
     }
+
+
+def observed_top(sample: Sample) -> Json | None:
+    """What is told of a sample's alternatives."""
+    ids, logprobs = sample.top_token_ids, sample.top_logprobs
+    if ids is None or logprobs is None:
+        return None
+    return {"count": ids.shape[1], "token_ids": ids.tobytes().hex(), "logprobs": logprobs.tobytes().hex()}
 
 
 def observed_call(call: ModelCall) -> Json:
@@ -218,7 +228,7 @@ class Subject:
     async def result(self, given: Json) -> Json:
         handle = await self._rollout(given)
         ended = await handle.result()
-        trajectory = await handle.trajectory(samples_only=True)
+        trajectory = await handle.trajectory(samples_only=True, top=given.get("top", False))
         return observed_result(RolloutResult(ended.rollout, ended.outcome, trajectory))
 
     async def results(self, given: Json) -> Json:
@@ -254,9 +264,18 @@ class Subject:
         return observed_call(call)
 
     async def deliver(self, given: Json) -> None:
+        top, rows = given.get("top"), dict[str, Any]()
+        if top is not None:
+            whole = np.frombuffer(bytes.fromhex(top["token_ids"]), "<i4")
+            shape = (-1, top["count"]) if whole.size % top["count"] == 0 else (1, -1)
+            rows = {
+                "top_token_ids": whole.reshape(shape),
+                "top_logprobs": np.frombuffer(bytes.fromhex(top["logprobs"]), "<f4").reshape(shape),
+            }
         completion = Completion.of_tokens(
             np.frombuffer(bytes.fromhex(given["token_ids"]), "<i4"),
             np.frombuffer(bytes.fromhex(given["logprobs"]), "<f4"),
+            **rows,
             policy_version=given.get("policy_version"),
             finish_reason=given.get("finish_reason", "stop"),
         )

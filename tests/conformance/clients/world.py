@@ -264,3 +264,7 @@ def _encode(command: dict[str, Any]) -> None:
     logprobs = [*given, *made[len(given) :]]
     command["token_ids"] = struct.pack(f"<{len(ids)}i", *ids).hex()
     command["logprobs"] = struct.pack(f"<{len(logprobs)}f", *map(float, logprobs)).hex()
+    if (top := command.get("top")) is not None:
+        rows, values = top["token_ids"], [*map(float, top["logprobs"])]
+        given_ids, given_values = struct.pack(f"<{len(rows)}i", *rows), struct.pack(f"<{len(values)}f", *values)
+        command["top"] = {"count": top["count"], "token_ids": given_ids.hex(), "logprobs": given_values.hex()}

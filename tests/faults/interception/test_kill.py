@@ -171,7 +171,7 @@ async def trainer(victim: Victim) -> AsyncIterator[Stream]:
         yield Stream(pb_grpc.InterceptServiceStub(channel).Intercept())
 
 
-def result(call: pb.ModelCall, codec: Codec, text: str) -> pb.CallResult:
+def result(call: pb.ModelCall, codec: Codec, text: str, top: int = 0) -> pb.CallResult:
     ids = np.asarray([*codec.encode(text), codec.end_of_turn_id], "<i4")
     span = completion_pb2.TokenSpan(
         token_ids=ids.tobytes(),
@@ -179,6 +179,10 @@ def result(call: pb.ModelCall, codec: Codec, text: str) -> pb.CallResult:
         logprobs=np.full(ids.size, -0.5, "<f4").tobytes(),
         logprobs_mode=completion_pb2.LOGPROBS_MODE_PROCESSED,
     )
+    if top:
+        span.top_count = top
+        span.top_token_ids = np.tile(np.arange(3, 3 + top, dtype="<i4"), ids.size).tobytes()
+        span.top_logprobs = np.tile(-np.arange(1, 1 + top).astype("<f4"), ids.size).tobytes()
     completion = completion_pb2.Completion(span=span, finish_reason=chat_pb2.FINISH_REASON_STOP)
     return pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, completion=completion)
 
@@ -187,7 +191,8 @@ async def captured(victim: Victim) -> trajectory_pb2.Trajectory:
     whole = trajectory_pb2.Trajectory()
     async with connect(victim.address, TOKEN) as channel:
         stub = gate_grpc.RolloutGateServiceStub(channel)
-        async for fragment in stub.GetCapture(gate.GetCaptureRequest(rollout_id="r1"), wait_for_ready=True):
+        request = gate.GetCaptureRequest(rollout_id="r1", include_top=True)
+        async for fragment in stub.GetCapture(request, wait_for_ready=True):
             whole.MergeFrom(fragment.trajectory)
     return whole
 
@@ -235,6 +240,31 @@ async def test_an_acknowledged_answer_is_neither_lost_nor_asked_for_again(victim
         other = await stream.deliver(result(call, codec, "other"))
     assert list(repeated.accepted_call_ids) == [call.call_id]
     assert [r.reason for r in other.rejected] == [pb.ResultRejected.REASON_ALREADY_DELIVERED]
+
+
+@pytest.mark.requirement("R34", "R106")
+async def test_acknowledged_alternatives_survive_a_kill(victim: Victim, codec: Codec) -> None:
+    """In the call and in the sample; the same answer is the same after the restart."""
+    token = (await opened(victim)).token
+    asking = asyncio.create_task(agent(victim, token))
+    async with trainer(victim) as stream:
+        await stream.hello()
+        call = (await stream.until("calls")).calls.calls[0]
+        given = result(call, codec, "hello", top=3)
+        assert (await stream.deliver(given)).accepted_call_ids
+        await victim.kill()
+    await victim.start()
+    await asking
+    (kept,), (sample,) = (whole := await captured(victim)).calls, whole.samples
+    sent = given.completion.span
+    for message in (kept.completion.span, sample):
+        assert (message.top_count, message.top_token_ids) == (3, sent.top_token_ids)
+        assert message.top_logprobs == sent.top_logprobs
+    async with trainer(victim) as stream:
+        await stream.hello()
+        assert (await stream.deliver(given)).accepted_call_ids
+        others = await stream.deliver(result(call, codec, "hello", top=2))
+    assert [r.reason for r in others.rejected] == [pb.ResultRejected.REASON_ALREADY_DELIVERED]
 
 
 @pytest.mark.requirement("R34", "R82")

@@ -74,16 +74,6 @@ async def test_a_repeated_request_gets_its_logprobs_again(service: Any) -> None:
     assert (await asked).logprobs == (await _asked(client, stream=False, logprobs=True)).logprobs
 
 
-@pytest.mark.requirement("R65")
-async def test_alternatives_are_refused_by_their_name(service: Any) -> None:
-    """Nobody here knows them; the call is not made."""
-    rollout = await service.open()
-    with pytest.raises(openai.BadRequestError, match="top_logprobs") as caught:
-        await _asked(rollout.client(), stream=False, logprobs=True, top_logprobs=5)
-    assert (caught.value.param, caught.value.code) == ("top_logprobs", "unsupported_value")
-    assert not (await service.capture(rollout.rollout_id)).calls
-
-
 @pytest.mark.requirement("R30", "R82")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_proxied_answer_has_the_engines_logprobs(start: Any, inference: Any, codec: Any, stream: bool) -> None:

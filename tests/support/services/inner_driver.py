@@ -231,7 +231,9 @@ class Places:
         while True:
             yield await self.ended.get()
 
-    async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+    async def capture(
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         if rollout_id not in self.captured:
             raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
         yield trajectory_pb2.Trajectory(rollout_id=rollout_id)

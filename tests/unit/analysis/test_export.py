@@ -191,6 +191,8 @@ VALUES: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.TEXTS: st.lists(st.text(max_size=5), max_size=3),
     Kind.IDS: st.lists(INT32, max_size=5),
     Kind.FLOATS: st.lists(FLOAT, max_size=5),
+    Kind.ID_ROWS: st.lists(st.lists(INT32, max_size=2), max_size=2),
+    Kind.FLOAT_ROWS: st.lists(st.lists(st.none() | FLOAT, max_size=2), max_size=2),
     Kind.DOUBLES: st.lists(st.none() | DOUBLE, max_size=5),
     Kind.MASK: st.lists(st.integers(0, 1), max_size=5),
     Kind.VERSIONS: st.lists(record({"policy_version": INT64} | SPAN), max_size=2),

@@ -15,11 +15,13 @@ from penstock.analysis.verify_chain import Row, verify
 from penstock.client import InvalidArgument
 from penstock_codec.chat import FinishReason, Message, Sampling
 from penstock_interception.graph.record import chain_next, chain_start
-from penstock_interception.graph.values import LogprobsMode, Sampled, VersionSpan
+from penstock_interception.graph.values import LogprobsMode, Sampled, TopLogprobs, VersionSpan
+
+TOP = ("completion_top_token_ids", "completion_top_logprobs")
 
 
-def recorded(calls: int = 3, rollout_id: str = "r") -> tuple[list[Row], list[Row]]:
-    """Rows of both tables, with the chain as the gate makes it."""
+def recorded(calls: int = 3, rollout_id: str = "r", top: int = 0) -> tuple[list[Row], list[Row]]:
+    """Rows of both tables, with the chain as the gate makes it; `top` alternatives in each call but the first."""
     rng = np.random.default_rng(7)
     head, line, turns = chain_start(rollout_id), np.array([1, 2, 3], np.int32), []
     spans, mask, logs = [], [0, 0, 0], [0.0, 0.0, 0.0]
@@ -30,6 +32,7 @@ def recorded(calls: int = 3, rollout_id: str = "r") -> tuple[list[Row], list[Row
         sampled = Sampled(
             Message.assistant("x"), FinishReason.STOP, ids, logprobs, LogprobsMode.PROCESSED,
             (VersionSpan(index, 0, 4),), sampling_used=sampling,
+            top=alternatives(index, top) if index and top else None,
         )  # fmt: skip
         head = chain_next(head, f"{rollout_id}-{index}", line, sampled)
         used = {"temperature": 0.7, "top_p": 0.95, "stop": ["</s>"], "response_format_json": "{}"}
@@ -40,6 +43,7 @@ def recorded(calls: int = 3, rollout_id: str = "r") -> tuple[list[Row], list[Row
                 "completion_logprobs": logprobs.tolist(), "logprobs_mode": "processed",
                 "policy_spans": [{"policy_version": index, "start": 0, "end": 4}],
                 "sampling_used": used if index else None, "chain_index": index, "chain_sha256": head.hex(),
+                **(columns(sampled.top) if top else {}),
             }
         )  # fmt: skip
         spans.append({"call_id": f"{rollout_id}-{index}", "start": line.size, "end": line.size + 4})
@@ -53,7 +57,31 @@ def recorded(calls: int = 3, rollout_id: str = "r") -> tuple[list[Row], list[Row
         "input_ids": line[:-1].tolist(), "loss_mask": mask[:-1], "logprobs": logs[:-1],
         "turn_spans": spans,
     }  # fmt: skip
+    if top:
+        rest = [row["completion_top_token_ids"] for row in turns[1:]]
+        values = [row["completion_top_logprobs"] for row in turns[1:]]
+        sample["top_token_ids"] = [[-1] * top] * 4 + [line for lines in rest for line in lines]
+        sample["top_logprobs"] = [[None] * top] * 4 + [line for lines in values for line in lines]
     return turns, [sample]
+
+
+def alternatives(seed: int, count: int) -> TopLogprobs:
+    """Rows for four tokens; the last entry of each is excluded by a filter."""
+    rng = np.random.default_rng(seed)
+    values = -np.sort(rng.random((4, count))).astype(np.float32)
+    values[:, -1] = -np.inf
+    return TopLogprobs(rng.integers(0, 100, (4, count)).astype(np.int32), values)
+
+
+def columns(top: TopLogprobs | None) -> Row:
+    """A call's alternatives as an export writes them."""
+    if top is None:
+        return {"completion_top_count": 0, "completion_top_sha256": None} | dict.fromkeys(TOP)
+    values = [[None if value == -np.inf else value for value in line] for line in top.logprobs.tolist()]
+    return {
+        "completion_top_token_ids": top.token_ids.tolist(), "completion_top_logprobs": values,
+        "completion_top_count": top.count, "completion_top_sha256": top.sha256.hex(),
+    }  # fmt: skip
 
 
 @pytest.mark.requirement("R82")
@@ -64,6 +92,35 @@ def test_recorded_chain_is_valid() -> None:
     proof = verify([*reversed(turns), *others], sequences)
     assert not proof.problems
     assert (proof.rollouts, proof.calls, proof.tokens, proof.samples, proof.unproven) == (2, 5, 20, 1, 0)
+
+
+@pytest.mark.requirement("R82", "R106")
+@pytest.mark.parametrize("left_out", [False, True], ids=["with rows", "without rows"])
+def test_chain_with_alternatives_is_valid_without_their_rows(left_out: bool) -> None:
+    """The chain covers their digest."""
+    turns, sequences = recorded(top=3)
+    if left_out:
+        turns = [row | dict.fromkeys(TOP) for row in turns]
+    assert not verify(turns, sequences).problems
+    turns[1]["completion_top_sha256"] = "00" * 32
+    assert "differ from the record" in verify(turns, sequences).problems[0].message
+
+
+@pytest.mark.requirement("R82", "R106")
+def test_changed_alternatives_are_found() -> None:
+    """In a call by its digest, in a sample by its calls."""
+    for name, value in (("completion_top_token_ids", 7777), ("completion_top_logprobs", -9.0)):
+        turns, _ = recorded(top=2)
+        turns[2][name][3][0] = value
+        (problem,) = verify(turns).problems
+        assert (problem.call_id, problem.message) == ("r-2", "its alternatives differ from the record")
+    for name, value in (("top_token_ids", 7777), ("top_logprobs", -9.0)):
+        turns, sequences = recorded(top=2)
+        sequences[0][name] = [[*line] for line in sequences[0][name]]
+        sequences[0][name][5][0] = value
+        assert [problem.message for problem in verify(turns, sequences).problems] == [
+            f"sample r-r-2: {name} does not match its calls"
+        ]
 
 
 CHANGES: dict[str, Any] = {

@@ -499,7 +499,9 @@ class HttpGate:
     async def delete(self, rollout_id: str) -> None:
         self.deleted.append(rollout_id)
 
-    async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+    async def capture(
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         for fragment in list[trajectory_pb2.Trajectory]():
             yield fragment
         raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")

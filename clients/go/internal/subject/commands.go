@@ -190,6 +190,21 @@ func (s *subject) nextCall(ctx context.Context, c *command) (object, error) {
 	}
 }
 
+func setTop(completion *chatv1.Completion, given map[string]any) error {
+	ids, err := hex.DecodeString(given["token_ids"].(string))
+	if err != nil {
+		return err
+	}
+	logprobs, err := hex.DecodeString(given["logprobs"].(string))
+	if err != nil {
+		return err
+	}
+	count := int(given["count"].(float64))
+	return penstock.SetTop(completion, penstock.TopLogprobs{
+		Count: count, IDs: penstock.TokenIDs(ids), Logprobs: penstock.Logprobs(logprobs),
+	})
+}
+
 func answerCall(ctx context.Context, call *penstock.Call, c *command) (object, error) {
 	switch c.Do {
 	case "deliver":
@@ -214,6 +229,11 @@ func answerCall(ctx context.Context, call *penstock.Call, c *command) (object, e
 		}
 		if c.FinishReason != "" {
 			completion.FinishReason = chatv1.FinishReason(value(chatv1.FinishReason_value, "FINISH_REASON_", c.FinishReason))
+		}
+		if given, has := c.Top.(map[string]any); has {
+			if err := setTop(completion, given); err != nil {
+				return nil, err
+			}
 		}
 		return nil, call.Deliver(ctx, completion)
 	case "deliver_text":
@@ -293,6 +313,11 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 		result, err := rollout.Result(ctx)
 		if err != nil {
 			return nil, err
+		}
+		if c.Top == true {
+			if result.Trajectory, err = rollout.TrajectoryWithTop(ctx, false); err != nil {
+				return nil, err
+			}
 		}
 		return observedResult(result), nil
 	case "serve":

@@ -53,6 +53,7 @@ type command struct {
 	TokenIDs     string `json:"token_ids"`
 	Logprobs     string `json:"logprobs"`
 	FinishReason string `json:"finish_reason"`
+	Top          any    `json:"top"`
 	Text         string `json:"text"`
 	Reason       string `json:"reason"`
 	Message      string `json:"message"`

@@ -140,9 +140,16 @@ func observedSample(sample penstock.Sample) object {
 		"loss_mask": hex.EncodeToString(mask), "logprobs": nil, "versions": versions, "turns": turns,
 		"prompt_count": sample.Message.GetPromptCount(), "weight": sample.Message.GetWeight(),
 		"branch_class": word(sample.Message.GetBranchClass(), "CALL_CLASS_"), "truncated": sample.Message.GetTruncated(),
+		"top": nil,
 	}
 	if sample.Logprobs != nil {
 		told["logprobs"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.Logprobs))
+	}
+	if top := sample.Top; top != nil {
+		told["top"] = object{
+			"count": top.Count, "token_ids": hex.EncodeToString(penstock.EncodeTokenIDs(top.IDs)),
+			"logprobs": hex.EncodeToString(penstock.EncodeLogprobs(top.Logprobs)),
+		}
 	}
 	return told
 }

@@ -90,6 +90,9 @@ function observedResult({ rollout, outcome, trajectory }: RolloutResult): object
       weight: sample.weight,
       branch_class: sample.branchClass,
       truncated: sample.truncated,
+      top: sample.top
+        ? { count: sample.top.count, token_ids: hex(sample.top.tokenIds), logprobs: hex(sample.top.logprobs) }
+        : null,
     })),
   };
 }
@@ -181,7 +184,7 @@ const COMMANDS: Readonly<Record<string, Command>> = {
   result: async (given, signal) => {
     const handle = await rolloutOf(given, signal);
     const ended = await handle.result({ signal });
-    return observedResult({ ...ended, trajectory: await handle.trajectory({ samplesOnly: true, signal }) });
+    return observedResult({ ...ended, trajectory: await handle.trajectory({ samplesOnly: true, top: given.top ?? false, signal }) });
   },
   results: async (given, signal) => {
     const results = await (await groupOf(given, signal)).results({ signal });
@@ -225,11 +228,18 @@ const COMMANDS: Readonly<Record<string, Command>> = {
       })),
     };
   },
-  deliver: async ({ call_id, token_ids, logprobs, policy_version, finish_reason }, signal) => {
+  deliver: async ({ call_id, token_ids, logprobs, policy_version, finish_reason, top }, signal) => {
     const ids = new Int32Array(unhex(token_ids));
     const completion = Completion.ofTokens(ids, new Float32Array(unhex(logprobs)), {
       ...(policy_version !== undefined && { policyVersion: policy_version }),
       finishReason: finish_reason ?? "stop",
+      ...(top !== undefined && {
+        top: {
+          count: top.count,
+          tokenIds: new Int32Array(unhex(top.token_ids)),
+          logprobs: new Float32Array(unhex(top.logprobs)),
+        },
+      }),
     });
     await named(calls, call_id).deliver(completion, { signal });
   },

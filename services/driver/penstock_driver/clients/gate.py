@@ -160,9 +160,13 @@ class GrpcGate:
             self._interruptions += 1
             await backoff.wait()
 
-    async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+    async def capture(
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """Yield the rollout's trajectory as the gate recorded it, in fragments; NotFound (ROLLOUT_UNKNOWN)."""
-        request = rollout_gate_service_pb2.GetCaptureRequest(rollout_id=rollout_id, include_bodies=include_bodies)
+        request = rollout_gate_service_pb2.GetCaptureRequest(
+            rollout_id=rollout_id, include_bodies=include_bodies, include_top=include_top
+        )
         with typed_errors():
             async for answer in self._gate.GetCapture(request):
                 yield answer.trajectory

@@ -34,7 +34,9 @@ HEARTBEAT_S: Final = 10.0
 class Captures(Protocol):
     """The gate's captures of rollouts."""
 
-    def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+    def capture(
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """Yield the trajectory in fragments; NotFound (ROLLOUT_UNKNOWN)."""
 
     async def delete(self, rollout_id: str) -> None:
@@ -216,20 +218,22 @@ class RolloutUseCases:
                         yield None
 
     async def trajectory(
-        self, rollout_id: str, *, include_bodies: bool
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool = False
     ) -> AsyncGenerator[trajectory_pb2.Trajectory, None]:
         """Yield the capture of an ended rollout in fragments, with the fields that only the driver knows.
+
+        `include_top`: with the alternatives of sampled tokens.
 
         FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
         record = await self._records.get(rollout_id)
         if self._manager.is_running(rollout_id):
             raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
-        async for fragment in self._trajectory(record, include_bodies=include_bodies):
+        async for fragment in self._trajectory(record, include_bodies=include_bodies, include_top=include_top):
             yield fragment
 
     async def export(
-        self, matching: Filter, *, include_bodies: bool
+        self, matching: Filter, *, include_bodies: bool, include_top: bool = False
     ) -> AsyncGenerator[tuple[trajectory_pb2.Trajectory, rollout_pb2.Outcome | None], None]:
         """Yield the trajectories of all matching rollouts that have ended; the outcome comes with the first fragment.
 
@@ -240,16 +244,21 @@ class RolloutUseCases:
             if outcome is None:
                 continue
             try:
-                async for fragment in self._trajectory(record, include_bodies=include_bodies):
+                async for fragment in self._trajectory(record, include_bodies=include_bodies, include_top=include_top):
                     yield fragment, outcome
                     outcome = None
             except FailedPrecondition:
                 yield add_driver_fields(trajectory_pb2.Trajectory(), record), outcome
 
-    async def _trajectory(self, record: Record, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+    async def _trajectory(
+        self, record: Record, *, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         is_first = True
         try:
-            async for fragment in self._captures.capture(record.rollout_id, include_bodies=include_bodies):
+            fragments = self._captures.capture(
+                record.rollout_id, include_bodies=include_bodies, include_top=include_top
+            )
+            async for fragment in fragments:
                 yield add_driver_fields(fragment, record) if is_first else fragment
                 is_first = False
         except NotFound as error:

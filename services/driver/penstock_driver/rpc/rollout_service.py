@@ -174,7 +174,9 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.GetTrajectoryRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.GetTrajectoryResponse]:
         """The gate's capture, with the fields that only the driver knows."""
-        fragments = self._service.trajectory(request.rollout_id, include_bodies=request.include_bodies)
+        fragments = self._service.trajectory(
+            request.rollout_id, include_bodies=request.include_bodies, include_top=request.include_top
+        )
         async with aclosing(fragments):
             async for trajectory in fragments:
                 if request.samples_only:
@@ -186,7 +188,9 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.ExportTrajectoriesRequest, context: Any
     ) -> AsyncIterator[rollout_service_pb2.ExportTrajectoriesResponse]:
         """Every ended rollout that matches; one that never reached the gate has only its outcome."""
-        exported = self._service.export(_filter(request.filter), include_bodies=request.include_bodies)
+        exported = self._service.export(
+            _filter(request.filter), include_bodies=request.include_bodies, include_top=request.include_top
+        )
         async with aclosing(exported):
             async for trajectory, outcome in exported:
                 yield rollout_service_pb2.ExportTrajectoriesResponse(trajectory=trajectory, outcome=outcome)

@@ -240,6 +240,7 @@ def _sampled(
         engine=completion.engine,
         engine_version=completion.engine_version,
         injected=injected,
+        top=tokens.top if tokens is not None else None,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock_codec.chat import FinishReason, Message, Role, Sampling, Usage
 from penstock_codec.fast_dataclass import quick
-from penstock_interception.graph.values import FloatArray, IntArray, LogprobsMode, VersionSpan
+from penstock_interception.graph.values import FloatArray, IntArray, LogprobsMode, TopLogprobs, VersionSpan
 
 _REASONS: Final = {reason: repr(reason) for reason in FinishReason}
 
@@ -20,12 +20,13 @@ _REASONS: Final = {reason: repr(reason) for reason in FinishReason}
 @quick
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Sampled tokens: `ids` int32, and `logprobs` float32 of the same length or None."""
+    """Sampled tokens: `ids` int32, and `logprobs` float32 of the same length or None; `top` has a row per token."""
 
     ids: IntArray
     logprobs: FloatArray | None = None
     logprobs_mode: LogprobsMode | None = None
     versions: tuple[VersionSpan, ...] = ()
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ class Completion:
             state.update(self.tokens.ids.tobytes())
             if self.tokens.logprobs is not None:
                 state.update(b"l" + self.tokens.logprobs.tobytes())
+            if self.tokens.top is not None:
+                state.update(b"t" + self.tokens.top.sha256)
             state.update(_versions_text(self.tokens.versions).encode())
         # Equals `repr` of the four values, but is faster.
         reason = "None" if self.finish_reason is None else _REASONS[self.finish_reason]

@@ -17,6 +17,7 @@ from penstock_interception.graph.values import (
     Sample,
     Sampled,
     SamplePolicy,
+    TopLogprobs,
     TurnSpan,
     VersionSpan,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "SamplePolicy",
     "Sampled",
     "TokenGraph",
+    "TopLogprobs",
     "TurnSpan",
     "VersionSpan",
 ]

@@ -3,7 +3,7 @@
 A record holds everything needed to rebuild the call's node; replaying a rollout's records in order rebuilds the same
 graph. The layout is a magic number, a length-prefixed JSON header, then the arrays as little-endian int32 and float32.
 The chain's head after a call is sha256 over the previous head and the call: prompt ids, sampled ids, logprobs,
-versions, and the sampling that was used.
+alternatives, versions, and the sampling that was used.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from penstock_interception.graph.values import (
     LogprobsMode,
     PromptKey,
     Sampled,
+    TopLogprobs,
     VersionSpan,
     little_endian,
 )
@@ -103,8 +104,11 @@ class GraphRecord:
             "reason": self.reason,
             "chain": self.chain.hex(),
         }
+        arrays = [self.suffix, sampled.token_ids, sampled.logprobs]
+        if sampled.top is not None:
+            header["top"] = sampled.top.count
+            arrays += [sampled.top.token_ids, sampled.top.logprobs]
         text = _header(header, sampled.sampling_used)
-        arrays = (self.suffix, sampled.token_ids, sampled.logprobs)
         return b"".join(
             [_HEAD.pack(MAGIC, len(text)), text, *(little_endian(array) for array in arrays if array is not None)]
         )
@@ -127,13 +131,18 @@ class GraphRecord:
         count = header["suffix"]
         suffix = np.frombuffer(data, "<i4", count, at).astype(np.int32)
         at += 4 * count
-        tokens = logprobs = None
+        tokens = logprobs = top = None
         if header["tokens"] is not None:
             tokens = np.frombuffer(data, "<i4", header["tokens"], at).astype(np.int32)
             at += 4 * header["tokens"]
         if header["logprobs"]:
             logprobs = np.frombuffer(data, "<f4", header["tokens"], at).astype(np.float32)
             at += 4 * header["tokens"]
+        if count := header.get("top"):  # absent from records without alternatives
+            size, shape = header["tokens"] * count, (header["tokens"], count)
+            ids = np.frombuffer(data, "<i4", size, at).astype(np.int32).reshape(shape)
+            top = TopLogprobs(ids, np.frombuffer(data, "<f4", size, at + 4 * size).astype(np.float32).reshape(shape))
+            at += 8 * size
         if at != len(data):
             raise ValueError("the record's length differs from its header")
         mode = header["logprobs_mode"]
@@ -149,6 +158,7 @@ class GraphRecord:
             engine_version=header["engine_version"],
             injected=header["injected"],
             usable=header["usable"],
+            top=top,
         )
         key: dict[str, Any] = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
         return cls(
@@ -183,9 +193,10 @@ def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled
     versions = ",".join([f"[{span.policy_version},{span.start},{span.end}]" for span in sampled.versions])
     mode = "null" if sampled.logprobs_mode is None else f'"{sampled.logprobs_mode.value}"'
     sampling = "null" if sampled.sampling_used is None else _CHAIN.encode(_sampling_to_json(sampled.sampling_used))
+    top = "" if sampled.top is None else f'"top_sha256":"{sampled.top.sha256.hex()}",'
     facts = (
         f'{{"call_id":{encode_basestring_ascii(call_id)},"logprobs_mode":{mode},'
-        f'"sampling_used":{sampling},"versions":[{versions}]}}'
+        f'"sampling_used":{sampling},{top}"versions":[{versions}]}}'
     )
     state = hashlib.sha256(head + prompt_sha256)
     for array in (sampled.token_ids, sampled.logprobs):

@@ -16,6 +16,7 @@ from penstock_interception.graph.values import (
     LogprobsMode,
     Sample,
     SamplePolicy,
+    TopLogprobs,
     TurnSpan,
     VersionSpan,
 )
@@ -42,9 +43,14 @@ def branches(nodes: Sequence[CallNode], classes: Mapping[str, CallClass]) -> tup
 
 
 def build(
-    rollout_id: str, nodes: Sequence[CallNode], classes: Mapping[str, CallClass], policy: SamplePolicy
+    rollout_id: str,
+    nodes: Sequence[CallNode],
+    classes: Mapping[str, CallClass],
+    policy: SamplePolicy,
+    *,
+    include_top: bool = False,
 ) -> tuple[Sample, ...]:
-    """Returns one sample per leaf that has tokens, ordered by class, then by time."""
+    """Returns one sample per leaf that has tokens, ordered by class, then by time; with alternatives if requested."""
     inner: set[str] = set()  # calls continued by a later one with tokens
     leaves: list[CallNode] = []
     for node in reversed(nodes):
@@ -56,20 +62,23 @@ def build(
             inner.add(node.parent.call_id)
     leaves.sort(key=lambda node: (_ORDER.index(classes[node.call_id]), node.index))
     owned: set[str] = set()
-    made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned) for leaf in leaves]
+    made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned, include_top) for leaf in leaves]
     trained = [int(sample.loss_mask.sum()) for sample in made]
     whole = sum(trained)
     weights = (count / whole if whole else 0.0 for count in trained)
     return tuple(replace(sample, weight=weight) for sample, weight in zip(made, weights, strict=True))
 
 
-def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: SamplePolicy, owned: set[str]) -> Sample:
+def _sample(
+    rollout_id: str, leaf: CallNode, call_class: CallClass, policy: SamplePolicy, owned: set[str], include_top: bool
+) -> Sample:
     ids = path_ids(leaf)
     mask = np.zeros(ids.size, dtype=np.uint8)
     logprobs = np.zeros(ids.size, dtype=np.float32)
     versions: list[VersionSpan] = []
     turns: list[TurnSpan] = []
     modes: set[LogprobsMode | None] = set()
+    trained: list[CallNode] = []
     for segment in reversed(list(segments(leaf))):
         node, count = segment.node, segment.sampled
         if not count:
@@ -79,6 +88,7 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
         why = "PARTIAL" if not whole else "SHARED" if node.call_id in owned else _untrained(node, call_class, policy)
         if not why and node.sampled.logprobs is not None:
             owned.add(node.call_id)
+            trained.append(node)
             mask[start : start + count] = 1
             logprobs[start : start + count] = node.sampled.logprobs
             modes.add(node.sampled.logprobs_mode)
@@ -99,7 +109,24 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
         prompt_count=turns[0].start if turns else int(ids.size),
         weight=0.0,
         truncated=leaf.sampled.finish_reason.truncated,
+        top=_top(trained) if include_top else None,
     )
+
+
+def _top(trained: Sequence[CallNode]) -> TopLogprobs | None:
+    """Returns a row for each token of these calls, filled up where one has fewer alternatives; None if none has any."""
+    width = max((node.sampled.top.count for node in trained if node.sampled.top is not None), default=0)
+    if not width:
+        return None
+    rows = sum(node.sampled.count for node in trained)
+    ids, logprobs = np.full((rows, width), -1, np.int32), np.full((rows, width), -np.inf, np.float32)
+    at = 0
+    for node in trained:
+        top, end = node.sampled.top, at + node.sampled.count
+        if top is not None:
+            ids[at:end, : top.count], logprobs[at:end, : top.count] = top.token_ids, top.logprobs
+        at = end
+    return TopLogprobs(ids, logprobs)
 
 
 def _untrained(node: CallNode, call_class: CallClass, policy: SamplePolicy) -> str:

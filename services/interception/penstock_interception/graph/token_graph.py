@@ -214,10 +214,14 @@ class TokenGraph:
         """Returns all branches with their final classes, in order of opening."""
         return samples.branches(tuple(self._calls.values()), self.call_classes())
 
-    def samples(self, policy: SamplePolicy | None = None) -> tuple[Sample, ...]:
-        """One sample per leaf, the main line first; every sampled token is trained at most once (R84, R85)."""
+    def samples(self, policy: SamplePolicy | None = None, *, include_top: bool = False) -> tuple[Sample, ...]:
+        """One sample per leaf, the main line first; every sampled token is trained at most once (R84, R85).
+
+        `include_top`: with the alternatives of the trained tokens.
+        """
         nodes = tuple(self._calls.values())
-        return samples.build(self.rollout_id, nodes, self.call_classes(), policy or SamplePolicy())
+        policy = policy or SamplePolicy()
+        return samples.build(self.rollout_id, nodes, self.call_classes(), policy, include_top=include_top)
 
     def _states(self, messages: Sequence[Message], keyed: Fingerprinted) -> Sequence[bytes]:
         """Returns the states before the first message and after each message.

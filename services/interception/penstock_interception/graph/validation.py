@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import Role
-from penstock_interception.graph.values import Sampled
+from penstock_interception.graph.values import LogprobsMode, Sampled, TopLogprobs
 
 # numpy's ufunc reductions: `min` and `max` cost several times as much for a turn's few tokens.
 _LEAST = np.minimum.reduce
@@ -38,6 +38,8 @@ def _violations(sampled: Sampled, vocab_size: int | None) -> list[Violation]:
             found.append(Violation("span.logprobs", "logprobs without token ids"))
         if sampled.versions:
             found.append(Violation("span.versions", "policy versions without token ids"))
+        if sampled.top is not None:
+            found.append(Violation("span.top_token_ids", "alternatives without token ids"))
         return found
     if ids.dtype != np.int32 or ids.ndim != 1:
         found.append(Violation("span.token_ids", "token ids must be a flat int32 array"))
@@ -54,8 +56,10 @@ def _violations(sampled: Sampled, vocab_size: int | None) -> list[Violation]:
                 found.append(Violation("span.logprobs", "every logprob must be finite"))
             elif most > 0:
                 found.append(Violation("span.logprobs", "every logprob must be at most 0"))
-        if sampled.logprobs_mode is None:
-            found.append(Violation("span.logprobs_mode", "logprobs need logprobs_mode"))
+    if (logprobs is not None or sampled.top is not None) and sampled.logprobs_mode is None:
+        found.append(Violation("span.logprobs_mode", "logprobs need logprobs_mode"))
+    if sampled.top is not None:
+        found += _top_violations(sampled.top, ids.size, vocab_size, sampled.logprobs_mode)
     at = 0
     for index, span in enumerate(sampled.versions):
         if span.start != at or span.end <= span.start:
@@ -66,3 +70,24 @@ def _violations(sampled: Sampled, vocab_size: int | None) -> list[Violation]:
         if sampled.versions and at != ids.size:
             found.append(Violation("span.versions", f"the versions cover {at} of {ids.size} tokens"))
     return found
+
+
+def _top_violations(
+    top: TopLogprobs, tokens: int, vocab_size: int | None, mode: LogprobsMode | None
+) -> list[Violation]:
+    ids, values = top.token_ids, top.logprobs
+    if ids.shape != (tokens, top.count) or values.shape != ids.shape:
+        return [Violation("span.top_token_ids", f"rows {ids.shape} and {values.shape} for {tokens} token ids")]
+    if ids.min(initial=-1) < -1 or (vocab_size is not None and ids.max(initial=-1) >= vocab_size):
+        known = "" if vocab_size is None else f" to {vocab_size - 1}"
+        return [Violation("span.top_token_ids", f"alternatives must be from 0{known}, or -1 for none")]
+    excluded = np.isneginf(values)
+    if not (excluded | (np.isfinite(values) & (values <= 0))).all():
+        return [Violation("span.top_logprobs", "every logprob must be at most 0, and a number")]
+    if not excluded[ids < 0].all():
+        return [Violation("span.top_logprobs", "the logprob of an alternative with id -1 must be -infinity")]
+    if mode is LogprobsMode.RAW and excluded[ids >= 0].any():
+        return [Violation("span.top_logprobs", "every raw logprob must be finite")]
+    if (values[:, 1:] > values[:, :-1]).any():
+        return [Violation("span.top_logprobs", "the alternatives of a token must be in order, the likeliest first")]
+    return []

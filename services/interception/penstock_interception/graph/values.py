@@ -5,9 +5,11 @@ Token ids are int32, logprobs float32 (natural logarithms, finite, <= 0). Spans 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,13 +75,41 @@ class VersionSpan:
     end: int
 
 
+MAX_TOP: Final = 20
+"""The most alternatives of a token."""
+
+
+@quick
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """Alternatives of consecutive tokens: `token_ids` int32 and `logprobs` float32, both (tokens, k), likeliest first.
+
+    A row with fewer than k alternatives ends with entries of id -1 and logprob -inf. 8 * k bytes per token.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    # SHA-256 of the ids, then the logprobs, as little-endian bytes: identifies them in the chain.
+    sha256: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        state = hashlib.sha256(little_endian(self.token_ids))
+        state.update(little_endian(self.logprobs))
+        object.__setattr__(self, "sha256", state.digest())
+
+    @property
+    def count(self) -> int:
+        """The number of alternatives of each token."""
+        return int(self.token_ids.shape[1])
+
+
 @quick
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """One completion as delivered, with the message that the codec parsed from it.
 
-    `token_ids` and `logprobs` are None if the source gave none. `versions` cover the tokens without a gap. `injected`:
-    written by the trainer, not sampled. `usable`: False keeps the turn as context only.
+    `token_ids`, `logprobs` and `top` are None if the source gave none. `versions` cover the tokens without a gap.
+    `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only.
     """
 
     message: Message
@@ -93,6 +123,7 @@ class Sampled:
     engine_version: str = ""
     injected: bool = False
     usable: bool = True
+    top: TopLogprobs | None = None
 
     @property
     def count(self) -> int:
@@ -214,7 +245,8 @@ class Sample:
 
     The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. Tokens shared
     by several samples are masked 1 in only one of them. `weight` is the sample's share of the rollout's trained tokens.
-    `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set.
+    `logprobs_mode` is None if trained turns have different modes; `modes_mixed` is then set. `top` has a row for each
+    token whose mask is 1, in order; None if no trained turn has alternatives, or they were not requested.
     """
 
     sample_id: str
@@ -230,6 +262,7 @@ class Sample:
     weight: float
     truncated: bool
     modes_mixed: bool = False
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ MAX_SESSION_HEADER = 256
 INLINE_BODY_BYTES = 256 << 10
 INLINE_OBJECTS = 512
 UNCOUNTED_BYTES = 12 << 10
-# An answer with logprobs of more tokens is written in a thread: each token costs about 2 us.
+# An answer with logprobs of more tokens, alternatives included, is written in a thread: each costs about 2 us.
 INLINE_LOGPROBS = 512
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
@@ -252,8 +252,10 @@ class Ingress:
 
     async def _written(self, call: Call, parsed: ChatRequest, write: Callable[[], bytes]) -> bytes:
         """Writes an answer inline, or in a thread if it has many logprobs (R32)."""
-        long = parsed.spell is not None and call.completion is not None and call.completion.count > INLINE_LOGPROBS
-        return await self._interceptor.in_thread(write) if long else write()
+        if parsed.spell is None or call.completion is None:
+            return write()
+        entries = call.completion.count * (1 + (parsed.sampling.top_logprobs or 0))
+        return await self._interceptor.in_thread(write) if entries > INLINE_LOGPROBS else write()
 
     async def _stream(
         self, request: web.Request, dialect: DialectCodec, call: Call, parsed: ChatRequest

@@ -85,8 +85,26 @@ def level_of(call: Call) -> CaptureLevel:
     return CaptureLevel.TOKENS if completion.tokens.logprobs is None else CaptureLevel.TOKENS_AND_LOGPROBS
 
 
-def capture(rollout: Rollout, conversation: Conversation, *, after_index: int | None = None) -> Capture:
-    """Returns the trajectory, or only its calls after `after_index` (then without samples)."""
+def notes_of(call: Call) -> tuple[str, ...]:
+    """Returns what was changed or ignored in the agent's request, and what its answer lacks of it."""
+    asked, completion = call.sampling.top_logprobs, call.completion
+    if not asked or completion is None:
+        return call.request.normalisations
+    top = completion.tokens.top if completion.tokens is not None else None
+    given = top.count if top is not None else 0
+    if given >= asked:
+        return call.request.normalisations
+    note = f"top_logprobs asks for {asked} alternatives; the answer has {given or 'none'}"
+    return (*call.request.normalisations, note)
+
+
+def capture(
+    rollout: Rollout, conversation: Conversation, *, after_index: int | None = None, include_top: bool = False
+) -> Capture:
+    """Returns the trajectory, or only its calls after `after_index` (then without samples).
+
+    `include_top`: samples have the alternatives of their trained tokens.
+    """
     graph = conversation.graph
     # Searched by index: a call that the journal refused leaves a gap.
     first = 0 if after_index is None else bisect_right(rollout.calls, after_index, key=lambda call: call.index)
@@ -94,7 +112,7 @@ def capture(rollout: Rollout, conversation: Conversation, *, after_index: int | 
     classes = graph.call_classes()
     # A reader that polls an open rollout needs neither samples nor the findings made from them.
     whole = after_index is None or rollout.state is RolloutState.CLOSED
-    samples = tuple(_with_budget_ends(graph.samples(), rollout.calls)) if whole else None
+    samples = tuple(_with_budget_ends(graph.samples(include_top=include_top), rollout.calls)) if whole else None
     findings = tuple(_findings(rollout, classes, samples))
     answered = [call for call in rollout.calls if call.state is CallState.DELIVERED]
     level = min((level_of(call) for call in answered), key=_LEVELS.index, default=CaptureLevel.NONE)

@@ -169,9 +169,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         rollout = self._registry.rollout(request.rollout_id)
         conversation = await self._interceptor.conversations.of(rollout)
         after = request.after_index if request.HasField("after_index") else None
-        captured = capture(rollout, conversation, after_index=after)
+        captured = capture(rollout, conversation, after_index=after, include_top=request.include_top)
         body_of = self._interceptor.store.body if request.include_bodies else None
-        async for fragment in trajectory.fragments(captured, conversation, body_of):
+        async for fragment in trajectory.fragments(captured, conversation, body_of, include_top=request.include_top):
             yield pb.GetCaptureResponse(trajectory=fragment)
         tools_after = request.after_tool_call_index if request.HasField("after_tool_call_index") else None
         if tools_after is not None or after is None:

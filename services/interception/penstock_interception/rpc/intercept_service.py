@@ -167,7 +167,8 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         elif (node := conversation.graph.calls.get(call.id)) is not None:
             prompt = convert.ids_to(conversation.graph.path(call.id)[: node.prompt_count])
         return pb.GetCallResponse(
-            call=trajectory.call_to(call, conversation=conversation, body=body), prompt_token_ids=prompt
+            call=trajectory.call_to(call, conversation=conversation, body=body, include_top=True),
+            prompt_token_ids=prompt,
         )
 
     def _welcome(self, session: Session) -> pb.InterceptResponse:

@@ -16,7 +16,8 @@ from penstock_interception.domain.calls import CallState, Mode, RolloutState, To
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph import Branch, CallClass, Sample, TurnSpan
-from penstock_interception.rollouts.trajectory import Capture, CaptureLevel, Finding, Grade, level_of
+from penstock_interception.graph.values import little_endian
+from penstock_interception.rollouts.trajectory import Capture, CaptureLevel, Finding, Grade, level_of, notes_of
 from penstock_interception.rpc import budgets_and_keys
 from penstock_interception.wire import convert
 
@@ -36,8 +37,12 @@ def call_to(
     call_class: CallClass | None = None,
     conversation: Conversation | None = None,
     body: bytes = b"",
+    include_top: bool = False,
 ) -> pb.Call:
-    """Returns a call, with its tokens if `conversation` is given, else their counts. `state` overrides its state."""
+    """Returns a call, with its tokens if `conversation` is given, else their counts. `state` overrides its state.
+
+    `include_top`: with the rows of its tokens' alternatives.
+    """
     request, prompt = call.request, call.prompt
     message = pb.Call(
         call_id=call.id,
@@ -47,7 +52,7 @@ def call_to(
         dialect=convert.DIALECTS[request.dialect],
         capture_level=_LEVELS[level_of(call)],
         sampling_requested=convert.sampling_to(call.sampling),
-        normalisations=request.normalisations,
+        normalisations=notes_of(call),
         request_body=body,
         request_body_sha256=request.body_sha256,
         model_requested=request.model_requested,
@@ -80,7 +85,7 @@ def call_to(
         if node is not None:
             message.prompt_suffix_token_ids = convert.ids_to(node.suffix)
         if call.completion is not None and call.state is CallState.DELIVERED:
-            message.completion.CopyFrom(convert.completion_to(call.completion, call.message))
+            message.completion.CopyFrom(convert.completion_to(call.completion, call.message, include_top=include_top))
     elif call.completion is not None and (state or call.state) is CallState.DELIVERED:
         message.completion.CopyFrom(_summary_to(call.completion))
     return message
@@ -93,6 +98,8 @@ def _summary_to(completion: Completion) -> completion_pb2.Completion:
         message.span.count = int(tokens.ids.size)
         message.span.logprobs_mode = convert.mode_to(tokens.logprobs_mode)
         message.span.versions.extend(convert.versions_to(tokens.versions))
+        if tokens.top is not None:
+            message.span.top_count = tokens.top.count
     return message
 
 
@@ -118,15 +125,28 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
 
 
 async def fragments(
-    captured: Capture, conversation: Conversation, body_of: Callable[[str], Awaitable[bytes]] | None
+    captured: Capture,
+    conversation: Conversation,
+    body_of: Callable[[str], Awaitable[bytes]] | None,
+    *,
+    include_top: bool = False,
 ) -> AsyncIterator[pb.Trajectory]:
-    """Yields the trajectory in fragments that merge; a call or a sample is never split."""
+    """Yields the trajectory in fragments that merge; a call or a sample is never split.
+
+    `include_top`: calls have the rows of their tokens' alternatives.
+    """
     fragment = _head(captured)
     size = 0
     tools_sent: set[bytes] = set()
     for call in captured.calls:
         body = await body_of(call.id) if body_of is not None else b""
-        item = call_to(call, call_class=captured.classes.get(call.id), conversation=conversation, body=body)
+        item = call_to(
+            call,
+            call_class=captured.classes.get(call.id),
+            conversation=conversation,
+            body=body,
+            include_top=include_top,
+        )
         if call.request.tools_sha256 and call.request.tools_sha256 not in tools_sent:
             tools_sent.add(call.request.tools_sha256)
             item.tools.extend(convert.tool_to(tool) for tool in conversation.tools.get(call.request.tools_sha256, ()))
@@ -186,11 +206,14 @@ _sample_to = writer(
     Sample,
     pb.Sample,
     renamed={"call_class": "branch_class"},
-    left_out=("modes_mixed",),
+    left_out=("modes_mixed", "top"),
     by={
         "count": lambda sample: int(sample.input_ids.size),
         "input_ids": lambda sample: convert.ids_to(sample.input_ids),
         "loss_mask": lambda sample: sample.loss_mask.tobytes(),
         "logprobs": lambda sample: sample.logprobs.astype("<f4", copy=False).tobytes(),
+        "top_token_ids": lambda sample: b"" if sample.top is None else convert.ids_to(sample.top.token_ids),
+        "top_logprobs": lambda sample: b"" if sample.top is None else little_endian(sample.top.logprobs),
+        "top_count": lambda sample: 0 if sample.top is None else sample.top.count,
     },
 )

@@ -30,7 +30,7 @@ from penstock_interception.domain.calls import Answerer, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion, Failure, Tokens
 from penstock_interception.domain.requests import ChatRequest, is_hosted_field
 from penstock_interception.domain.state import Call
-from penstock_interception.graph.values import IntArray, LogprobsMode
+from penstock_interception.graph.values import MAX_TOP, IntArray, LogprobsMode, TopLogprobs
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
@@ -120,6 +120,8 @@ class UpstreamSource(ModelSource):
         body.update(_asked(call, body))
         if call.rollout.facts.returns_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
+            if call.sampling.top_logprobs:
+                body.update({"top_logprobs": call.sampling.top_logprobs, "return_tokens_as_token_ids": True})
         try:
             written = orjson.dumps(body)
         except TypeError as error:  # a field that is only passed on: orjson parses deeper nesting than it writes
@@ -203,7 +205,26 @@ def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | No
     # The server does not state its mode; before temperature and filters is vLLM's default.
     logprobs = np.asarray([item["logprob"] for item in content], dtype=np.float32)
     logprobs[(logprobs > 0) & (logprobs <= _ROUNDED)] = 0
-    return Tokens(ids, logprobs, LogprobsMode.RAW), np.asarray(prompt, dtype=np.int32)
+    tokens = Tokens(ids, logprobs, LogprobsMode.RAW, top=_top([item.get("top_logprobs") or () for item in content]))
+    return tokens, np.asarray(prompt, dtype=np.int32)
+
+
+def _top(tables: Sequence[Sequence[dict[str, Any]]]) -> TopLogprobs | None:
+    """Returns the alternatives, sorted; None if there are none, or a token is given by its text."""
+    count = min(max(map(len, tables), default=0), MAX_TOP)
+    if not count:
+        return None
+    ids = np.full((len(tables), count), -1, np.int32)
+    logprobs = np.full((len(tables), count), -np.inf, np.float32)
+    for row, table in enumerate(tables):
+        ranked = sorted(table, key=lambda item: -item["logprob"])[:count]
+        for place, item in enumerate(ranked):
+            prefix, _, digits = item["token"].partition(":")
+            if prefix != "token_id" or not digits.isdecimal():
+                return None
+            ids[row, place], logprobs[row, place] = int(digits), item["logprob"]
+    logprobs[(logprobs > 0) & (logprobs <= _ROUNDED)] = 0
+    return TopLogprobs(ids, logprobs)
 
 
 def _completion(data: bytes) -> Completion:

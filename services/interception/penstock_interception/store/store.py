@@ -73,6 +73,8 @@ CREATE TRIGGER calls_large AFTER DELETE ON calls BEGIN
 END;
 """
 _HELD = "ALTER TABLE rollouts ADD COLUMN held_since REAL;"
+# Records may have alternatives: changes no table, but an earlier version, which cannot read them, refuses the file.
+_TOP = "SELECT 1;"
 
 
 class CallStore:
@@ -93,7 +95,7 @@ class CallStore:
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
         """Opens or creates the state in `directory`. Raises FailedPrecondition as Journal.open does."""
-        schemas = [_SCHEMA, tools_store.SCHEMA, agent_keys.SCHEMA, runs_store.SCHEMA, _LARGE, _HELD]
+        schemas = [_SCHEMA, tools_store.SCHEMA, agent_keys.SCHEMA, runs_store.SCHEMA, _LARGE, _HELD, _TOP]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
             store = cls(journal, _load_key(directory / "token.key"))

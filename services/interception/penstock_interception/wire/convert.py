@@ -29,7 +29,15 @@ from penstock_codec.chat import (
 )
 from penstock_interception.domain.calls import Answerer, CallState, Dialect
 from penstock_interception.domain.completions import Completion, Timings, Tokens
-from penstock_interception.graph.values import CallClass, IntArray, LogprobsMode, VersionSpan, little_endian
+from penstock_interception.graph.values import (
+    MAX_TOP,
+    CallClass,
+    IntArray,
+    LogprobsMode,
+    TopLogprobs,
+    VersionSpan,
+    little_endian,
+)
 
 _ROLES = numbers(Role, chat_pb2.Role)
 _ROLES_BACK = {value: key for key, value in _ROLES.items()}
@@ -78,8 +86,10 @@ def choice_to(choice: ToolChoice) -> chat_pb2.ToolChoice:
     )
 
 
-def completion_to(completion: Completion, message: Message | None) -> completion_pb2.Completion:
-    """A completion with the message that the agent was shown."""
+def completion_to(
+    completion: Completion, message: Message | None, *, include_top: bool = True
+) -> completion_pb2.Completion:
+    """A completion with the message that the agent was shown; `include_top`: with the rows of alternatives."""
     result = completion_pb2.Completion(
         engine=completion.engine,
         engine_version=completion.engine_version,
@@ -88,7 +98,7 @@ def completion_to(completion: Completion, message: Message | None) -> completion
     if completion.finish_reason is not None:
         result.finish_reason = _FINISH[completion.finish_reason]
     if completion.tokens is not None:
-        result.span.CopyFrom(span_to(completion.tokens))
+        result.span.CopyFrom(span_to(completion.tokens, include_top=include_top))
     if message is not None:
         result.message.CopyFrom(message_to(message))
     if completion.stop_token_id is not None:
@@ -122,15 +132,20 @@ def completion_from(message: completion_pb2.Completion) -> Completion:
     )
 
 
-def span_to(tokens: Tokens) -> completion_pb2.TokenSpan:
+def span_to(tokens: Tokens, *, include_top: bool) -> completion_pb2.TokenSpan:
     """Sampled tokens as little-endian bytes."""
-    return completion_pb2.TokenSpan(
+    span = completion_pb2.TokenSpan(
         token_ids=ids_to(tokens.ids),
         count=int(tokens.ids.size),
         logprobs=little_endian(tokens.logprobs) if tokens.logprobs is not None else b"",
         logprobs_mode=mode_to(tokens.logprobs_mode),
         versions=versions_to(tokens.versions),
     )
+    if tokens.top is not None:
+        span.top_count, span.top_sha256 = tokens.top.count, tokens.top.sha256
+        if include_top:
+            span.top_token_ids, span.top_logprobs = ids_to(tokens.top.token_ids), little_endian(tokens.top.logprobs)
+    return span
 
 
 def versions_to(versions: Iterable[VersionSpan]) -> list[completion_pb2.PolicyVersionSpan]:
@@ -166,6 +181,7 @@ def _span_from(span: completion_pb2.TokenSpan) -> Tokens:
         found.append(Violation("completion.span.token_ids", f"{len(span.token_ids)} bytes for {span.count} int32"))
     if span.logprobs and len(span.logprobs) != 4 * span.count:
         found.append(Violation("completion.span.logprobs", f"{len(span.logprobs)} bytes for {span.count} float32"))
+    top = _top_from(span, found) if span.top_count or span.top_token_ids or span.top_logprobs else None
     if found:
         raise InvalidArgument("The completion's arrays are malformed.", reason="COMPLETION_INVALID", violations=found)
     return Tokens(
@@ -173,6 +189,25 @@ def _span_from(span: completion_pb2.TokenSpan) -> Tokens:
         np.frombuffer(span.logprobs, dtype="<f4").astype(np.float32, copy=False) if span.logprobs else None,
         _MODES_BACK.get(span.logprobs_mode),
         tuple(map(_version_from, span.versions)),
+        top,
+    )
+
+
+def _top_from(span: completion_pb2.TokenSpan, found: list[Violation]) -> TopLogprobs | None:
+    """Reads the rows of alternatives; adds to `found` what breaks their shape."""
+    count, size = span.top_count, 4 * span.count * span.top_count
+    if not 0 < count <= MAX_TOP:
+        found.append(Violation("completion.span.top_count", f"1 to {MAX_TOP} with alternatives, not {count}"))
+        return None
+    for name, data in (("top_token_ids", span.top_token_ids), ("top_logprobs", span.top_logprobs)):
+        if len(data) != size:
+            what = f"{len(data)} bytes for {span.count} tokens with {count} alternatives of 4 bytes"
+            found.append(Violation(f"completion.span.{name}", what))
+    if found:
+        return None
+    return TopLogprobs(
+        np.frombuffer(span.top_token_ids, dtype="<i4").astype(np.int32, copy=False).reshape(-1, count),
+        np.frombuffer(span.top_logprobs, dtype="<f4").astype(np.float32, copy=False).reshape(-1, count),
     )
 
 

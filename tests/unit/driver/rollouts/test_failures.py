@@ -628,7 +628,7 @@ class _Captures:
         self.asked = 0
         self._slow = slow
 
-    def capture(self, rollout_id: str, *, include_bodies: bool) -> Any:
+    def capture(self, rollout_id: str, *, include_bodies: bool, include_top: bool) -> Any:
         raise NotImplementedError
 
     async def delete(self, rollout_id: str) -> None:

@@ -20,6 +20,7 @@ from penstock_interception.graph import (
     Sampled,
     SamplePolicy,
     TokenGraph,
+    TopLogprobs,
     VersionSpan,
 )
 from penstock_interception.graph.fingerprint import Fingerprints
@@ -418,6 +419,28 @@ def test_a_graph_comes_back_from_its_records(codec: Codec, sample: Sampler) -> N
         assert again.calls[name].sampled.sampling_used == node.sampled.sampling_used
     follow = [*START, graph.calls["a"].sampled.message, Message.tool("x", "melon"), Message.assistant("?"), MORE]
     assert graph.plan(follow, [BASH]).prompt_ids.tolist() == again.plan(follow, [BASH]).prompt_ids.tolist()
+
+
+@pytest.mark.requirement("R85", "R106")
+def test_alternatives_come_back_from_a_record_that_the_chain_covers(codec: Codec, sample: Sampler) -> None:
+    """Once in memory, 8 * k bytes for a token; another alternative is another chain."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH])
+    plain = sample(plan, CALL)
+    ids = np.arange(plain.count * 5, dtype=np.int32).reshape(-1, 5)
+    top = TopLogprobs(ids % codec.vocab_size, np.tile(-np.arange(5, dtype=np.float32), (plain.count, 1)))
+    record = graph.commit("a", plan, replace(plain, top=top))
+    assert graph.calls["a"].sampled.top is top
+    assert top.token_ids.nbytes + top.logprobs.nbytes == 8 * 5 * plain.count
+    again = TokenGraph.restore("r", codec, [GraphRecord.from_bytes(record.to_bytes())])
+    kept = again.calls["a"].sampled.top
+    assert kept is not None and kept.sha256 == top.sha256 and again.chain_head == graph.chain_head
+    assert (kept.token_ids.tolist(), kept.logprobs.tolist()) == (top.token_ids.tolist(), top.logprobs.tolist())
+    (wanted,), (bare,) = again.samples(include_top=True), again.samples()
+    assert wanted.top is not None and wanted.top.sha256 == top.sha256 and bare.top is None
+    for other in (None, TopLogprobs(ids[:, ::-1].copy() % codec.vocab_size, top.logprobs)):
+        with pytest.raises(DataLoss, match="unbroken"):
+            TokenGraph.restore("r", codec, [replace(record, sampled=replace(plain, top=other))])
 
 
 @pytest.mark.requirement("R82", "R83")

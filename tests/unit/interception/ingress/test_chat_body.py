@@ -144,7 +144,7 @@ def _parses_or_is_refused(body: bytes) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 2.5}, "max_completion_tokens"),
         ({"n": 2}, "n"),
-        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

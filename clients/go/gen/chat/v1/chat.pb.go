@@ -880,7 +880,9 @@ type Sampling struct {
 	RepetitionPenalty *float64 `protobuf:"fixed64,12,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
 	// Completions per prompt. Only 1 is accepted where a conversation is captured.
 	N *int32 `protobuf:"varint,13,opt,name=n,proto3,oneof" json:"n,omitempty"`
-	// How many alternatives' logprobs to report besides the sampled token's, 0 to 20.
+	// How many of the likeliest tokens to report at each position, with their logprobs, besides the sampled token's: 0 to 20
+	// (TokenSpan.top_count). An engine without them refuses it. A trainer may answer with fewer, or with none: the call's
+	// normalisations then say so.
 	TopLogprobs *int32 `protobuf:"varint,14,opt,name=top_logprobs,json=topLogprobs,proto3,oneof" json:"top_logprobs,omitempty"`
 	// Whether to use the template's thinking mode.
 	Thinking *bool `protobuf:"varint,15,opt,name=thinking,proto3,oneof" json:"thinking,omitempty"`

@@ -3201,7 +3201,8 @@ func (x *GetCallRequest) GetIncludeBody() bool {
 // See GetCall.
 type GetCallResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Call  *v12.Call              `protobuf:"bytes,1,opt,name=call,proto3" json:"call,omitempty"`
+	// With its tokens, and the rows of their alternatives.
+	Call *v12.Call `protobuf:"bytes,1,opt,name=call,proto3" json:"call,omitempty"`
 	// The whole prompt, little-endian int32.
 	PromptTokenIds []byte `protobuf:"bytes,2,opt,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	unknownFields  protoimpl.UnknownFields

@@ -63,6 +63,10 @@ def turns(trajectory: Trajectory) -> Iterator[Row]:
             "prompt_shared_count": call.prompt_shared_count,
             "completion_token_ids": _list(None if completion is None else completion.token_ids),
             "completion_logprobs": _list(None if completion is None else completion.logprobs),
+            "completion_top_token_ids": _list(None if completion is None else completion.top_token_ids),
+            "completion_top_logprobs": _chances(None if completion is None else completion.top_logprobs),
+            "completion_top_count": 0 if completion is None else completion.top_count,
+            "completion_top_sha256": None if completion is None else completion.top_sha256.hex() or None,
             "logprobs_mode": None if completion is None else str(completion.logprobs_mode),
             "policy_spans": [asdict(span) for span in completion.versions] if completion is not None else [],
             "finish_reason": None if completion is None else str(completion.finish_reason),
@@ -112,6 +116,9 @@ def sequences(trajectory: Trajectory) -> Iterator[Row]:
             raise InvalidArgument(f"Sample {sample.sample_id} has arrays of several lengths", reason="SAMPLE_BROKEN")
         if logprobs is not None and not (np.isfinite(logprobs) & (logprobs <= 0))[sample.loss_mask].all():
             raise InvalidArgument(f"Sample {sample.sample_id} has invalid logprobs", reason="SAMPLE_BROKEN")
+        top, trained = (sample.top_token_ids, sample.top_logprobs), int(sample.loss_mask.sum())
+        if any(array is not None and len(array) != trained for array in top) or (top[0] is None) != (top[1] is None):
+            raise InvalidArgument(f"Sample {sample.sample_id} has alternatives of other tokens", reason="SAMPLE_BROKEN")
         versions = [span.policy_version for span in sample.versions]
         row = {
             **_common(trajectory),
@@ -122,6 +129,8 @@ def sequences(trajectory: Trajectory) -> Iterator[Row]:
             "input_ids": sample.input_ids.tolist(),
             "loss_mask": sample.loss_mask.astype("u1").tolist(),
             "logprobs": _list(logprobs),
+            "top_token_ids": _list(sample.top_token_ids),
+            "top_logprobs": _chances(sample.top_logprobs),
             "logprobs_mode": str(sample.logprobs_mode),
             "prompt_len": sample.prompt_count,
             "turn_spans": [asdict(turn) for turn in sample.turns],
@@ -229,7 +238,7 @@ class _Batch:
     def add(self, row: Row) -> bool:
         """Adds a row; returns whether it is time to flush."""
         self._rows.append(row)
-        self._elements += sum(len(value) for value in row.values() if isinstance(value, list))
+        self._elements += sum(_size(value) for value in row.values() if isinstance(value, list))
         return len(self._rows) >= _BATCH_ROWS or self._elements >= _BATCH_ELEMENTS
 
     def flush(self) -> None:
@@ -272,6 +281,15 @@ def _ids(trajectory: Trajectory, call: Call) -> list[int] | None:
 
 def _list(array: Any) -> list[Any] | None:
     return None if array is None else list(array.tolist())
+
+
+def _chances(rows: Any) -> list[list[float | None]] | None:
+    """Returns rows of logprobs with null for -infinity, which JSON does not have."""
+    return None if rows is None else [[None if value == -np.inf else value for value in row] for row in rows.tolist()]
+
+
+def _size(items: list[Any]) -> int:
+    return len(items) * (len(items[0]) if items and isinstance(items[0], list) else 1)
 
 
 def _sampling(sampling: Sampling) -> Row:

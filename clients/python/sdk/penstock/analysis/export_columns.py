@@ -35,6 +35,8 @@ class Kind(StrEnum):
     TEXTS = "text[]"
     IDS = "int32[]"
     FLOATS = "float32[]"
+    ID_ROWS = "int32[][]"
+    FLOAT_ROWS = "float32[][]"
     DOUBLES = "double[]"
     MASK = "uint8[]"
     VERSIONS = "(policy_version int64, start int32, end int32)[]"
@@ -76,6 +78,10 @@ COLUMNS: Final = MappingProxyType(
             "prompt_shared_count": Kind.INT32,
             "completion_token_ids": Kind.IDS,
             "completion_logprobs": Kind.FLOATS,
+            "completion_top_token_ids": Kind.ID_ROWS,
+            "completion_top_logprobs": Kind.FLOAT_ROWS,
+            "completion_top_count": Kind.INT32,
+            "completion_top_sha256": Kind.TEXT,
             "logprobs_mode": Kind.TEXT,
             "policy_spans": Kind.VERSIONS,
             "finish_reason": Kind.TEXT,
@@ -113,6 +119,8 @@ COLUMNS: Final = MappingProxyType(
             "input_ids": Kind.IDS,
             "loss_mask": Kind.MASK,
             "logprobs": Kind.FLOATS,
+            "top_token_ids": Kind.ID_ROWS,
+            "top_logprobs": Kind.FLOAT_ROWS,
             "logprobs_mode": Kind.TEXT,
             "prompt_len": Kind.INT32,
             "turn_spans": Kind.TURN_SPANS,
@@ -175,6 +183,8 @@ def arrow_schema(table: Table) -> Any:
         Kind.TEXTS: pa.list_(text),
         Kind.IDS: pa.list_(int32),
         Kind.FLOATS: pa.list_(pa.float32()),
+        Kind.ID_ROWS: pa.list_(pa.list_(int32)),
+        Kind.FLOAT_ROWS: pa.list_(pa.list_(pa.float32())),
         Kind.DOUBLES: pa.list_(pa.float64()),
         Kind.MASK: pa.list_(pa.uint8()),
         Kind.VERSIONS: struct(policy_version=pa.int64(), start=int32, end=int32),

@@ -78,6 +78,8 @@ def _check_chain(rollout_id: str, rows: list[Row], proof: Proof) -> None:
                 proof.problems.append(
                     Problem(rollout_id, call_id, "its tokens, logprobs, versions or sampling differ from the record")
                 )
+            elif not _has_its_top(row):
+                proof.problems.append(Problem(rollout_id, call_id, "its alternatives differ from the record"))
         else:
             proof.unproven += 1
         # Continue from the stated hash, so that one broken call is one problem.
@@ -107,12 +109,26 @@ def _next(head: bytes, row: Row) -> bytes:
         "logprobs_mode": row["logprobs_mode"] if row["completion_logprobs"] is not None else None,
         "sampling_used": sampling,
     }
+    if row.get("completion_top_sha256"):
+        facts["top_sha256"] = row["completion_top_sha256"]
     state = hashlib.sha256(head)
     for name, kind in (("prompt_token_ids", "<i4"), ("completion_token_ids", "<i4"), ("completion_logprobs", "<f4")):
         values = row[name]
         state.update(hashlib.sha256(b"" if values is None else np.asarray(values, kind).tobytes()).digest())
     state.update(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
     return state.digest()
+
+
+def _has_its_top(row: Row) -> bool:
+    """Whether the rows of alternatives, if the export has them, are those of the digest that the chain covers."""
+    ids, logprobs = row.get("completion_top_token_ids"), row.get("completion_top_logprobs")
+    if ids is None and logprobs is None:
+        return True
+    if ids is None or logprobs is None or list(map(len, ids)) != list(map(len, logprobs)):
+        return False
+    values = [[-np.inf if value is None else value for value in line] for line in logprobs]
+    state = hashlib.sha256(np.asarray(ids, "<i4").tobytes() + np.asarray(values, "<f4").tobytes())
+    return state.hexdigest() == row.get("completion_top_sha256")
 
 
 def _check_calls(rollout_id: str, rows: list[Row], proof: Proof) -> None:

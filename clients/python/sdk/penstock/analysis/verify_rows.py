@@ -127,6 +127,9 @@ def _check_form(row: Row, table: Table, number: int) -> None:
         lengths = {len(row[name]) for name in ("input_ids", "loss_mask", "logprobs") if row[name] is not None}
         if len(lengths) > 1:
             _refuse(f"Row {number} of {table}: input_ids, loss_mask and logprobs have several lengths")
+        trained = sum(row["loss_mask"])
+        if any(len(row[name]) != trained for name in ("top_token_ids", "top_logprobs") if row.get(name) is not None):
+            _refuse(f"Row {number} of {table}: top_token_ids and top_logprobs are not of the trained tokens")
 
 
 def _refuse(message: str) -> None:
@@ -143,6 +146,12 @@ def _is_number(value: Any) -> bool:
 
 def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(test, value))
+
+
+def _rows_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Checks a list of lists of one length."""
+    rows = _list_of(_list_of(test))
+    return lambda value: rows(value) and len({len(row) for row in value}) <= 1
 
 
 def _spans_of(**fields: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -171,6 +180,8 @@ _FORMS: Final[Mapping[Kind, Callable[[Any], bool]]] = MappingProxyType(
         Kind.TEXTS: _list_of(_is_text),
         Kind.IDS: _list_of(_is_int(32)),
         Kind.FLOATS: _list_of(_or_null(_is_number)),
+        Kind.ID_ROWS: _rows_of(_is_int(32)),
+        Kind.FLOAT_ROWS: _rows_of(_or_null(_is_number)),
         Kind.DOUBLES: _list_of(_or_null(_is_number)),
         Kind.MASK: _list_of(lambda value: type(value) is int and value in (0, 1)),
         Kind.VERSIONS: _spans_of(policy_version=_is_int(64), start=_is_int(32), end=_is_int(32)),

@@ -94,9 +94,28 @@ def _check_whole(row: Row, calls: Mapping[str, Row], whole: int) -> Iterator[str
     modes = {call["logprobs_mode"] for call in own if call["completion_logprobs"] is not None}
     if len(modes) == 1:  # turns of several modes have none in common
         expected["logprobs_mode"] = modes.pop()
+    if row.get("top_token_ids") is not None:
+        expected |= _top(row, own)
     for name, value in expected.items():
         if name in row and not _same(row[name], value):
             yield f"{name} does not match its calls"
+
+
+def _top(row: Row, calls: Sequence[Row]) -> dict[str, list[list[Any]]]:
+    """Returns the alternatives of the trained tokens, filled up where a call has fewer; nothing if `turns` has none."""
+    trained = [
+        call
+        for span, call in zip(row["turn_spans"], calls, strict=True)
+        if any(row["loss_mask"][span["start"] : span["end"]])
+    ]
+    if any(call.get("completion_top_count") and call.get("completion_top_token_ids") is None for call in trained):
+        return {}
+    width = max((call.get("completion_top_count") or 0 for call in trained), default=0)
+    found: dict[str, list[list[Any]]] = {}
+    for name, filler in (("top_token_ids", -1), ("top_logprobs", None)):
+        given = [call.get(f"completion_{name}") or [[] for _ in call["completion_token_ids"]] for call in trained]
+        found[name] = [line + [filler] * (width - len(line)) for lines in given for line in lines]
+    return found
 
 
 def _versions(turns: Sequence[Mapping[str, Any]], calls: Sequence[Row]) -> Iterator[dict[str, int]]:

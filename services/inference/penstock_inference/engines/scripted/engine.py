@@ -124,8 +124,8 @@ class ScriptedEngine:
             max_context_tokens=self._max_context,
             max_concurrency=self._stats.slots,
             stop_token_ids=self._codec.stop_token_ids,
-            # The script is the answer for any sampling: only max_tokens has a visible effect.
-            sampling_fields=tuple(name for name in SAMPLING_FIELDS if name != "stop"),
+            # The script is the answer for any sampling: only max_tokens has a visible effect. It has no alternatives.
+            sampling_fields=tuple(name for name in SAMPLING_FIELDS if name not in ("stop", "top_logprobs")),
             dtype="none",
             parameter_count=0,
             logprobs_mode=LogprobsMode.SCRIPTED,

@@ -28,6 +28,7 @@ def export(
     ] = None,
     label: Labels = None,
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
+    top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
     state_dir: StateDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -43,7 +44,7 @@ def export(
         chosen = format_of(file, format_)  # before services are started for it
         async with services(state_dir=state_dir) as ps:
             found = ps.rollouts.export(
-                run_id=run_id, group_id=group_id, labels=labels, task_id=task_id, agent=agent, bodies=bodies
+                run_id=run_id, group_id=group_id, labels=labels, task_id=task_id, agent=agent, bodies=bodies, top=top
             )
             try:
                 count = await write(found, file, table=table, format=chosen)

@@ -239,9 +239,11 @@ class RolloutsClient:
                     complete=message.snapshot_complete,
                 )
 
-    async def trajectory(self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False) -> Trajectory:
+    async def trajectory(
+        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False
+    ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
-        return await self._driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies)
+        return await self._driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies, top=top)
 
     async def export(
         self,
@@ -252,10 +254,11 @@ class RolloutsClient:
         task_id: str | None = None,
         agent: str | None = None,
         bodies: bool = False,
+        top: bool = False,
     ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
-        """Yields the trajectories of all matching ended rollouts."""
+        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested."""
         request = pb.ExportTrajectoriesRequest(
-            filter=_filter(run_id, group_id, labels, None, task_id, agent), include_bodies=bodies
+            filter=_filter(run_id, group_id, labels, None, task_id, agent), include_bodies=bodies, include_top=top
         )
         whole: trajectory_pb2.Trajectory | None = None
         outcome = rollout_pb2.Outcome()

@@ -115,20 +115,24 @@ class Driver:
                 return wire_results.group(answer.group)
             await patience.ask_again(asked)
 
-    async def trajectory(self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False) -> Trajectory:
+    async def trajectory(
+        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False
+    ) -> Trajectory:
         """Fetches an ended rollout's trajectory."""
-        request = pb.GetTrajectoryRequest(rollout_id=rollout_id, samples_only=samples_only, include_bodies=bodies)
+        request = pb.GetTrajectoryRequest(
+            rollout_id=rollout_id, samples_only=samples_only, include_bodies=bodies, include_top=top
+        )
         whole = trajectory_pb2.Trajectory()
         for fragment in await self.service.collect(self.stub.GetTrajectory, request, timeout=300.0):
             whole.MergeFrom(fragment.trajectory)
         return wire_results.trajectory(whole)
 
-    async def result(self, rollout_id: str, *, samples_only: bool) -> results.RolloutResult:
+    async def result(self, rollout_id: str, *, samples_only: bool, top: bool) -> results.RolloutResult:
         """Returns an ended rollout with its trajectory, None where the gate was never opened."""
         info = await self.get(rollout_id)
         trajectory = None
         try:
-            trajectory = await self.trajectory(rollout_id, samples_only=samples_only)
+            trajectory = await self.trajectory(rollout_id, samples_only=samples_only, top=top)
         except FailedPrecondition as error:
             if error.reason != "TRAJECTORY_ABSENT":
                 raise

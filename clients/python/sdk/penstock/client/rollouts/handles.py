@@ -72,17 +72,18 @@ class RolloutHandle:
         self.info = await self._driver.wait(self.rollout_id)
         return results.RolloutResult(self.info, self.info.outcome or results.Outcome())
 
-    async def trajectory(self, *, samples_only: bool = False, bodies: bool = False) -> Trajectory:
+    async def trajectory(self, *, samples_only: bool = False, bodies: bool = False, top: bool = False) -> Trajectory:
         """Fetches the ended rollout's trajectory.
 
         Args:
             samples_only: without calls and branches: enough for training.
             bodies: with the agent's request bodies.
+            top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
 
         Raises:
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
-        return await self._driver.trajectory(self.rollout_id, samples_only=samples_only, bodies=bodies)
+        return await self._driver.trajectory(self.rollout_id, samples_only=samples_only, bodies=bodies, top=top)
 
     async def calls(self, *, credits: int = 64, policy_version: int | None = None) -> AsyncGenerator[ModelCall, None]:
         """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed."""
@@ -166,20 +167,23 @@ class GroupHandle:
         self.info = await self._driver.wait_group(self.group_id)
         return self.info
 
-    async def as_ended(self, *, samples_only: bool = True) -> AsyncGenerator[results.RolloutResult, None]:
+    async def as_ended(
+        self, *, samples_only: bool = True, top: bool = False
+    ) -> AsyncGenerator[results.RolloutResult, None]:
         """Yields each rollout as it ends, with its trajectory (None where the gate was never opened)."""
         async with aclosing(self.events(summary=True)) as events:
             async for event in events:
                 if isinstance(event.payload, results.Ended):
-                    yield await self._driver.result(event.rollout_id, samples_only=samples_only)
+                    yield await self._driver.result(event.rollout_id, samples_only=samples_only, top=top)
 
-    async def results(self, *, samples_only: bool = True) -> list[results.RolloutResult]:
+    async def results(self, *, samples_only: bool = True, top: bool = False) -> list[results.RolloutResult]:
         """Waits for all; returns every rollout ordered by index, failed ones and spares included.
 
-        Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False.
+        Those that count are `info.result_rollout_ids`. Trajectories have samples only, unless `samples_only` is False;
+        `top`: with alternatives, as in `RolloutHandle.trajectory`.
         """
         by_id: dict[str, results.RolloutResult] = {}
-        async with aclosing(self.as_ended(samples_only=samples_only)) as ended:
+        async with aclosing(self.as_ended(samples_only=samples_only, top=top)) as ended:
             async for result in ended:
                 by_id[result.rollout_id] = result
         return sorted(by_id.values(), key=lambda result: result.rollout.index)

@@ -208,7 +208,9 @@ class Completion:
         logprobs: float32, shape (n,); None where the engine gives none.
         versions: the policy version of each token span; ascending, without gaps over [0, n). Empty = unknown.
         message: shown to the agent instead of the parsed tokens.
-        top_token_ids, top_logprobs: alternatives, shape (n, k), if sampling.top_logprobs requested them.
+        top_token_ids, top_logprobs: alternatives, int32 and float32 of shape (n, k), if sampling.top_logprobs requested
+            them; likeliest first. A row with fewer ends with id -1 and -inf. None = none, or they were left out.
+        top_count: k, also if the rows were left out; `top_sha256` then identifies them.
     """
 
     token_ids: TokenIds | None = None
@@ -227,6 +229,8 @@ class Completion:
     usage: Usage | None = None
     top_token_ids: NDArray[np.int32] | None = None
     top_logprobs: NDArray[np.float32] | None = None
+    top_count: int = 0
+    top_sha256: bytes = b""
 
     @classmethod
     def of_tokens(
@@ -239,11 +243,15 @@ class Completion:
         logprobs_mode: LogprobsMode | str = LogprobsMode.PROCESSED,
         engine: str = "trainer",
         sampling_used: Sampling | None = None,
+        top_token_ids: ArrayLike | None = None,
+        top_logprobs: ArrayLike | None = None,
     ) -> Self:
         """Returns a completion from a trainer's own engine: any array-like, all sampled by one policy version.
 
+        `top_token_ids` and `top_logprobs` are alternatives, shape (n, k), k at most 20, likeliest first in each row.
+
         Raises:
-            InvalidArgument: the arrays are not one-dimensional or differ in length.
+            InvalidArgument: the arrays are not one-dimensional or differ in length; the alternatives are not (n, k).
         """
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         probabilities = None if logprobs is None else np.ascontiguousarray(logprobs, dtype=np.float32)
@@ -254,14 +262,20 @@ class Completion:
                 reason="COMPLETION_SHAPE",
             )
         versions = () if policy_version is None or not len(ids) else (VersionSpan(policy_version, 0, len(ids)),)
+        top_ids = None if top_token_ids is None else np.ascontiguousarray(top_token_ids, dtype=np.int32)
+        top = None if top_logprobs is None else np.ascontiguousarray(top_logprobs, dtype=np.float32)
+        has_logprobs = probabilities is not None or top is not None
         return cls(
             token_ids=ids,
             logprobs=probabilities,
-            logprobs_mode=LogprobsMode(logprobs_mode) if probabilities is not None else LogprobsMode.UNSPECIFIED,
+            logprobs_mode=LogprobsMode(logprobs_mode) if has_logprobs else LogprobsMode.UNSPECIFIED,
             versions=versions,
             finish_reason=FinishReason(finish_reason),
             engine=engine,
             sampling_used=sampling_used,
+            top_token_ids=top_ids,
+            top_logprobs=top,
+            top_count=check_top(len(ids), top_ids, top),
         )
 
     @classmethod
@@ -281,3 +295,20 @@ class Completion:
 
     def __len__(self) -> int:
         return 0 if self.token_ids is None else len(self.token_ids)
+
+
+def check_top(count: int, ids: NDArray[np.int32] | None, logprobs: NDArray[np.float32] | None) -> int:
+    """Returns the number of alternatives of each token; 0 without any.
+
+    Raises:
+        InvalidArgument: `COMPLETION_SHAPE`, not both are given, or they are not (count, k).
+    """
+    if ids is None and logprobs is None:
+        return 0
+    shapes = [None if array is None else np.shape(array) for array in (ids, logprobs)]
+    if None in shapes or shapes[0] != shapes[1] or len(shapes[0] or ()) != 2 or (shapes[0] or ())[0] != count:
+        raise InvalidArgument(
+            f"top_token_ids and top_logprobs must both be ({count}, k), not {shapes[0]} and {shapes[1]}",
+            reason="COMPLETION_SHAPE",
+        )
+    return int((shapes[0] or (0, 0))[1])

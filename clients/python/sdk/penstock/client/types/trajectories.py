@@ -131,6 +131,8 @@ class Sample:
         prompt_count: tokens before the first sampled one.
         weight: this sample's share of its rollout's loss; the weights of a rollout add up to 1.
         truncated: the last turn was cut by a limit.
+        top_token_ids, top_logprobs: alternatives, int32 and float32, shape (loss_mask.sum(), k): a row per token whose
+            mask is True, in order, as in `Completion`. None = no trained turn has any, or they were left out.
     """
 
     sample_id: str
@@ -145,6 +147,8 @@ class Sample:
     weight: float
     branch_class: str
     truncated: bool
+    top_token_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)

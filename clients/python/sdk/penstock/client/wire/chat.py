@@ -10,10 +10,12 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.timestamp_pb2 import Timestamp
+from numpy.typing import NDArray
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client.errors import InvalidArgument
 from penstock.client.types import chat
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import reader, writer
 
 _sampling_to: Final = writer(chat.Sampling, chat_pb2.Sampling)
@@ -88,6 +90,18 @@ def token_ids(data: bytes) -> chat.TokenIds:
 def logprobs(data: bytes) -> chat.Logprobs:
     """Decodes logprobs to a read-only view."""
     return np.frombuffer(data, "<f4")
+
+
+def top_ids(message: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> NDArray[np.int32] | None:
+    """Decodes the ids of alternatives to a read-only view, (rows, top_count); None if they were left out."""
+    data = message.top_token_ids
+    return np.frombuffer(data, "<i4").reshape(-1, message.top_count) if data and message.top_count else None
+
+
+def top_logprobs(message: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> NDArray[np.float32] | None:
+    """Decodes the logprobs of alternatives, as `top_ids` does their ids."""
+    data = message.top_logprobs
+    return np.frombuffer(data, "<f4").reshape(-1, message.top_count) if data and message.top_count else None
 
 
 def token_bytes(ids: Any) -> bytes:
@@ -184,7 +198,6 @@ def completion_from(message: completion_pb2.Completion) -> chat.Completion:
     """Converts a completion."""
     span = message.span
     stop = message.WhichOneof("matched_stop")
-    top = span.top_count if message.HasField("span") else 0
     left_out = span.count > 0 and not span.token_ids  # as in events: only the count is sent
     return chat.Completion(
         token_ids=token_ids(span.token_ids) if message.HasField("span") and not left_out else None,
@@ -201,8 +214,10 @@ def completion_from(message: completion_pb2.Completion) -> chat.Completion:
         model=message.model,
         timings=_timings_from(message.timings) if message.HasField("timings") else None,
         usage=_usage_from(message.usage) if message.HasField("usage") else None,
-        top_token_ids=token_ids(span.top_token_ids).reshape(-1, top) if top else None,
-        top_logprobs=logprobs(span.top_logprobs).reshape(-1, top) if top else None,
+        top_token_ids=top_ids(span) if span.top_count else None,
+        top_logprobs=top_logprobs(span) if span.top_count else None,
+        top_count=span.top_count,
+        top_sha256=span.top_sha256,
     )
 
 
@@ -216,8 +231,8 @@ def _span_to(value: chat.Completion) -> completion_pb2.TokenSpan:
     )
     if value.logprobs is not None:
         span.logprobs = np.asarray(value.logprobs).astype("<f4", copy=False).tobytes()
-    if value.top_token_ids is not None and value.top_logprobs is not None:
-        span.top_count = value.top_token_ids.shape[1]
-        span.top_token_ids = value.top_token_ids.astype("<i4", copy=False).tobytes()
-        span.top_logprobs = value.top_logprobs.astype("<f4", copy=False).tobytes()
+    if value.top_token_ids is not None or value.top_logprobs is not None:
+        span.top_count = chat.check_top(len(ids), value.top_token_ids, value.top_logprobs)
+        span.top_token_ids = np.asarray(value.top_token_ids).astype("<i4", copy=False).tobytes()
+        span.top_logprobs = np.asarray(value.top_logprobs).astype("<f4", copy=False).tobytes()
     return span

@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from penstock.client.types import results, trajectories
-from penstock.client.wire.chat import completion_from, logprobs, time, token_ids, word
+from penstock.client.wire.chat import completion_from, logprobs, time, token_ids, top_ids, top_logprobs, word
 from penstock.driver.v1 import rollout_pb2
 from penstock.sandbox.v1 import process_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -149,11 +149,13 @@ reader(
 sample: Final = reader(
     trajectories.Sample,
     trajectory_pb2.Sample,
-    left_out=("count",),
+    left_out=("count", "top_count"),
     by={
         "input_ids": lambda message: token_ids(message.input_ids),
         "loss_mask": lambda message: np.frombuffer(message.loss_mask, np.bool_),
         "logprobs": lambda message: logprobs(message.logprobs) if message.logprobs else None,
+        "top_token_ids": top_ids,
+        "top_logprobs": top_logprobs,
     },
 )
 """Converts a sample."""

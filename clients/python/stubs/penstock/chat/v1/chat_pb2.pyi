@@ -424,7 +424,10 @@ class Sampling(_message.Message):
     n: _builtins.int
     """Completions per prompt. Only 1 is accepted where a conversation is captured."""
     top_logprobs: _builtins.int
-    """How many alternatives' logprobs to report besides the sampled token's, 0 to 20."""
+    """How many of the likeliest tokens to report at each position, with their logprobs, besides the sampled token's: 0 to 20
+    (TokenSpan.top_count). An engine without them refuses it. A trainer may answer with fewer, or with none: the call's
+    normalisations then say so.
+    """
     thinking: _builtins.bool
     """Whether to use the template's thinking mode."""
     thinking_budget_tokens: _builtins.int

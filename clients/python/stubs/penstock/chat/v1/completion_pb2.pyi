@@ -94,15 +94,25 @@ class TokenSpan(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_COUNT_FIELD_NUMBER: _builtins.int
+    TOP_SHA256_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     count: _builtins.int
     logprobs: _builtins.bytes
     """Natural logarithms, finite and <= 0."""
     logprobs_mode: Global___LogprobsMode.ValueType
     top_token_ids: _builtins.bytes
-    """Alternatives, if Sampling.top_logprobs asked for them: count * top_count entries, one row per token."""
+    """Alternatives, if Sampling.top_logprobs asked for them: one row of top_count entries per token, the likeliest first. The
+    sampled token is among them only if it is that likely. Encoded as token_ids and logprobs, row after row. A row with fewer
+    alternatives ends with entries of id -1 and logprob -infinity. Otherwise a logprob is <= 0, and finite with
+    LOGPROBS_MODE_RAW; in the other modes -infinity is a token that a filter excluded.
+    """
     top_logprobs: _builtins.bytes
     top_count: _builtins.int
+    """0 to 20; 0 = none. The gate sets it also where it leaves out the rows, because the reader did not ask for them."""
+    top_sha256: _builtins.bytes
+    """SHA-256 of top_token_ids, then top_logprobs; empty without alternatives. Set by the gate, ignored from an answerer. The
+    hash chain covers it, so that the chain can be checked without the rows.
+    """
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyVersionSpan]:
         """Ascending, without gaps, covering [0, count). Empty = unknown, which is refused if a rollout bounds its policy version."""
@@ -118,10 +128,11 @@ class TokenSpan(_message.Message):
         top_token_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
         top_count: _builtins.int = ...,
+        top_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "token_ids", b"token_ids", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "token_ids", b"token_ids", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_sha256", b"top_sha256", "top_token_ids", b"top_token_ids", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

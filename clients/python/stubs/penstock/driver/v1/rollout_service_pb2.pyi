@@ -908,21 +908,25 @@ class GetTrajectoryRequest(_message.Message):
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     SAMPLES_ONLY_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOP_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
     samples_only: _builtins.bool
     """Only samples, without calls and branches, for a trainer that needs no more."""
+    include_top: _builtins.bool
+    """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
     def __init__(
         self,
         *,
         rollout_id: _builtins.str = ...,
         include_bodies: _builtins.bool = ...,
         samples_only: _builtins.bool = ...,
+        include_top: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -958,7 +962,10 @@ class ExportTrajectoriesRequest(_message.Message):
 
     FILTER_FIELD_NUMBER: _builtins.int
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOP_FIELD_NUMBER: _builtins.int
     include_bodies: _builtins.bool
+    include_top: _builtins.bool
+    """As in GetTrajectoryRequest."""
     @_builtins.property
     def filter(self) -> Global___RolloutFilter: ...
     def __init__(
@@ -966,10 +973,11 @@ class ExportTrajectoriesRequest(_message.Message):
         *,
         filter: Global___RolloutFilter | None = ...,
         include_bodies: _builtins.bool = ...,
+        include_top: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies", "include_top", b"include_top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1627,7 +1627,9 @@ class GetCallResponse(_message.Message):
     prompt_token_ids: _builtins.bytes
     """The whole prompt, little-endian int32."""
     @_builtins.property
-    def call(self) -> _trajectory_pb2.Call: ...
+    def call(self) -> _trajectory_pb2.Call:
+        """With its tokens, and the rows of their alternatives."""
+
     def __init__(
         self,
         *,

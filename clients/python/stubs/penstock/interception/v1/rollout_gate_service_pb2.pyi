@@ -926,6 +926,7 @@ class GetCaptureRequest(_message.Message):
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     AFTER_INDEX_FIELD_NUMBER: _builtins.int
     AFTER_TOOL_CALL_INDEX_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOP_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
@@ -937,6 +938,8 @@ class GetCaptureRequest(_message.Message):
     To follow each call and host tool call until it has ended, set each position to the greatest index up to which all that
     were received have ended (-1 = from the first). A repeated one replaces the one received before.
     """
+    include_top: _builtins.bool
+    """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
     def __init__(
         self,
         *,
@@ -944,10 +947,11 @@ class GetCaptureRequest(_message.Message):
         include_bodies: _builtins.bool = ...,
         after_index: _builtins.int | None = ...,
         after_tool_call_index: _builtins.int | None = ...,
+        include_top: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "include_top", b"include_top", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_index: _TypeAlias = _typing.Literal["after_index"]  # noqa: Y015
     _WhichOneofArgType__after_index: _TypeAlias = _typing.Literal["_after_index", b"_after_index"]  # noqa: Y015

@@ -545,9 +545,9 @@ Global___TurnSpan: _TypeAlias = TurnSpan  # noqa: Y015
 class Sample(_message.Message):
     """Sample is one token sequence to train on, from the root to the leaf of a branch.
 
-    Invariants: The three arrays have `count` elements (logprobs is empty if the source gives none). The mask is 1 exactly on
-    sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is 0.0. A prefix
-    that several samples share is masked 1 in one of them only.
+    Invariants: input_ids, loss_mask and logprobs have `count` elements (logprobs is empty if the source gives none). The mask
+    is 1 exactly on sampled tokens that may be trained. Where the mask is 1, the logprob is finite and <= 0; elsewhere it is
+    0.0. A prefix that several samples share is masked 1 in one of them only.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -565,6 +565,9 @@ class Sample(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     BRANCH_CLASS_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     branch_id: _builtins.str
     count: _builtins.int
@@ -582,6 +585,14 @@ class Sample(_message.Message):
     branch_class: Global___CallClass.ValueType
     truncated: _builtins.bool
     """Whether a limit cut the last turn."""
+    top_token_ids: _builtins.bytes
+    """Alternatives of the tokens whose mask is 1, and of no others: one row per such token, in order, encoded as in TokenSpan.
+    A turn with fewer alternatives than top_count, or without, has rows that end with id -1 and logprob -infinity. Empty
+    unless the reader asked for them (include_top).
+    """
+    top_logprobs: _builtins.bytes
+    top_count: _builtins.int
+    """The most alternatives of a trained turn. 0 = none, or the reader did not ask."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.PolicyVersionSpan]:
         """Of the sampled tokens; gaps are context."""
@@ -604,10 +615,13 @@ class Sample(_message.Message):
         weight: _builtins.float = ...,
         branch_class: Global___CallClass.ValueType = ...,
         truncated: _builtins.bool = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+        top_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

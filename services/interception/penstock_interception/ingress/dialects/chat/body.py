@@ -175,12 +175,8 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
     """Translates a body without its messages."""
     if body.n is not None and body.n != 1:
         raise BadRequest("n: only 1 completion per request is supported.", "n", "unsupported_value")
-    if body.top_logprobs:
-        raise BadRequest(
-            "top_logprobs: only 0 is supported, because only the logprobs of sampled tokens are known.",
-            "top_logprobs",
-            "unsupported_value",
-        )
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest("top_logprobs: only with logprobs true.", "top_logprobs", "invalid_value")
     notes: list[str] = []
     tools = given or ()
     if len({tool.name for tool in tools}) != len(tools):
@@ -211,6 +207,7 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
+        top_logprobs=body.top_logprobs or None,
         thinking=thinking,
         response_format=_response_format(body.response_format),
     )

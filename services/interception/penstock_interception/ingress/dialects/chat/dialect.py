@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import orjson
 
 from penstock_codec.chat import FinishReason, Usage
 from penstock_interception.domain.calls import Dialect
-from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.domain.requests import ChatRequest, Spell
 from penstock_interception.domain.state import Call
+from penstock_interception.graph.values import FloatArray, IntArray
 from penstock_interception.ingress.dialects import openai_common
 from penstock_interception.ingress.dialects.base import Ask, PlainStreams, Problem, Route
 from penstock_interception.ingress.dialects.chat.body import parse_chat
@@ -123,17 +125,25 @@ def _choice(delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
 
 
 def _logprobs(call: Call, request: ChatRequest) -> dict[str, Any] | None:
-    """Returns one entry per sampled token; None unless requested and known."""
+    """Returns one entry per sampled token, with the requested alternatives; None unless requested and known."""
     if request.spell is None or call.completion is None:
         return None
     tokens = call.completion.tokens
     if tokens is None or tokens.logprobs is None:
         return None
-    content = [
-        {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data), "top_logprobs": []}
-        for data, logprob in zip(request.spell(tokens.ids), tokens.logprobs.tolist(), strict=True)
-    ]
+    content = [{**item, "top_logprobs": []} for item in _spelled(tokens.ids, tokens.logprobs, request.spell)]
+    if tokens.top is not None and (asked := request.sampling.top_logprobs):
+        for item, ids, logprobs in zip(content, tokens.top.token_ids, tokens.top.logprobs, strict=True):
+            known = np.isfinite(logprobs[:asked])  # neither excluded by a filter nor filled up
+            item["top_logprobs"] = _spelled(ids[:asked][known], logprobs[:asked][known], request.spell)
     return {"content": content, "refusal": None}
+
+
+def _spelled(ids: IntArray, logprobs: FloatArray, spell: Spell) -> list[dict[str, Any]]:
+    return [
+        {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+        for data, logprob in zip(spell(ids), logprobs.tolist(), strict=True)
+    ]
 
 
 def _finish(call: Call) -> str:

@@ -77,6 +77,7 @@ def _request(parsed: body.GenerateContentBody, route: Route, data: bytes) -> Cha
             seed=config.seed,
             presence_penalty=config.presence_penalty,
             frequency_penalty=config.frequency_penalty,
+            top_logprobs=config.logprobs or None,
             thinking=thinking,
             thinking_budget_tokens=budget if budget is not None and budget > 0 else None,
             response_format=_response_format(config, notes),

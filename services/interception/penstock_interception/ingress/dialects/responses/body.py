@@ -204,6 +204,7 @@ def _sampling(body: ResponsesBody, thinking: bool | None) -> Sampling:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
+        top_logprobs=body.top_logprobs or None,
         thinking=thinking,
         response_format=_response_format(body.text),
     )

@@ -452,7 +452,9 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
   n?: number | undefined;
 
   /**
-   * How many alternatives' logprobs to report besides the sampled token's, 0 to 20.
+   * How many of the likeliest tokens to report at each position, with their logprobs, besides the sampled token's: 0 to 20
+   * (TokenSpan.top_count). An engine without them refuses it. A trainer may answer with fewer, or with none: the call's
+   * normalisations then say so.
    *
    * @generated from field: optional int32 top_logprobs = 14;
    */

@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/chat/v1/completion.proto.
  */
 export const file_penstock_chat_v1_completion: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIu0BCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNIosBCgdUaW1pbmdzEikKBnF1ZXVlZBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIqCgdwcmVmaWxsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEikKBmRlY29kZRgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiLMAwoKQ29tcGxldGlvbhIuCgRzcGFuGAEgASgLMhsucGVuc3RvY2suY2hhdC52MS5Ub2tlblNwYW5IAYgBARIvCgdtZXNzYWdlGAIgASgLMhkucGVuc3RvY2suY2hhdC52MS5NZXNzYWdlSAKIAQESNQoNZmluaXNoX3JlYXNvbhgDIAEoDjIeLnBlbnN0b2NrLmNoYXQudjEuRmluaXNoUmVhc29uEhcKDXN0b3BfdG9rZW5faWQYBCABKAVIABITCglzdG9wX3RleHQYBSABKAlIABI2Cg1zYW1wbGluZ191c2VkGAYgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZ0gDiAEBEg4KBmVuZ2luZRgHIAEoCRIWCg5lbmdpbmVfdmVyc2lvbhgIIAEoCRINCgVtb2RlbBgJIAEoCRIqCgd0aW1pbmdzGAogASgLMhkucGVuc3RvY2suY2hhdC52MS5UaW1pbmdzEiYKBXVzYWdlGAsgASgLMhcucGVuc3RvY2suY2hhdC52MS5Vc2FnZUIOCgxtYXRjaGVkX3N0b3BCBwoFX3NwYW5CCgoIX21lc3NhZ2VCEAoOX3NhbXBsaW5nX3VzZWQqfQoMTG9ncHJvYnNNb2RlEh0KGUxPR1BST0JTX01PREVfVU5TUEVDSUZJRUQQABIVChFMT0dQUk9CU19NT0RFX1JBVxABEhsKF0xPR1BST0JTX01PREVfUFJPQ0VTU0VEEAISGgoWTE9HUFJPQlNfTU9ERV9TQ1JJUFRFRBADQo4BChBwZW5zdG9jay5jaGF0LnYxQg9Db21wbGV0aW9uUHJvdG9QAVoscGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vY2hhdC92MTtjaGF0djGqAhBQZW5zdG9jay5DaGF0LlYxygIQUGVuc3RvY2tcQ2hhdFxWMeoCElBlbnN0b2NrOjpDaGF0OjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_chat_v1_chat]);
+  fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIoECCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNEhIKCnRvcF9zaGEyNTYYCSABKAwiiwEKB1RpbWluZ3MSKQoGcXVldWVkGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3ByZWZpbGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKQoGZGVjb2RlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIswDCgpDb21wbGV0aW9uEi4KBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbkgBiAEBEi8KB21lc3NhZ2UYAiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2VIAogBARI1Cg1maW5pc2hfcmVhc29uGAMgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgEIAEoBUgAEhMKCXN0b3BfdGV4dBgFIAEoCUgAEjYKDXNhbXBsaW5nX3VzZWQYBiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSAOIAQESDgoGZW5naW5lGAcgASgJEhYKDmVuZ2luZV92ZXJzaW9uGAggASgJEg0KBW1vZGVsGAkgASgJEioKB3RpbWluZ3MYCiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLlRpbWluZ3MSJgoFdXNhZ2UYCyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLlVzYWdlQg4KDG1hdGNoZWRfc3RvcEIHCgVfc3BhbkIKCghfbWVzc2FnZUIQCg5fc2FtcGxpbmdfdXNlZCp9CgxMb2dwcm9ic01vZGUSHQoZTE9HUFJPQlNfTU9ERV9VTlNQRUNJRklFRBAAEhUKEUxPR1BST0JTX01PREVfUkFXEAESGwoXTE9HUFJPQlNfTU9ERV9QUk9DRVNTRUQQAhIaChZMT0dQUk9CU19NT0RFX1NDUklQVEVEEANCjgEKEHBlbnN0b2NrLmNoYXQudjFCD0NvbXBsZXRpb25Qcm90b1ABWixwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9jaGF0L3YxO2NoYXR2MaoCEFBlbnN0b2NrLkNoYXQuVjHKAhBQZW5zdG9ja1xDaGF0XFYx6gISUGVuc3RvY2s6OkNoYXQ6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_penstock_chat_v1_chat]);
 
 /**
  * PolicyVersionSpan is the weights that sampled a run of tokens: [start, end) within its span.
@@ -87,7 +87,10 @@ export type TokenSpan = Message<"penstock.chat.v1.TokenSpan"> & {
   versions: PolicyVersionSpan[];
 
   /**
-   * Alternatives, if Sampling.top_logprobs asked for them: count * top_count entries, one row per token.
+   * Alternatives, if Sampling.top_logprobs asked for them: one row of top_count entries per token, the likeliest first. The
+   * sampled token is among them only if it is that likely. Encoded as token_ids and logprobs, row after row. A row with fewer
+   * alternatives ends with entries of id -1 and logprob -infinity. Otherwise a logprob is <= 0, and finite with
+   * LOGPROBS_MODE_RAW; in the other modes -infinity is a token that a filter excluded.
    *
    * @generated from field: bytes top_token_ids = 6;
    */
@@ -99,9 +102,19 @@ export type TokenSpan = Message<"penstock.chat.v1.TokenSpan"> & {
   topLogprobs: Uint8Array;
 
   /**
+   * 0 to 20; 0 = none. The gate sets it also where it leaves out the rows, because the reader did not ask for them.
+   *
    * @generated from field: uint32 top_count = 8;
    */
   topCount: number;
+
+  /**
+   * SHA-256 of top_token_ids, then top_logprobs; empty without alternatives. Set by the gate, ignored from an answerer. The
+   * hash chain covers it, so that the chain can be checked without the rows.
+   *
+   * @generated from field: bytes top_sha256 = 9;
+   */
+  topSha256: Uint8Array;
 };
 
 /**

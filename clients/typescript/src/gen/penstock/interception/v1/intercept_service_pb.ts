@@ -1640,6 +1640,8 @@ export const GetCallRequestSchema: GenMessage<GetCallRequest> = /*@__PURE__*/
  */
 export type GetCallResponse = Message<"penstock.interception.v1.GetCallResponse"> & {
   /**
+   * With its tokens, and the rows of their alternatives.
+   *
    * @generated from field: penstock.trajectory.v1.Call call = 1;
    */
   call?: Call | undefined;
