@@ -14,6 +14,7 @@ import pytest_asyncio
 from hypothesis import settings
 from tests import sharing
 from tests.support.docker import dockerd
+from tests.support.services import forking
 from tests.support.services.stack import Running, running
 
 # How long an example takes is the machine's business.
@@ -57,8 +58,22 @@ def interruptible() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_starts(interruptible: None) -> Iterator[None]:
+    """Services and commands that tests start need no second import; see `tests.support.services.forking`."""
+    with forking.installed():
+        yield
+
+
+@pytest.fixture
+def genuine_starts() -> Iterator[None]:
+    """What the test starts is started as its users start it: for tests of the start itself."""
+    with forking.genuine():
+        yield
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+async def stack(tmp_path_factory: pytest.TempPathFactory, forked_starts: None) -> AsyncIterator[Running]:
     """Four service processes with tokens on, and a client with the operator's. Tests use it from the session's loop."""
     async with running(tmp_path_factory.mktemp("stack")) as started:
         yield started
