@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 from tests import sharing
+from tests.conformance.sandbox import services
 from tests.support.docker import dockerd
 from tests.support.services import forking
 from tests.support.services.stack import Running, running
@@ -39,10 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line for each reason of skips, with the number of tests; pytest has a line for each place in the code."""
+    """A line for each reason of skips, with the number of tests; pytest has a line for each place in the code. And a
+    line for what the sandbox conformance suite left out, so that nobody takes it for passed."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.most_common():
         terminalreporter.line(f"SKIPPED [{count}] {reason}")
+    ran = (report.nodeid for kind in ("passed", "failed") for report in terminalreporter.getreports(kind))
+    if any(nodeid.startswith("tests/conformance/sandbox/") for nodeid in ran):
+        for line in services.not_run(terminalreporter.config.getoption("--backend")):
+            terminalreporter.line(f"NOT RUN (`--backend NAME` runs a backend's whole suite) {line}")
 
 
 @pytest.hookimpl(optionalhook=True)
