@@ -147,6 +147,18 @@ SERVICES: Mapping[str, Variant] = {
                 ),
                 "images of the daemon's, as with every runtime",
             ),
+            **dict.fromkeys(
+                (
+                    "test_sparse_eight_terabyte_file_is_refused_unread",
+                    "test_a_file_within_the_bound_comes_in_pieces",
+                    "test_thousands_of_entries_cost_no_memory_of_the_services",
+                    "test_many_diffs_of_one_sandbox_hold_nobody_up",
+                    "test_abandoned_diff_stops_its_work",
+                    "test_a_hundred_megabytes_go_in_and_come_out",
+                    "test_an_archive_of_thousands_of_entries_is_unpacked",
+                ),
+                "what the service and its guest hold of much at once: the same programs as in the attended backends",
+            ),
         },
         surroundings=dockerd.running_gvisor,
     ),

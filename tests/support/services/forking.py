@@ -43,7 +43,10 @@ _INFERENCE: Final = (
     "penstock_inference.engines.scripted",
 )
 MODULES: Final[Mapping[str, Sequence[str]]] = {
-    **{f"penstock_{name}": (f"penstock_{name}.app",) for name in ("driver", "interception", "sandbox")},
+    "penstock_driver": ("penstock_driver.app",),
+    "penstock_interception": ("penstock_interception.app",),
+    # With what it imports where there is a Docker daemon; the other backends' SDKs read the environment.
+    "penstock_sandbox": ("penstock_sandbox.app", "penstock_sandbox.backends.docker.engine.streams", "docker"),
     "penstock_inference": _INFERENCE,
     "penstock_inference.replicas.child": _INFERENCE,
     "penstock.cli.main": ("penstock.cli.main",),
