@@ -14,8 +14,10 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 from tests import sharing
+from tests.conformance.sandbox import services
 from tests.support.absent import absent
 from tests.support.docker import dockerd
+from tests.support.services import forking
 from tests.support.services.stack import Running, running
 
 # How long an example takes is the machine's business.
@@ -40,10 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line for each reason of skips, with the number of tests; pytest has a line for each place in the code."""
+    """A line for each reason of skips, with the number of tests; pytest has a line for each place in the code. And a
+    line for what the sandbox conformance suite left out, so that nobody takes it for passed."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.most_common():
         terminalreporter.line(f"SKIPPED [{count}] {reason}")
+    ran = (report.nodeid for kind in ("passed", "failed") for report in terminalreporter.getreports(kind))
+    if any(nodeid.startswith("tests/conformance/sandbox/") for nodeid in ran):
+        for line in services.not_run(terminalreporter.config.getoption("--backend")):
+            terminalreporter.line(f"NOT RUN (`--backend NAME` runs a backend's whole suite) {line}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -66,8 +73,22 @@ def root() -> None:
         absent("this test needs root")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_starts(interruptible: None) -> Iterator[None]:
+    """Services and commands that tests start need no second import; see `tests.support.services.forking`."""
+    with forking.installed():
+        yield
+
+
+@pytest.fixture
+def genuine_starts() -> Iterator[None]:
+    """What the test starts is started as its users start it: for tests of the start itself."""
+    with forking.genuine():
+        yield
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+async def stack(tmp_path_factory: pytest.TempPathFactory, forked_starts: None) -> AsyncIterator[Running]:
     """Four service processes with tokens on, and a client with the operator's. Tests use it from the session's loop."""
     async with running(tmp_path_factory.mktemp("stack")) as started:
         yield started

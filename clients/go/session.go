@@ -426,6 +426,8 @@ func (s *Session) hello() *interceptionv1.Hello {
 		Identity:      s.options.identity,
 		PolicyVersion: s.options.policyVersion,
 		View:          s.options.view,
+
+		MaxMessageBytes: some(int64(MaxMessageBytes)),
 	}
 	if s.id != "" {
 		hello.ResumeSessionId = some(s.id)

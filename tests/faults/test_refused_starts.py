@@ -20,6 +20,8 @@ NOTHING_MAY_BE_WRITTEN: Final = (
 """As a full disk: files can be made, and stay empty. Not between fork and exec: gRPC's poller, if this process has one,
 can abort the child there (grpc/grpc#43055)."""
 
+pytestmark = pytest.mark.usefixtures("genuine_starts")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -28,7 +28,7 @@ import {
 } from "./gen/penstock/interception/v1/intercept_service_pb.js";
 import { Leases } from "./leases.js";
 import { Pauses } from "./pauses.js";
-import { Backoff, pause, type Service } from "./rpc.js";
+import { Backoff, MAX_MESSAGE_BYTES, pause, type Service } from "./rpc.js";
 import { milliseconds } from "./wire.js";
 
 const GOODBYE_MS = 5000;
@@ -301,6 +301,7 @@ export class InterceptSession {
         identity: identity || hostname(),
         policyVersion: this.#policyVersion === undefined ? undefined : BigInt(this.#policyVersion),
         view: { messages, body: bodies },
+        maxMessageBytes: BigInt(MAX_MESSAGE_BYTES),
         ...(this.#sessionId && { resumeSessionId: this.#sessionId, held: { callIds: this.#leases.callIds } }),
       },
     };

@@ -33,35 +33,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what a service leaves out; the run's head says which and why."""
+    """Deselect what a service leaves out; the run's end says which and why (`tests/conftest.py`)."""
     left_out = []
     for item in items:
         call = getattr(item, "callspec", None)
         name = call.params.get("service") if call is not None else None
-        if isinstance(name, str) and getattr(item, "originalname", "") in _left_out(config, name):
+        named = bool(config.getoption("--backend"))
+        if (
+            isinstance(name, str)
+            and name in SERVICES
+            and getattr(item, "originalname", "") in SERVICES[name].leaves_out(named=named)
+        ):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-
-
-def _left_out(config: pytest.Config, name: str) -> Mapping[str, str]:
-    """The tests that are not run on a service, and why."""
-    variant = SERVICES.get(name)
-    if variant is None:
-        return {}
-    return variant.left_out if config.getoption("--backend") else {**variant.left_out, **variant.left_out_unless_named}
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    """What no service runs, so that nobody takes it for passed."""
-    asked = config.getoption("--backend")
-    idle = [] if asked else [(name, variant.on_demand) for name, variant in SERVICES.items() if variant.on_demand]
-    return [f"not run without --backend {name}: {why}" for name, why in idle] + [
-        f"not run on {name}: {test} ({why})"
-        for name in config.getoption("--backend") or SERVICES
-        for test, why in _left_out(config, name).items()
-    ]
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

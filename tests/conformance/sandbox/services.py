@@ -46,13 +46,17 @@ class Variant:
     plugins: Mapping[str, str] = field(default_factory=dict)
     """Backends that are no part of the product: entry point name -> "module:callable" under the repository's root."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Tests that are not run on it, and why, told at the head of every run. Never what it should refuse (`needs`)."""
+    """Tests that are not run on it, and why, which every run says at its end. Never what it should refuse (`needs`)."""
     left_out_unless_named: Mapping[str, str] = field(default_factory=dict)
     """The same, where `--backend` does not name it: what is slow on it and not its own business."""
     on_demand: str = ""
-    """Why it is run only when `--backend` names it; told at the head of every run."""
+    """Why it is run only when `--backend` names it; every run says so at its end."""
     surroundings: Callable[[], AbstractAsyncContextManager[Mapping[str, str]]] | None = None
     """What must run beside the service while it does, such as a stand-in; yields further environment variables."""
+
+    def leaves_out(self, *, named: bool) -> Mapping[str, str]:
+        """The tests that are not run on it, and why; `named` is whether `--backend` names it."""
+        return self.left_out if named else {**self.left_out, **self.left_out_unless_named}
 
 
 _ATTENDED = {"attended": "tests.conformance.sandbox.attended_backend:AttendedBackend"}
@@ -143,10 +147,33 @@ SERVICES: Mapping[str, Variant] = {
                 ),
                 "images of the daemon's, as with every runtime",
             ),
+            **dict.fromkeys(
+                (
+                    "test_sparse_eight_terabyte_file_is_refused_unread",
+                    "test_a_file_within_the_bound_comes_in_pieces",
+                    "test_thousands_of_entries_cost_no_memory_of_the_services",
+                    "test_many_diffs_of_one_sandbox_hold_nobody_up",
+                    "test_abandoned_diff_stops_its_work",
+                    "test_a_hundred_megabytes_go_in_and_come_out",
+                    "test_an_archive_of_thousands_of_entries_is_unpacked",
+                ),
+                "what the service and its guest hold of much at once: the same programs as in the attended backends",
+            ),
         },
         surroundings=dockerd.running_gvisor,
     ),
 }
+
+
+def not_run(asked: Sequence[str]) -> list[str]:
+    """What a run leaves out and why, a line each; `asked` are the services that `--backend` names."""
+    lines = [] if asked else [f"{name}: {one.on_demand}" for name, one in SERVICES.items() if one.on_demand]
+    for name in asked or [name for name in SERVICES if not SERVICES[name].on_demand]:
+        reasons: dict[str, list[str]] = {}
+        for test, why in SERVICES[name].leaves_out(named=bool(asked)).items():
+            reasons.setdefault(why, []).append(test)
+        lines += [f"{name}: {why} ({', '.join(tests)})" for why, tests in reasons.items()]
+    return lines
 
 
 @dataclass

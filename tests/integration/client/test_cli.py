@@ -199,6 +199,7 @@ async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dic
     assert code == 0 and "--skip-permissions" in out
 
 
+@pytest.mark.usefixtures("genuine_starts")
 async def test_up_keeps_services_running_until_stopped(tmp_path: Path) -> None:
     """One command runs everything; clients find it by its connection file; nothing is left afterwards."""
     state, port = tmp_path / "state", unused_port()
@@ -229,6 +230,7 @@ async def test_up_keeps_services_running_until_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("R1", "R27")
+@pytest.mark.usefixtures("genuine_starts")
 async def test_up_asks_an_endpoint_and_doctor_says_what_it_gives(tmp_path: Path) -> None:
     """The key comes by the environment and shows nowhere; until the endpoint answers, that is what is said."""
     model, state, port = tmp_path / "model", tmp_path / "state", unused_port()
@@ -288,6 +290,7 @@ async def test_stopped_rollout_ends_its_services_and_removes_their_secrets(tmp_p
     assert not (state / "private").exists()
 
 
+@pytest.mark.usefixtures("genuine_starts")
 async def test_a_taken_port_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     """The service's own words, not its traceback."""
     holder = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 7703)
@@ -408,6 +411,7 @@ async def test_a_state_directory_that_is_named_is_the_one_that_is_used(
 
 
 @pytest.mark.requirement("R97")
+@pytest.mark.usefixtures("genuine_starts")
 async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path: Path) -> None:
     """A line when it died, a line when it is back; `doctor --live` knows."""
     state = str(tmp_path / "state")
@@ -506,6 +510,7 @@ async def test_doctor_asks_a_service_that_runs_and_shows_no_key(connection: Mapp
     assert not found["sandbox service"]["ok"] and found["sandbox service"]["advice"] and "sk-test" not in out + err
 
 
+@pytest.mark.usefixtures("genuine_starts")
 async def test_serve_runs_one_service_and_passes_its_arguments_on() -> None:
     """`penstock serve sandbox --help` is the service's own help."""
     code, out, err = await penstock("serve", "sandbox", "--help")

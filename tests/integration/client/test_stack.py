@@ -15,6 +15,7 @@ from penstock.local.stack import LocalStack, StackFailed, UpstreamEndpoint
 from penstock.local.supervision import Deaths, ServiceRestart
 
 SECRET = "sk-test '$(leak)"
+pytestmark = pytest.mark.usefixtures("genuine_starts")
 
 
 def children(pid: int) -> list[int]:

@@ -305,8 +305,27 @@ async def test_absent_daemon_is_reported_with_the_fix(tmp_path: Path) -> None:
     await opened.aclose()
 
 
+@pytest.mark.requirement("R48")
+async def test_service_without_a_daemon_starts_without_the_sdk(tmp_path: Path) -> None:
+    """Their imports are a quarter of its start."""
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from penstock_sandbox.backends.docker import DockerBackend, DockerOptions
+host = "unix://{tmp_path}/nobody.sock"
+opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any", host=host))
+asyncio.run(opened.open())
+print(opened.unavailable_reason, sorted({{"docker", "requests", "aiohttp"}} & sys.modules.keys()))
+"""
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "docker_host" in done.stdout and done.stdout.endswith(" []\n"), done.stdout
+
+
 @pytest.mark.requirement("R48", "R53")
 async def test_missing_sdk_is_reported_with_the_package_to_install(tmp_path: Path) -> None:
+    (tmp_path / "socket").touch()
     script = f"""
 import asyncio, sys
 sys.modules["docker"] = None
@@ -314,7 +333,8 @@ from pathlib import Path
 from penstock_sandbox.backends.docker.backend import DockerBackend
 from penstock_sandbox.backends.docker.engine.errors import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
-opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any"))
+host = "unix://{tmp_path}/socket"
+opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any", host=host))
 asyncio.run(opened.open())
 print(opened.unavailable_reason)
 """

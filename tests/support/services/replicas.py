@@ -33,11 +33,11 @@ def processes() -> dict[str, int]:
             continue  # a thread that ended meanwhile
         for pid in children:
             try:
-                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             except FileNotFoundError:
                 continue  # ended meanwhile
-            if b"penstock_inference.replicas.child" in arguments:
-                found[arguments[-2].decode()] = int(pid)
+            if arguments[1:3] == [b"-m", b"penstock_inference.replicas.child"]:
+                found[arguments[-1].decode()] = int(pid)
     return found
 
 

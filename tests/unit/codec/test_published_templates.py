@@ -38,7 +38,8 @@ ENVIRONMENTS = Path(__file__).parents[3]
 def _directories() -> list[Path]:
     named = os.environ.get("PENSTOCK_PUBLISHED_TEMPLATES")
     found = [Path(named)] if named else []
-    found += sorted(ENVIRONMENTS.glob(".venv-vllm/lib/python3*/site-packages/trl/chat_templates"))
+    if (ENVIRONMENTS / ".venv-vllm/.installed").is_file():  # and not half of it
+        found += sorted(ENVIRONMENTS.glob(".venv-vllm/lib/python3*/site-packages/trl/chat_templates"))
     return [path for path in found if path.is_dir()]
 
 

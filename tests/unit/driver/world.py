@@ -84,6 +84,7 @@ class Directories:
         self.base = base
         self.boxes: dict[str, Box] = {}
         self.snapshots: dict[str, Path] = {}
+        self.wanted: list[SnapshotSpec] = []
         self.calls: list[str] = []
         self.fail: dict[str, list[PenstockError | None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
@@ -129,6 +130,7 @@ class Directories:
 
     async def prepare_snapshot(self, spec: SnapshotSpec) -> AsyncIterator[SnapshotStep]:
         await self._called("prepare_snapshot")
+        self.wanted.append(spec)
         sandbox_id, box = self._new({})
         try:
             await self.write_files(sandbox_id, spec.files)

@@ -14,6 +14,7 @@ from typing import Final
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_command
+from penstock_driver.agents.specs import Toolbox
 from penstock_driver.domain.ports import (
     Command,
     CommandReport,
@@ -28,6 +29,9 @@ from penstock_driver.domain.rollout import TAIL_BYTES, Cause, Component, Limits,
 
 CHECK_TIMEOUT_S: Final = 120.0
 """For an agent's check command: the first start of a native program reads hundreds of megabytes."""
+
+_EMPTY: Final = "empty"
+"""Name of the toolbox of every agent that installs nothing: with one of its own, each had a snapshot of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Environments:
         or the agent's check failed; TimeoutError after the limits of the spec that started the work.
         """
         agent = spec.agent.spec
+        toolbox_name = agent.name if agent.toolbox != Toolbox() else _EMPTY
         toolbox_key = (agent.name, spec.agent.sha256, spec.sandbox.backend)
         snapshot_key = (spec.agent.sha256, spec.sandbox.backend, spec.environment_key)
         if again:
@@ -87,7 +92,7 @@ class Environments:
                 toolbox = await self._toolboxes.get(
                     toolbox_key,
                     lambda: self._sandboxes.prepare_toolbox(
-                        agent.name, agent.toolbox, spec.sandbox.backend, lambda line: self._forward(toolbox_key, line)
+                        toolbox_name, agent.toolbox, spec.sandbox.backend, lambda line: self._forward(toolbox_key, line)
                     ),
                 )
                 facts = await self._bases.get(spec.sandbox, lambda: self._facts(spec.sandbox))

@@ -26,7 +26,7 @@ from penstock_chassis.errors import (
     Unavailable,
 )
 from penstock_driver.agents.launch import FileToWrite
-from penstock_driver.agents.specs import Artifact
+from penstock_driver.agents.specs import Artifact, Toolbox
 from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
 from penstock_driver.domain.rollout import Limits, Verifier
 from penstock_driver.environments.prepare import Environments
@@ -314,6 +314,19 @@ async def test_waiters_for_an_installation_all_get_its_lines(driver: Driver) -> 
     environments, told = Environments(driver.sandboxes), (list[str](), list[str]())
     await asyncio.gather(*(environments.get(driver.spec(), lines.append) for lines in told))
     assert list(told) == [driver.sandboxes.installation] * 2
+
+
+@pytest.mark.requirement("R56")
+async def test_agents_that_install_nothing_share_a_tasks_snapshot(driver: Driver) -> None:
+    """The sandbox service makes equal specs once; another agent's own toolbox makes another spec."""
+    shell = driver.spec().agent
+    bare = shell.spec.model_copy(update={"toolbox": Toolbox(), "check_argv": []})
+    agents = [replace(shell, spec=bare.model_copy(update={"name": name}), sha256=name) for name in ("one", "other")]
+    environments = Environments(driver.sandboxes)
+    for agent in (*agents, shell):
+        await environments.get(driver.spec(agent=agent), lambda _: None)
+    one, other, own = driver.sandboxes.wanted
+    assert one == other != own
 
 
 @pytest.mark.requirement("R49", "R50")

@@ -70,9 +70,9 @@ class DockerBackend(Backend):
 
     async def _open(self) -> None:
         options = self._options
-        daemon = await Daemon.connect(options.host)
-        self._stack.push_async_callback(daemon.aclose)
         try:
+            daemon = await Daemon.connect(options.host)
+            self._stack.push_async_callback(daemon.aclose)
             info = await daemon.info()
         except Unavailable as error:
             raise Unavailable(f"{error.message}: {_ADVICE}", reason="DOCKER_UNREACHABLE") from error

@@ -113,7 +113,9 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
             point.touch()
     # Copied, not bound: bubblewrap pays for each bind in every sandbox. As recent as the service's start.
     for setting in _SETTINGS:
-        _copy_setting(setting, folder / setting.lstrip("/"))
+        target = folder / setting.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy_setting(setting, target)
     for parent, _, files in os.walk(folder):
         os.chmod(parent, 0o755)
         for file_name in files:
@@ -123,7 +125,6 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
 
 def _copy_setting(source: str, target: Path) -> None:
     """Copies a world-readable file; skips others."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     if os.path.islink(source):
         target.symlink_to(os.readlink(source))
     elif os.path.isfile(source):

@@ -31,7 +31,7 @@ from penstock.client.intercept.host_tools import HostTool, Serving
 from penstock.client.intercept.leases import Leases
 from penstock.client.intercept.pauses import Pauses
 from penstock.client.transport import tracing
-from penstock.client.transport.rpc import Backoff, Service
+from penstock.client.transport.rpc import MAX_MESSAGE_BYTES, Backoff, Service
 from penstock.client.wire.chat import seconds
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
@@ -316,6 +316,7 @@ class InterceptSession:
             view=self._view,
             resume_session_id=self.session_id or None,
             held=pb.HeldCalls(call_ids=self._leases.call_ids) if self.session_id else None,
+            max_message_bytes=MAX_MESSAGE_BYTES,
         )
 
     def _take_up(self, welcome: pb.Welcome) -> None:

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock_chassis.errors import Internal, Unavailable
 from penstock_sandbox.backends.docker import container
@@ -32,7 +33,6 @@ from penstock_sandbox.backends.docker.access.forkserver import Forkserver
 from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
-from penstock_sandbox.backends.docker.engine.streams import CommandPipes
 from penstock_sandbox.backends.docker.images import pause_program
 from penstock_sandbox.backends.docker.images.additions import OURS
 from penstock_sandbox.backends.docker.images.images import Images
@@ -43,6 +43,9 @@ from penstock_sandbox.guest.handshake import NO_GUEST
 from penstock_sandbox.guest_client import launch, program
 from penstock_sandbox.guest_client.pipe import Opener, Pipe, SandboxGone, unix_socket
 from penstock_sandbox.host.cgroups import Group
+
+if TYPE_CHECKING:
+    from penstock_sandbox.backends.docker.engine.streams import CommandPipes
 
 _LONGEST_SOCKET = 100
 _EXECUTED_TRIES = 2000

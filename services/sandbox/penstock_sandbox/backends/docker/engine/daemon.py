@@ -16,16 +16,20 @@ import asyncio
 import codecs
 import contextlib
 import json
+import os
 import ssl
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused, unreachable
 from penstock_sandbox.backends.docker.engine.ssh import SshRelay
-from penstock_sandbox.backends.docker.engine.streams import CommandPipes, Streams
+
+if TYPE_CHECKING:
+    from penstock_sandbox.backends.docker.engine.streams import CommandPipes, Streams
 
 _WORKERS = 16
 _TIMEOUT_S = 120
@@ -35,6 +39,7 @@ _REFUSAL_ENDS = 600
 _MOST_OF_AN_ITEM = 1024 * 1024
 # Oldest API version with all calls used here: Docker 20.10.
 _API_VERSION = "1.41"
+_DEFAULT_HOST = "unix:///var/run/docker.sock"
 
 GO_DIRECTORY = 1 << 31
 """Go's os.ModeDir, in the daemon's file modes."""
@@ -82,8 +87,13 @@ class Daemon:
     async def connect(cls, host: str) -> Daemon:
         """Returns the daemon at ``host`` (empty: DOCKER_HOST and related variables). Sends nothing yet.
 
-        Raises FailedPrecondition (BACKEND_UNAVAILABLE) without the SDK, or for an invalid address.
+        Raises FailedPrecondition (BACKEND_UNAVAILABLE) without the SDK, or for an invalid address; Unavailable
+        (DOCKER_UNREACHABLE) without a socket at a local address.
         """
+        local = host or os.environ.get("DOCKER_HOST", "") or _DEFAULT_HOST
+        # Before the SDK is imported: that takes a quarter of a service's start.
+        if local.startswith("unix://") and not Path(local.removeprefix("unix://")).exists():
+            raise unreachable(f"there is no {local}")
         try:
             import docker
             import docker.tls
@@ -377,6 +387,8 @@ class Daemon:
 
 def _streams(at: str, api: Any) -> Streams:
     """Returns the streams of a daemon at the SDK's address, with the SDK's certificates."""
+    from penstock_sandbox.backends.docker.engine.streams import Streams  # and aiohttp, once there is a daemon
+
     scheme, _, place = at.partition("://")
     if scheme.endswith("unix"):
         return Streams(_API_VERSION, path=place)
