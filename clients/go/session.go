@@ -419,6 +419,7 @@ func (s *Session) hello() *interceptionv1.Hello {
 	for _, question := range s.pauses.asked {
 		s.send(flowFrame(question.pause))
 	}
+	largest := int64(MaxMessageBytes)
 	hello := &interceptionv1.Hello{
 		Selector: s.selector,
 		// None for now is said by a frame of its own, after Welcome.
@@ -427,7 +428,7 @@ func (s *Session) hello() *interceptionv1.Hello {
 		PolicyVersion: s.options.policyVersion,
 		View:          s.options.view,
 
-		MaxMessageBytes: some(int64(MaxMessageBytes)),
+		MaxMessageBytes: &largest,
 	}
 	if s.id != "" {
 		hello.ResumeSessionId = some(s.id)
