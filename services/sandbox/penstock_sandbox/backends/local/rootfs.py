@@ -113,9 +113,9 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
             point.touch()
     # Copied, not bound: bubblewrap pays for each bind in every sandbox. As recent as the service's start.
     for setting in _SETTINGS:
-        target = folder / setting.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _copy_setting(setting, target)
+        copy = folder / setting.lstrip("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        _copy_setting(setting, copy)
     for parent, _, files in os.walk(folder):
         os.chmod(parent, 0o755)
         for file_name in files:
