@@ -36,7 +36,7 @@ DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
 MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
-FEATURES = ("hello.max_message_bytes", "hello.required_features")
+FEATURES = ("hello.max_message_bytes", "hello.required_features", "top_logprobs")
 """What the gate serves of the contract beyond revision 1."""
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
 
