@@ -9,12 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from structlog.testing import capture_logs
+from tests.integration.interception.conftest import tokens_completion
 
 from penstock.chat.v1 import chat_pb2
+from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 from penstock.trajectory.v1 import trajectory_pb2
@@ -235,6 +238,24 @@ async def test_journal_keeps_a_bounded_amount_of_each_rollout(start: Any) -> Non
     assert (await seen(service, greedy)).exhausted_budget == "journal_bytes"
     await turn(service, other, trainer)
     assert (await seen(service, greedy)).totals.calls == 1
+
+
+@pytest.mark.requirement("R96", "R106")
+async def test_alternatives_count_towards_a_rollouts_journal(start: Any) -> None:
+    """An agent may ask for twenty of each token: 160 bytes, five times what a token takes without them."""
+    service = await start(max_rollout_bytes=16 << 10)
+    rollout, trainer = await service.open(), await service.trainer()
+    task = asyncio.create_task(ask(service, rollout))
+    call = await trainer.call()
+    completion = tokens_completion([5] * 60 + [2])
+    count, span = 20, completion.span
+    span.top_count = count
+    span.top_token_ids = np.tile(np.arange(count, dtype="<i4"), span.count).tobytes()
+    span.top_logprobs = np.tile(-1 - np.arange(count, dtype="<f4"), span.count).tobytes()
+    await trainer.deliver(pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, completion=completion))
+    await task
+    assert (await ask(service, rollout))[0] == FINAL["chat"]
+    assert (await seen(service, rollout)).exhausted_budget == "journal_bytes"
 
 
 @pytest.mark.requirement("R13")

@@ -269,6 +269,8 @@ class Totals:
     last_failure_retriable: bool = False
     last_unanswered: bool = False
     request_bytes: int = 0
+    # Bytes of the sampled tokens' alternatives, which an agent may ask for.
+    top_bytes: int = 0
     # Requests refused by an exhausted budget; they do not count as calls.
     refused: int = 0
     # One entry per reason and `retriable`.

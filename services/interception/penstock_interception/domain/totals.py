@@ -21,6 +21,8 @@ def count_ended(call: Call, totals: Totals) -> None:
     prompt, completion = tokens_of(call)
     totals.prompt_tokens += prompt
     totals.completion_tokens += completion
+    if completion and call.completion is not None and (tokens := call.completion.tokens) is not None and tokens.top:
+        totals.top_bytes += tokens.top.token_ids.nbytes + tokens.top.logprobs.nbytes
 
 
 def _failures(totals: Totals, failure: Failure) -> Failures:

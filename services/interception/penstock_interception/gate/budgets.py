@@ -251,7 +251,8 @@ def _journal_bytes(rollout: Rollout, request_bytes: int) -> int:
     """Estimates the journal size of a rollout's calls, including another one with a body of `request_bytes`."""
     spent = rollout.totals.spent
     bodies = 0 if rollout.spec.mode is Mode.BLACK_BOX else spent.request_bytes + request_bytes
-    return bodies + (spent.calls + 1) * _CALL_BYTES + spent.completion_tokens * _TOKEN_BYTES
+    sampled = spent.completion_tokens * _TOKEN_BYTES + rollout.totals.top_bytes
+    return bodies + (spent.calls + 1) * _CALL_BYTES + sampled
 
 
 def _differences(fixed: RunBudgets, given: RunBudgets) -> Iterable[Violation]:
