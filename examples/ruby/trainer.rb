@@ -53,7 +53,8 @@ class Session
       max_message_bytes: MAX_MESSAGE_BYTES,
     ))
     @reader = Thread.new { read }
-    @ready.pop # calls that come before the session exists wait for it; nothing is lost either way
+    @reader.report_on_exception = false
+    @ready.pop or @reader.value # raises why the gate refused the session
   end
 
   def finish
@@ -80,6 +81,7 @@ class Session
     end
   ensure
     @heartbeats&.kill
+    @ready << false
   end
 
   # The gate ends a session of which it has not heard for three intervals.
@@ -96,10 +98,10 @@ class Session
       token_ids: call.prompt_token_ids, sampling: call.sampling,
     )
     events = @services.engine.generate(request, metadata: @services.metadata)
-    completion = events.filter_map { |event| event.done&.completion }.first
+    completion = events.filter_map { |event| event.done&.completion }.first or raise "the engine sent no completion"
     deliver(call, completion: completion)
-  rescue GRPC::BadStatus => error
-    failure = Interception::CallFailure.new(reason: "ENGINE_FAILED", message: error.details, retriable: true)
+  rescue StandardError => error # a call without an answer would wait until it expires
+    failure = Interception::CallFailure.new(reason: "ENGINE_FAILED", message: error.message, retriable: true)
     deliver(call, failure: failure)
   end
 
@@ -123,6 +125,8 @@ def trajectory_of(services, rollout_id)
   request = Driver::GetTrajectoryRequest.new(rollout_id: rollout_id)
   pieces = services.driver.get_trajectory(request, metadata: services.metadata)
   Trajectories::Trajectory.decode(pieces.map { |piece| piece.trajectory.to_proto }.join)
+rescue GRPC::FailedPrecondition # the rollout failed before its agent ran
+  Trajectories::Trajectory.new
 end
 
 def report(rollout, trajectory)

@@ -180,6 +180,7 @@ class Server:
             except TimeoutError:
                 _log.warning("drain timed out", seconds=grace_s)
         finally:
+            self._health.end()
             # Shielded: a second signal cancels the wait above, and the server must still be taken down.
             left = deadline - asyncio.get_running_loop().time()
             await asyncio.shield(asyncio.ensure_future(server.stop(max(0.0, left))))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from penstock_chassis.errors import InvalidArgument, Violation
 
-_SELECTING: Final = ("Abort", "Delete", "Export", "Lease", "List", "RegisterTools", "Watch")
+_SELECTING: Final = ("Abort", "Delete", "Export", "List", "RegisterTools", "Revoke", "Watch")
 """Names of the methods whose requests select resources begin with these."""
 _SHOULD: Final = re.compile(r"^(?:[A-Z][A-Za-z]*) should ")
 _NOT: Final = re.compile(r" after validation, not (\d+)$")

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect, typed_errors
-from penstock_chassis.errors import NotFound
-from penstock_chassis.health import Health
+from penstock_chassis.errors import NotFound, ResourceExhausted
+from penstock_chassis.health import MAX_WATCHES, Health
 from penstock_chassis.server import Server, Service
 
 STATUS: Any = health_pb2.HealthCheckResponse
@@ -40,7 +40,9 @@ async def test_watcher_sees_each_change_and_the_end() -> None:
     health.serve(["penstock.x"], STATUS.SERVING)
     assert [(await anext(watch)).status, (await anext(later)).status] == [STATUS.SERVING] * 2
     health.stop()
-    assert [answer.status async for answer in watch] == [STATUS.NOT_SERVING]
+    assert (await anext(watch)).status == STATUS.NOT_SERVING
+    health.end()
+    assert [answer.status async for answer in watch] == []
 
 
 @pytest.mark.requirement("R7")
@@ -54,6 +56,20 @@ async def test_one_watcher_that_left_takes_no_news_from_another() -> None:
     await left.aclose()  # type: ignore[attr-defined]
     health.serve([], STATUS.SERVING)
     assert (await anext(stays)).status == STATUS.SERVING
+
+
+@pytest.mark.requirement("R7")
+async def test_watches_without_end_are_bounded_in_number() -> None:
+    """They need no token. One that left makes room."""
+    health = Health()
+    watches = [health.Watch(asked(), None) for _ in range(MAX_WATCHES + 1)]
+    for watch in watches[:-1]:
+        await anext(watch)
+    with pytest.raises(ResourceExhausted) as refused:
+        await anext(watches[-1])
+    assert refused.value.reason == "WATCH_LIMIT"
+    await watches[0].aclose()  # type: ignore[attr-defined]
+    assert (await anext(health.Watch(asked(), None))).status == STATUS.SERVICE_UNKNOWN
 
 
 @pytest.mark.requirement("R7")

@@ -41,6 +41,6 @@ def test_known_fields_pass() -> None:
 @pytest.mark.requirement("R108")
 def test_methods_that_select_are_known_by_their_names() -> None:
     """What creates or answers may have fields that an older service ignores."""
-    selecting = ("x.S/ListCalls", "x.S/DeleteSandboxes", "x.S/WatchCalls", "x.S/ExportTrajectories", "x.S/LeaseCalls")
+    selecting = ("x.S/ListCalls", "x.S/DeleteSandboxes", "x.S/WatchCalls", "x.S/ExportTrajectories", "x.S/RevokeTokens")
     assert all(map(selects, selecting))
     assert not any(map(selects, ("x.S/CreateRollout", "x.S/CompleteCalls", "x.ListService/GetStatus")))

@@ -185,7 +185,7 @@ class Leasing:
 
         Raises ResourceExhausted: SESSION_LIMIT.
         """
-        if self._registry.session_count() >= self._limits.max_sessions:
+        if resumed is None and self._registry.session_count() >= self._limits.max_sessions:
             raise ResourceExhausted(
                 "Too many sessions are connected: try again later.", reason="SESSION_LIMIT", retry_after_s=5.0
             )

@@ -55,11 +55,15 @@ class CallWriter:
     def _write(self, message: pb.ModelCall, call: Call, view: View, limit: int) -> int:
         textual = call.plan is not None and not call.plan.exact
         wanted = int(view.messages or textual) + int(view.body)
-        if wanted and message.ByteSize() + wanted * len(call.request.body) > limit:
-            message.view_truncated = True
-        elif wanted:
+        fits = message.ByteSize() + wanted * len(call.request.body) <= limit
+        if wanted and fits:
             self._add_view(message, call, view.messages or textual, view.body)
-        return message.ByteSize()
+            fits = message.ByteSize() <= limit  # what the body's length could not show
+        if wanted and not fits and not textual:  # without tokens the messages are the prompt
+            for name in ("messages", "tools", "tool_choice", "request_body"):
+                message.ClearField(name)
+            message.view_truncated = True
+        return message.ByteSize() if fits or not textual else limit + 1
 
     def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool) -> None:
         if body:

@@ -70,7 +70,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         if first is None or first.WhichOneof("frame") != "hello":
             raise FailedPrecondition("The first frame of a session must be Hello.", reason="HELLO_EXPECTED")
         hello = first.hello
-        refuse_unknown(hello, "hello")
+        refuse_unknown(hello.selector, "hello.selector")
         check_features(hello.required_features, FEATURES)
         asked = SessionRequest(
             selector_from(hello.selector),
@@ -107,6 +107,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None:
             wait_s = min(wait_s, 0.8 * remaining)
+        refuse_unknown(request.selector, "selector")
         view = view_from(request)
         asked = SessionRequest(
             selector_from(request.selector),
@@ -116,18 +117,20 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             policy_version=request.policy_version if request.HasField("policy_version") else None,
             lease_s=lease_s,
         )
-        calls = await self._leases.lease(asked, wait_s=max(0.0, wait_s), request_id=request.request_id)
+        leased = await self._leases.lease(asked, wait_s=max(0.0, wait_s), request_id=request.request_id)
         await self._interceptor.store.settled()
-        response, size = pb.LeaseCallsResponse(), 0
-        for call in calls:
-            if call.plan is None:  # it has ended meanwhile
+        response, size, too_many = pb.LeaseCallsResponse(), 0, list[tuple[str, str]]()
+        for call, lease in leased:
+            if call.plan is None or call.lease_id != lease:  # it has ended meanwhile, or its lease has
                 continue
             added = self._writer.add(response.calls, call, view)
             if size and size + added > view.max_message_bytes:
                 del response.calls[-1]
-                await self._interceptor.release(call.id, call.lease_id)
-                continue
-            size += added
+                too_many.append((call.id, lease))
+            else:
+                size += added
+        for call_id, lease in reversed(too_many):  # each goes to the head of the queue
+            await self._interceptor.release(call_id, lease)
         return response
 
     async def CompleteCalls(  # noqa: N802

@@ -29,7 +29,6 @@ from penstock_interception.rpc.frames import CallWriter, frames_of
 from penstock_interception.wire import convert
 
 DEFAULT_PAUSE_S = 600.0
-LEAST_MESSAGE_BYTES = 64 << 10
 UNREAD_REPLIES = 64
 UNACKNOWLEDGED_FRAMES = 64
 """At this many unacknowledged frames no further ones are read, until the trainer reads its acknowledgements."""
@@ -100,18 +99,25 @@ class InterceptStream:
         loop = asyncio.get_running_loop()
         session = self.session
         while True:
+            ended = session.ended  # read first: acknowledgements that come while frames are sent have their turn
             box = session.drain()
             if box.calls or box.tool_calls:
                 # A call must survive a restart before a trainer sees it.
                 await self._interceptor.store.settled()
-                # A tool has side effects: a call whose write failed is not sent.
+                # Meanwhile another stream may have taken the session over, with a view of its own. A tool has side
+                # effects: a call whose write failed is not sent.
+                box.calls = [call for call in box.calls if call.holder is session]
                 box.tool_calls = [call for call in box.tool_calls if call.holder is session]
             replies, self._replies = self._replies, []
             self._read.set()
             for frame in (*frames_of(box, writer, session.view), *replies):
                 yield frame
-            if session.ended:
+            if ended:
                 return
+            if loop.time() - self._last_frame_at > 3 * self._heartbeat_s:
+                raise DeadlineExceeded(
+                    "No frame was received for three heartbeat intervals.", reason="HEARTBEAT_MISSED"
+                )
             if self._stopping.is_set() and not self._go_away_sent:
                 self._go_away_sent = True
                 yield pb.InterceptResponse(go_away=pb.GoAway(reason="DRAINING", retry_after=times.duration(2.0)))
@@ -119,10 +125,6 @@ class InterceptStream:
                 async with asyncio.timeout(self._heartbeat_s):
                     await session.wait()
             except TimeoutError:
-                if loop.time() - self._last_frame_at > 3 * self._heartbeat_s:
-                    raise DeadlineExceeded(
-                        "No frame was received for three heartbeat intervals.", reason="HEARTBEAT_MISSED"
-                    ) from None
                 yield pb.InterceptResponse(heartbeat=pb.Heartbeat())
 
     async def finish(self, reader: asyncio.Task[None]) -> None:
@@ -248,8 +250,8 @@ def view_from(request: pb.Hello | pb.LeaseCallsRequest) -> View:
     Raises InvalidArgument that names the field.
     """
     limit = request.max_message_bytes if request.HasField("max_message_bytes") else DEFAULT_MESSAGE_BYTES
-    if not LEAST_MESSAGE_BYTES <= limit <= MAX_MESSAGE_BYTES:
-        raise convert.invalid("max_message_bytes", f"{LEAST_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
+    if not DEFAULT_MESSAGE_BYTES <= limit <= MAX_MESSAGE_BYTES:
+        raise convert.invalid("max_message_bytes", f"{DEFAULT_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
     return View(messages=request.view.messages, body=request.view.body, max_message_bytes=limit)
 
 

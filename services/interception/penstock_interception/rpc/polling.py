@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from contextlib import suppress
 
 from penstock_interception.domain.calls import CallState
-from penstock_interception.domain.state import Call, SessionRequest
+from penstock_interception.domain.state import Call, Selector, SessionRequest
 from penstock_interception.interceptor import Interceptor
 
 REQUESTS_KEPT = 4096
@@ -19,16 +20,40 @@ class PollingLeases:
 
     def __init__(self, interceptor: Interceptor) -> None:
         self._interceptor = interceptor
-        self._given: OrderedDict[str, list[tuple[Call, str]]] = OrderedDict()
+        # By selector and request id: equal ids of trainers of different runs are different requests.
+        self._given: OrderedDict[tuple[Selector, str], list[tuple[Call, str]]] = OrderedDict()
+        self._running: dict[tuple[Selector, str], asyncio.Future[None]] = {}
 
-    async def lease(self, asked: SessionRequest, *, wait_s: float, request_id: str = "") -> list[Call]:
+    async def lease(self, asked: SessionRequest, *, wait_s: float, request_id: str = "") -> list[tuple[Call, str]]:
         """Waits until a call is available and leases as many as the credit allows; none if none comes within `wait_s`.
 
-        Raises ResourceExhausted SESSION_LIMIT.
+        Returns each call with the id of its lease. Raises ResourceExhausted SESSION_LIMIT.
         """
-        before = [call for call, lease in self._given.get(request_id, ()) if _leased(call, lease)]
+        key = (asked.selector, request_id)
+        if not request_id:
+            return await self._lease(asked, wait_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while (running := self._running.get(key)) is not None:
+                    await asyncio.wait([running])
+        if running is not None:
+            return []  # the same request still waits, and gets the calls
+        before = [(call, lease) for call, lease in self._given.get(key, ()) if _leased(call, lease)]
         if before:
             return before
+        done = self._running[key] = asyncio.get_running_loop().create_future()
+        try:
+            calls = await self._lease(asked, wait_s)
+        finally:
+            del self._running[key]
+            done.set_result(None)
+        if calls:
+            self._given[key] = calls
+            while len(self._given) > REQUESTS_KEPT:
+                self._given.popitem(last=False)
+        return calls
+
+    async def _lease(self, asked: SessionRequest, wait_s: float) -> list[tuple[Call, str]]:
         session = self._interceptor.join(asked)
         calls: list[Call] = []
         try:
@@ -43,11 +68,7 @@ class PollingLeases:
             self._interceptor.leave(session)
             raise
         self._interceptor.sessions.close_unary(session)
-        if request_id and calls:
-            self._given[request_id] = [(call, call.lease_id) for call in calls]
-            while len(self._given) > REQUESTS_KEPT:
-                self._given.popitem(last=False)
-        return calls
+        return [(call, call.lease_id) for call in calls]
 
 
 def _leased(call: Call, lease_id: str) -> bool:

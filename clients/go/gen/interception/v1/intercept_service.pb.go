@@ -166,9 +166,9 @@ func (x *CallSelector) GetLabels() map[string]string {
 	return nil
 }
 
-// Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
-// (accepted, or rejected for good) or the call is cancelled. A call is sent while the session holds fewer than `calls` calls
-// and fewer than `bytes` bytes, so the last one may pass the window in bytes.
+// Credits are the most that a session may hold at one time. A new Credits frame replaces the limits; it does not add to
+// them. A call's credit is freed when its result is acknowledged (accepted, or rejected for good) or the call is cancelled.
+// A call is sent while the session is below both limits, so the last one may exceed the limit in bytes.
 type Credits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Calls leased and not answered. 0 = send no more for now.
@@ -431,9 +431,9 @@ type Hello struct {
 	PolicyVersion *int64 `protobuf:"varint,4,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`
 	// What calls carry besides their tokens.
 	View *CallView `protobuf:"bytes,5,opt,name=view,proto3" json:"view,omitempty"`
-	// A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
-	// calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
-	// window.
+	// A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). A
+	// resume opens a new session with a new id; use that id from then on. The old session's calls move to it and keep their
+	// lease ids. Leases survive a restart of the service for the resume window.
 	ResumeSessionId *string `protobuf:"bytes,6,opt,name=resume_session_id,json=resumeSessionId,proto3,oneof" json:"resume_session_id,omitempty"`
 	// With resume_session_id: the calls of that session that the trainer holds. Its other calls are sent again under the same
 	// lease ids, because their frames were lost with the stream or the service. Unset = none is sent again.
@@ -441,8 +441,9 @@ type Hello struct {
 	// Features that the trainer cannot do without (ServerInfo.features). If the service lacks one, the stream ends with
 	// FAILED_PRECONDITION (FEATURE_MISSING).
 	RequiredFeatures []string `protobuf:"bytes,8,rep,name=required_features,json=requiredFeatures,proto3" json:"required_features,omitempty"`
-	// The largest message that the trainer accepts, in bytes, 64 KiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
-	// libraries. A call that is larger comes without its view; if it is still larger, it ends as FAILED (CALL_TOO_LARGE).
+	// The largest message that the trainer accepts, in bytes, 4 MiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
+	// libraries. A call that is larger comes without its view. If it is still larger, it ends as FAILED
+	// (SESSION_MESSAGE_LIMIT), whatever other sessions accept: state the same limit in all sessions of a selector.
 	MaxMessageBytes *int64 `protobuf:"varint,9,opt,name=max_message_bytes,json=maxMessageBytes,proto3,oneof" json:"max_message_bytes,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -1638,8 +1639,8 @@ type Welcome struct {
 	// Whether the session of Hello.resume_session_id was resumed. False with an id = the session is unknown or its window has
 	// passed; this is then a new session, not an error.
 	Resumed bool `protobuf:"varint,6,opt,name=resumed,proto3" json:"resumed,omitempty"`
-	// Calls that are still leased to the session and are not sent again (see Hello.held). The trainer has lost any other call
-	// that it holds.
+	// With `resumed`: all calls that are leased to the session now. The trainer has lost any other call that it holds. Those
+	// that Hello.held does not have are sent again.
 	HeldCallIds   []string        `protobuf:"bytes,7,rep,name=held_call_ids,json=heldCallIds,proto3" json:"held_call_ids,omitempty"`
 	Server        *v11.ServerInfo `protobuf:"bytes,8,opt,name=server,proto3" json:"server,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2667,7 +2668,7 @@ type LeaseCallsRequest struct {
 	// How long a lease lasts unless the call is answered or the lease extended. Unset = 5 min; at most 1 h.
 	Lease *durationpb.Duration `protobuf:"bytes,5,opt,name=lease,proto3" json:"lease,omitempty"`
 	View  *CallView            `protobuf:"bytes,6,opt,name=view,proto3" json:"view,omitempty"`
-	// A repeated id returns the same calls, if they are still leased.
+	// A repeated id with an equal selector returns the same calls, if they are still leased.
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// See PolicyAnnounced.
 	PolicyVersion *int64 `protobuf:"varint,8,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`

@@ -36,11 +36,14 @@ type InterceptServiceClient interface {
 	// service sends GoAway before it stops.
 	//
 	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-	// FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-	// (HEARTBEAT_MISSED).
+	// FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+	// DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+	// (SESSION_TAKEN_OVER).
 	Intercept(ctx context.Context, opts ...grpc.CallOption) (InterceptService_InterceptClient, error)
 	// LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+	// together go back to the head of the queue.
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
 	LeaseCalls(ctx context.Context, in *LeaseCallsRequest, opts ...grpc.CallOption) (*LeaseCallsResponse, error)
 	// CompleteCalls answers leased calls, each checked by itself. It also extends leases.
 	CompleteCalls(ctx context.Context, in *CompleteCallsRequest, opts ...grpc.CallOption) (*CompleteCallsResponse, error)
@@ -160,11 +163,14 @@ type InterceptServiceServer interface {
 	// service sends GoAway before it stops.
 	//
 	// An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-	// FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-	// (HEARTBEAT_MISSED).
+	// FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+	// DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+	// (SESSION_TAKEN_OVER).
 	Intercept(InterceptService_InterceptServer) error
 	// LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+	// 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+	// together go back to the head of the queue.
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
 	LeaseCalls(context.Context, *LeaseCallsRequest) (*LeaseCallsResponse, error)
 	// CompleteCalls answers leased calls, each checked by itself. It also extends leases.
 	CompleteCalls(context.Context, *CompleteCallsRequest) (*CompleteCallsResponse, error)

@@ -90,9 +90,9 @@ Global___CallSelector: _TypeAlias = CallSelector  # noqa: Y015
 
 @_typing.final
 class Credits(_message.Message):
-    """Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
-    (accepted, or rejected for good) or the call is cancelled. A call is sent while the session holds fewer than `calls` calls
-    and fewer than `bytes` bytes, so the last one may pass the window in bytes.
+    """Credits are the most that a session may hold at one time. A new Credits frame replaces the limits; it does not add to
+    them. A call's credit is freed when its result is acknowledged (accepted, or rejected for good) or the call is cancelled.
+    A call is sent while the session is below both limits, so the last one may exceed the limit in bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -197,13 +197,14 @@ class Hello(_message.Message):
     policy_version: _builtins.int
     """The newest policy version of the trainer. Unset = unknown."""
     resume_session_id: _builtins.str
-    """A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
-    calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
-    window.
+    """A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). A
+    resume opens a new session with a new id; use that id from then on. The old session's calls move to it and keep their
+    lease ids. Leases survive a restart of the service for the resume window.
     """
     max_message_bytes: _builtins.int
-    """The largest message that the trainer accepts, in bytes, 64 KiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
-    libraries. A call that is larger comes without its view; if it is still larger, it ends as FAILED (CALL_TOO_LARGE).
+    """The largest message that the trainer accepts, in bytes, 4 MiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
+    libraries. A call that is larger comes without its view. If it is still larger, it ends as FAILED
+    (SESSION_MESSAGE_LIMIT), whatever other sessions accept: state the same limit in all sessions of a selector.
     """
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
@@ -753,8 +754,8 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def held_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Calls that are still leased to the session and are not sent again (see Hello.held). The trainer has lost any other call
-        that it holds.
+        """With `resumed`: all calls that are leased to the session now. The trainer has lost any other call that it holds. Those
+        that Hello.held does not have are sent again.
         """
 
     @_builtins.property
@@ -1356,7 +1357,7 @@ class LeaseCallsRequest(_message.Message):
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
     request_id: _builtins.str
-    """A repeated id returns the same calls, if they are still leased."""
+    """A repeated id with an equal selector returns the same calls, if they are still leased."""
     policy_version: _builtins.int
     """See PolicyAnnounced."""
     max_message_bytes: _builtins.int

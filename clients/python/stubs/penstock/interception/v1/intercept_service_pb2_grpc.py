@@ -91,8 +91,9 @@ class InterceptServiceServicer(object):
         service sends GoAway before it stops.
 
         An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-        FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-        (HEARTBEAT_MISSED).
+        FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+        DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+        (SESSION_TAKEN_OVER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +101,9 @@ class InterceptServiceServicer(object):
 
     def LeaseCalls(self, request, context):
         """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-        80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+        80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+        together go back to the head of the queue.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

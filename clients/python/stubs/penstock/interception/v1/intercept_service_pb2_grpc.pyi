@@ -47,12 +47,15 @@ class InterceptServiceStub:
     service sends GoAway before it stops.
 
     An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-    FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-    (HEARTBEAT_MISSED).
+    FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+    DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+    (SESSION_TAKEN_OVER).
     """
     LeaseCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.LeaseCallsRequest, _intercept_service_pb2.LeaseCallsResponse]
     """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-    80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+    80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+    together go back to the head of the queue.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
     """
     CompleteCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]
     """CompleteCalls answers leased calls, each checked by itself. It also extends leases."""
@@ -94,12 +97,15 @@ class InterceptServiceAsyncStub(InterceptServiceStub):
     service sends GoAway before it stops.
 
     An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-    FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-    (HEARTBEAT_MISSED).
+    FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+    DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+    (SESSION_TAKEN_OVER).
     """
     LeaseCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.LeaseCallsRequest, _intercept_service_pb2.LeaseCallsResponse]  # type: ignore[assignment]
     """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-    80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+    80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+    together go back to the head of the queue.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
     """
     CompleteCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]  # type: ignore[assignment]
     """CompleteCalls answers leased calls, each checked by itself. It also extends leases."""
@@ -144,8 +150,9 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         service sends GoAway before it stops.
 
         An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-        FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-        (HEARTBEAT_MISSED).
+        FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+        DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+        (SESSION_TAKEN_OVER).
         """
 
     @_abc_1.abstractmethod
@@ -155,7 +162,9 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.LeaseCallsResponse, _abc.Awaitable[_intercept_service_pb2.LeaseCallsResponse]]:
         """LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-        80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+        80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+        together go back to the head of the queue.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
         """
 
     @_abc_1.abstractmethod

@@ -59,9 +59,9 @@ export const CallSelectorSchema: GenMessage<CallSelector> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 0);
 
 /**
- * Credits limit what a session holds: a window, not an increment. A call's credit is freed when its result is acknowledged
- * (accepted, or rejected for good) or the call is cancelled. A call is sent while the session holds fewer than `calls` calls
- * and fewer than `bytes` bytes, so the last one may pass the window in bytes.
+ * Credits are the most that a session may hold at one time. A new Credits frame replaces the limits; it does not add to
+ * them. A call's credit is freed when its result is acknowledged (accepted, or rejected for good) or the call is cancelled.
+ * A call is sent while the session is below both limits, so the last one may exceed the limit in bytes.
  *
  * @generated from message penstock.interception.v1.Credits
  */
@@ -203,9 +203,9 @@ export type Hello = Message<"penstock.interception.v1.Hello"> & {
   view?: CallView | undefined;
 
   /**
-   * A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). Its
-   * calls stay leased to this session under the same lease ids. Leases survive a restart of the service for the resume
-   * window.
+   * A session to resume: a lost one, or one with a half-open stream, which then ends with ABORTED (SESSION_TAKEN_OVER). A
+   * resume opens a new session with a new id; use that id from then on. The old session's calls move to it and keep their
+   * lease ids. Leases survive a restart of the service for the resume window.
    *
    * @generated from field: optional string resume_session_id = 6;
    */
@@ -228,8 +228,9 @@ export type Hello = Message<"penstock.interception.v1.Hello"> & {
   requiredFeatures: string[];
 
   /**
-   * The largest message that the trainer accepts, in bytes, 64 KiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
-   * libraries. A call that is larger comes without its view; if it is still larger, it ends as FAILED (CALL_TOO_LARGE).
+   * The largest message that the trainer accepts, in bytes, 4 MiB to 64 MiB. Unset = 4 MiB, the default of gRPC's
+   * libraries. A call that is larger comes without its view. If it is still larger, it ends as FAILED
+   * (SESSION_MESSAGE_LIMIT), whatever other sessions accept: state the same limit in all sessions of a selector.
    *
    * @generated from field: optional int64 max_message_bytes = 9;
    */
@@ -762,8 +763,8 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
   resumed: boolean;
 
   /**
-   * Calls that are still leased to the session and are not sent again (see Hello.held). The trainer has lost any other call
-   * that it holds.
+   * With `resumed`: all calls that are leased to the session now. The trainer has lost any other call that it holds. Those
+   * that Hello.held does not have are sent again.
    *
    * @generated from field: repeated string held_call_ids = 7;
    */
@@ -1397,7 +1398,7 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
   view?: CallView | undefined;
 
   /**
-   * A repeated id returns the same calls, if they are still leased.
+   * A repeated id with an equal selector returns the same calls, if they are still leased.
    *
    * @generated from field: string request_id = 7;
    */
@@ -1680,8 +1681,9 @@ export const InterceptService: GenService<{
    * service sends GoAway before it stops.
    *
    * An invalid item is rejected by itself. A protocol error ends the stream: FAILED_PRECONDITION (HELLO_EXPECTED,
-   * FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID, FIELD_UNKNOWN), ALREADY_EXISTS (HELLO_REPEATED), DEADLINE_EXCEEDED
-   * (HEARTBEAT_MISSED).
+   * FEATURE_MISSING), INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), ALREADY_EXISTS (HELLO_REPEATED),
+   * DEADLINE_EXCEEDED (HEARTBEAT_MISSED), RESOURCE_EXHAUSTED (SESSION_LIMIT, READER_TOO_SLOW), ABORTED
+   * (SESSION_TAKEN_OVER).
    *
    * @generated from rpc penstock.interception.v1.InterceptService.Intercept
    */
@@ -1692,7 +1694,9 @@ export const InterceptService: GenService<{
   },
   /**
    * LeaseCalls is the unary form of Intercept, for simple clients. It waits until a call is queued, for at most `wait` and
-   * 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`.
+   * 80 % of the RPC's deadline, and leases up to max_calls calls for `lease`. Calls that do not fit into max_message_bytes
+   * together go back to the head of the queue.
+   * Errors: INVALID_ARGUMENT (FIELD_INVALID; FIELD_UNKNOWN, for the selector), RESOURCE_EXHAUSTED (SESSION_LIMIT).
    *
    * @generated from rpc penstock.interception.v1.InterceptService.LeaseCalls
    */
