@@ -168,7 +168,7 @@ def model_endpoint(config: dict[str, Any]) -> dict[str, Any]:
         "own": completion(config, f"{own}/chat/completions", key),
         "own without a token": completion(config, f"{own}/chat/completions", None),
         "own with a blank token": completion(config, f"{own}/chat/completions", " "),
-        "own with a wrong token": completion(config, f"{own}/chat/completions", key[:-1] + "x"),
+        "own with a wrong token": completion(config, f"{own}/chat/completions", key[:-8] + "x" * 8),
         "own with the other's token": completion(config, f"{own}/chat/completions", config["other_key"]),
         "other with own token": completion(config, f"{other}/chat/completions", key),
         "other without a token": completion(config, f"{other}/chat/completions", None),

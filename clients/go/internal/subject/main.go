@@ -164,7 +164,7 @@ func (s *subject) answer(ctx context.Context, cancel context.CancelCauseFunc, c 
 		said["ok"] = done
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
 		said["error"] = object{"kind": "aborted"}
-	case bounded.Err() != nil && errors.Is(err, context.DeadlineExceeded):
+	case c.TimeoutS > 0 && errors.Is(err, context.DeadlineExceeded):
 		said["error"] = object{"kind": "timeout"}
 	default:
 		said["error"] = observedError(err)

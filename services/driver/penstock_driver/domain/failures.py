@@ -23,7 +23,7 @@ OF_THE_SANDBOX: Final = frozenset({"SANDBOX_LOST", "SANDBOX_NOT_READY", "SANDBOX
 """Reasons of errors that concern a whole sandbox, not a file in it."""
 _OF_THE_TASK: Final = frozenset({"CAPABILITY_MISSING", "IMAGE_NOT_ALLOWED", "USER_RESERVED"})
 """A task's demands on its sandbox that this backend, or this operator, does not meet."""
-_OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE"})
+_OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE", "SESSION_MESSAGE_LIMIT"})
 """Reasons why a call failed that the conversation causes: a policy could fill it to avoid being graded."""
 _OF_THE_REQUEST: Final = frozenset(
     {
