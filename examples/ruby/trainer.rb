@@ -4,7 +4,7 @@
 #
 # It starts a group of rollouts of one task, answers the model calls of their agents with tokens that the inference
 # service samples, and prints what came of each. The services are those of `penstock up`; PENSTOCK_CONNECTION names the
-# file that tells where they listen.
+# file with their addresses and the token.
 
 require "json"
 require "securerandom"

@@ -90,7 +90,7 @@ def observed_result(result: RolloutResult) -> Json:
 
 
 def observed_top(sample: Sample) -> Json | None:
-    """What is told of a sample's alternatives."""
+    """Returns a sample's alternatives as they are printed."""
     ids, logprobs = sample.top_token_ids, sample.top_logprobs
     if ids is None or logprobs is None:
         return None

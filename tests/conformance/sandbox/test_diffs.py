@@ -95,7 +95,7 @@ async def test_deletion_of_a_name_that_is_no_text_is_exact_or_refused(service: R
 @pytest.mark.requirement("R76")
 @needs("fork", "diff")
 async def test_the_diff_of_directories_is_that_of_them_alone(service: Running) -> None:
-    """One whose parent was removed is told as deleted."""
+    """One whose parent was removed is listed as deleted."""
     _, snapshot = await prepare(
         service, setup=[command(shell=f"mkdir -p d/in e/in f; echo {secrets.token_hex(4)} | tee d/in/a e/in/a f/a")]
     )
