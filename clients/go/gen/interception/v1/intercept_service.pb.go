@@ -1797,7 +1797,8 @@ type ModelCall struct {
 	PromptCount    uint32 `protobuf:"varint,12,opt,name=prompt_count,json=promptCount,proto3" json:"prompt_count,omitempty"`
 	// How many of its tokens are the parent's prompt and completion, which an engine's prefix cache already holds.
 	SharedPrefixCount uint32 `protobuf:"varint,13,opt,name=shared_prefix_count,json=sharedPrefixCount,proto3" json:"shared_prefix_count,omitempty"`
-	// As requested by the agent, with max_tokens bounded by budgets and context.
+	// As requested by the agent, with max_tokens bounded by budgets and context. Answers are not checked against it; an
+	// answerer that samples otherwise states so in Completion.sampling_used.
 	Sampling *v1.Sampling `protobuf:"bytes,14,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	// The lowest version of the weights that may answer. Unset = any.
 	MinPolicyVersion *int64 `protobuf:"varint,15,opt,name=min_policy_version,json=minPolicyVersion,proto3,oneof" json:"min_policy_version,omitempty"`

@@ -348,7 +348,7 @@ type Grade int32
 
 const (
 	Grade_GRADE_UNSPECIFIED Grade = 0
-	// Every token and logprob is exact.
+	// Every token and logprob is exact, as its answerer stated it: the gate cannot see how an answer was sampled.
 	Grade_GRADE_EXACT Grade = 1
 	// Usable, with the reservations of the findings.
 	Grade_GRADE_USABLE Grade = 2

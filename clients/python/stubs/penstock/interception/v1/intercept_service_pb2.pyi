@@ -901,7 +901,9 @@ class ModelCall(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def sampling(self) -> _chat_pb2.Sampling:
-        """As requested by the agent, with max_tokens bounded by budgets and context."""
+        """As requested by the agent, with max_tokens bounded by budgets and context. Answers are not checked against it; an
+        answerer that samples otherwise states so in Completion.sampling_used.
+        """
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:

@@ -194,7 +194,7 @@ class _GradeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Grade.ValueType
     DESCRIPTOR: _descriptor.EnumDescriptor
     GRADE_UNSPECIFIED: _Grade.ValueType  # 0
     GRADE_EXACT: _Grade.ValueType  # 1
-    """Every token and logprob is exact."""
+    """Every token and logprob is exact, as its answerer stated it: the gate cannot see how an answer was sampled."""
     GRADE_USABLE: _Grade.ValueType  # 2
     """Usable, with the reservations of the findings."""
     GRADE_UNUSABLE: _Grade.ValueType  # 3
@@ -205,7 +205,7 @@ class Grade(_Grade, metaclass=_GradeEnumTypeWrapper):
 
 GRADE_UNSPECIFIED: Grade.ValueType  # 0
 GRADE_EXACT: Grade.ValueType  # 1
-"""Every token and logprob is exact."""
+"""Every token and logprob is exact, as its answerer stated it: the gate cannot see how an answer was sampled."""
 GRADE_USABLE: Grade.ValueType  # 2
 """Usable, with the reservations of the findings."""
 GRADE_UNUSABLE: Grade.ValueType  # 3

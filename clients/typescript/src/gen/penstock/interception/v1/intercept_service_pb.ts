@@ -880,7 +880,8 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   sharedPrefixCount: number;
 
   /**
-   * As requested by the agent, with max_tokens bounded by budgets and context.
+   * As requested by the agent, with max_tokens bounded by budgets and context. Answers are not checked against it; an
+   * answerer that samples otherwise states so in Completion.sampling_used.
    *
    * @generated from field: penstock.chat.v1.Sampling sampling = 14;
    */

@@ -1071,7 +1071,7 @@ export enum Grade {
   UNSPECIFIED = 0,
 
   /**
-   * Every token and logprob is exact.
+   * Every token and logprob is exact, as its answerer stated it: the gate cannot see how an answer was sampled.
    *
    * @generated from enum value: GRADE_EXACT = 1;
    */
