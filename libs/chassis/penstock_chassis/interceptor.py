@@ -22,6 +22,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -295,8 +296,9 @@ def _soon_stream(behaviour: Any) -> Any:
     """The same for a method that answers with a stream."""
 
     async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        async for response in behaviour(await _only(requests), context):
-            yield response
+        async with aclosing(behaviour(await _only(requests), context)) as responses:
+            async for response in responses:
+                yield response
 
     return call
 
