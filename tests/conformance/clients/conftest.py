@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -33,8 +34,9 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     async with AsyncExitStack() as stack:
         running, services = await stack.enter_async_context(restartable(folder))
         proxies = {name: await stack.enter_async_context(Proxy(running.stack.address(name))) for name in SERVICES}
-        nobody = await stack.enter_async_context(Proxy("127.0.0.1:1"))
-        await nobody.refuse()
+        # Bound and not listening: it refuses connections, and no server of another test gets its port.
+        nobody = stack.enter_context(socket.socket())
+        nobody.bind(("127.0.0.1", 0))
         odd, odd_address = await stack.enter_async_context(odd_driver())
         _, tls_address = await stack.enter_async_context(odd_driver(credentials))
         content = {
@@ -54,7 +56,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             "odd": odd_address,
             "odd-tls": tls_address,
             "empty": await stack.enter_async_context(empty_server()),
-            "nobody": nobody.address,
+            "nobody": f"127.0.0.1:{nobody.getsockname()[1]}",
         }
         yield World(running, services, proxies, odd, addresses, files)
 
