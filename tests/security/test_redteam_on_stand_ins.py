@@ -81,7 +81,8 @@ async def on_hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         with pytest.MonkeyPatch.context() as environment:
             for key in ("HF_ENDPOINT", "HF_TOKEN"):
                 environment.setenv(key, stand_in_of_jobs.environment[key])
-            settings = {"hf_allow_open_egress": True}
+            # As the default backend, it has answered when the service starts.
+            settings = {"hf_allow_open_egress": True, "default_backend": "hf"}
             async with attacked(tmp_path_factory.mktemp("attacked-hf"), "hf", jobs, settings) as results:
                 yield results
 
