@@ -595,16 +595,20 @@ class AbortRequest(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         REQUEST_IDS_FIELD_NUMBER: _builtins.int
+        SESSION_ID_FIELD_NUMBER: _builtins.int
+        session_id: _builtins.str
+        """The session of all of them. A request of another session is left alone. Empty = any."""
         @_builtins.property
         def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
         def __init__(
             self,
             *,
             request_ids: _abc.Iterable[_builtins.str] | None = ...,
+            session_id: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids", "session_id", b"session_id"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,11 +340,14 @@ class CallResult(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     DELEGATION_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     """ModelCall.lease_id. An answer under an old lease is accepted only while the call is open and not leased to another
     session.
     """
+    rollout_id: _builtins.str
+    """The call's rollout. A result that names another one is rejected (REASON_INVALID). Empty = not checked."""
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion: ...
     @_builtins.property
@@ -362,10 +365,11 @@ class CallResult(_message.Message):
         failure: Global___CallFailure | None = ...,
         delegation: Global___Delegation | None = ...,
         release: Global___Release | None = ...,
+        rollout_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delegation", b"delegation", "failure", b"failure", "release", b"release", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "completion", b"completion", "delegation", b"delegation", "failure", b"failure", "lease_id", b"lease_id", "release", b"release", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "completion", b"completion", "delegation", b"delegation", "failure", b"failure", "lease_id", b"lease_id", "release", b"release", "result", b"result", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["completion", "failure", "delegation", "release"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
@@ -562,9 +566,12 @@ class HostToolResult(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     IS_ERROR_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
     is_error: _builtins.bool
     """The tool failed; the result explains it to the agent."""
+    rollout_id: _builtins.str
+    """The call's rollout. A result that names another one is rejected (REASON_INVALID). Empty = not checked."""
     @_builtins.property
     def result(self) -> _struct_pb2.Struct:
         """What the agent gets. {"text": TEXT} is that text. {"content": [...]} is a list of MCP content blocks of the types text,
@@ -578,10 +585,11 @@ class HostToolResult(_message.Message):
         tool_call_id: _builtins.str = ...,
         result: _struct_pb2.Struct | None = ...,
         is_error: _builtins.bool = ...,
+        rollout_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_error", b"is_error", "result", b"result", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_error", b"is_error", "result", b"result", "rollout_id", b"rollout_id", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1436,6 +1444,11 @@ class CompleteCallsRequest(_message.Message):
 
     RESULTS_FIELD_NUMBER: _builtins.int
     EXTEND_LEASE_IDS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    """The rollout of all these results and leases. A result of another rollout is rejected (REASON_INVALID), and a lease of
+    another is among lost_lease_ids and is not extended. Empty = not checked, and several rollouts are allowed.
+    """
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallResult]: ...
     @_builtins.property
@@ -1447,10 +1460,11 @@ class CompleteCallsRequest(_message.Message):
         *,
         results: _abc.Iterable[Global___CallResult] | None = ...,
         extend_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+        rollout_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend_lease_ids", b"extend_lease_ids", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend_lease_ids", b"extend_lease_ids", "results", b"results", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1603,17 +1617,21 @@ class GetCallRequest(_message.Message):
 
     CALL_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_BODY_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     include_body: _builtins.bool
+    rollout_id: _builtins.str
+    """The call's rollout. Another one is refused (INVALID_ARGUMENT). Empty = not checked."""
     def __init__(
         self,
         *,
         call_id: _builtins.str = ...,
         include_body: _builtins.bool = ...,
+        rollout_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "include_body", b"include_body"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "include_body", b"include_body", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,7 @@ class ServerInfo(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MIN_PING_INTERVAL_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     """"sandbox", "driver", "interception" or "inference"."""
     version: _builtins.str
@@ -81,6 +82,8 @@ class ServerInfo(_message.Message):
     """
     max_message_bytes: _builtins.int
     """The largest message that the service accepts and sends, in bytes."""
+    name: _builtins.str
+    """The service's own name (its `name` setting), as it is in the ids that it makes and in records that name a home."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stable names of what this service serves, sorted; docs/compatibility.md lists them. A client that needs one checks here
@@ -100,10 +103,11 @@ class ServerInfo(_message.Message):
         features: _abc.Iterable[_builtins.str] | None = ...,
         max_message_bytes: _builtins.int = ...,
         min_ping_interval: _duration_pb2.Duration | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["min_ping_interval", b"min_ping_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "features", b"features", "max_message_bytes", b"max_message_bytes", "min_ping_interval", b"min_ping_interval", "service", b"service", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract_revision", b"contract_revision", "features", b"features", "max_message_bytes", b"max_message_bytes", "min_ping_interval", b"min_ping_interval", "name", b"name", "service", b"service", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

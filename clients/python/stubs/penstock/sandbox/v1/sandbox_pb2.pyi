@@ -496,6 +496,7 @@ class Sandbox(_message.Message):
     WORKDIR_FIELD_NUMBER: _builtins.int
     LOST_REASON_FIELD_NUMBER: _builtins.int
     ENDED_INSIDE_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     state: Global___SandboxState.ValueType
     home: _builtins.str
@@ -507,6 +508,8 @@ class Sandbox(_message.Message):
     """With LOST: a program in the sandbox ended it. False = unknown. Calls refused with SANDBOX_LOST then have `ended_inside`
     = "true" in their metadata.
     """
+    service: _builtins.str
+    """Name of the sandbox service that has it. (`home` is a directory.)"""
     @_builtins.property
     def spec(self) -> Global___SandboxSpec:
         """As applied, with defaults filled in."""
@@ -529,10 +532,11 @@ class Sandbox(_message.Message):
         workdir: _builtins.str = ...,
         lost_reason: _builtins.str = ...,
         ended_inside: _builtins.bool = ...,
+        service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "service", b"service", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,8 +544,10 @@ Global___Sandbox: _TypeAlias = Sandbox  # noqa: Y015
 
 @_typing.final
 class DataPlane(_message.Message):
-    """DataPlane is where one sandbox's ProcessService and FileService are served, if not at the address that answered. It is
-    returned to trainers and operators only.
+    """DataPlane is where one sandbox is served, if not at the address that answered: ProcessService, FileService, and the RPCs
+    of SandboxService about this sandbox (GetDataPlane is served by both). A client sends them to `address` with `token`, and
+    gets a fresh token by GetDataPlane, at the address that created the sandbox, before token_expire_time. TLS is by the same
+    CA. A client without TLS accepts a loopback address only. It is returned to trainers and operators only.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -550,6 +556,7 @@ class DataPlane(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     TOKEN_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     address: _builtins.str
+    """host:port"""
     token: _builtins.str
     """Valid for this sandbox only, until token_expire_time."""
     @_builtins.property

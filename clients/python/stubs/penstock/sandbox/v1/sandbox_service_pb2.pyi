@@ -556,6 +556,7 @@ class Snapshot(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     FORK_KIND_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     key: _builtins.str
     """Digest of the SnapshotSpec's content. Opaque: computed by the service, compared and passed back by clients."""
@@ -563,6 +564,8 @@ class Snapshot(_message.Message):
     size_bytes: _builtins.int
     fork_kind: _sandbox_pb2.ForkKind.ValueType
     """How sandboxes made from it are copied."""
+    service: _builtins.str
+    """Name of the sandbox service that has it."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -574,10 +577,11 @@ class Snapshot(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         size_bytes: _builtins.int = ...,
         fork_kind: _sandbox_pb2.ForkKind.ValueType = ...,
+        service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "create_time", b"create_time", "fork_kind", b"fork_kind", "key", b"key", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "create_time", b"create_time", "fork_kind", b"fork_kind", "key", b"key", "service", b"service", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

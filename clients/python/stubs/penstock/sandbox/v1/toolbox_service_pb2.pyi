@@ -162,11 +162,14 @@ class Toolbox(_message.Message):
     MOUNT_PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
     toolbox_id: _builtins.str
     name: _builtins.str
     mount_path: _builtins.str
     """Its path in sandboxes."""
     size_bytes: _builtins.int
+    service: _builtins.str
+    """Name of the sandbox service that has it."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -177,10 +180,11 @@ class Toolbox(_message.Message):
         mount_path: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "mount_path", b"mount_path", "name", b"name", "size_bytes", b"size_bytes", "toolbox_id", b"toolbox_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "mount_path", b"mount_path", "name", b"name", "service", b"service", "size_bytes", b"size_bytes", "toolbox_id", b"toolbox_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
