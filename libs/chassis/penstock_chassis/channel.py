@@ -8,11 +8,13 @@ replaces streaming calls by proxies that copy each message through a queue.
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final, Protocol, Self, TypeVar
 
 import grpc
 import structlog
 
+from penstock.values import routes
 from penstock_chassis.auth import HEADER
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
@@ -105,11 +107,25 @@ async def upload(
     """
     for _ in range(2):
         try:
-            return await method(frames(), timeout=timeout)
+            return await _sent(method, frames(), timeout)
         except grpc.aio.AioRpcError as error:
             if not broke_while_sending(error):
                 raise
-    return await method(frames(), timeout=timeout)
+    return await _sent(method, frames(), timeout)
+
+
+async def _sent(method: Any, frames: Any, timeout: float | None) -> Any:
+    if isinstance(frames, Iterator):
+        return await method(frames, timeout=timeout)
+    first = await anext(frames, None)
+
+    async def rest() -> AsyncIterator[Any]:
+        if first is not None:
+            yield first
+        async for frame in frames:
+            yield frame
+
+    return await method(rest(), timeout=timeout, metadata=routes.headers(getattr(method, "method", ""), first))
 
 
 @contextmanager
@@ -134,23 +150,23 @@ def _host(target: str) -> str:
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel that adds the token, the id of the request being served and the tracing ids to each call."""
+    """A channel that adds the token, the routing headers, the id of the request being served and the tracing ids."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self._channel = channel
         self._metadata: tuple[tuple[str, str], ...] = () if token is None else ((HEADER, f"Bearer {token}"),)
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(self._channel.unary_unary(*args, **kwargs), self._metadata)
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(method, self._channel.unary_unary(method, *args, **kwargs), self._metadata)
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(self._channel.unary_stream(*args, **kwargs), self._metadata)
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(method, self._channel.unary_stream(method, *args, **kwargs), self._metadata)
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(self._channel.stream_unary(*args, **kwargs), self._metadata)
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(method, self._channel.stream_unary(method, *args, **kwargs), self._metadata)
 
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(self._channel.stream_stream(*args, **kwargs), self._metadata)
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(method, self._channel.stream_stream(method, *args, **kwargs), self._metadata)
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
@@ -172,16 +188,34 @@ class _TokenChannel(grpc.aio.Channel):
 
 
 class _WithMetadata:
-    """A method of a stub that adds metadata to each call."""
+    """A method of a stub that adds metadata to each call.
 
-    __slots__ = ("_call", "_metadata")
+    Of a stream, the first request decides the routing headers. It is taken from an iterator before the call begins; the
+    caller of a method that takes an asynchronous one passes `metadata` from `routes.headers` itself (see `upload`).
+    """
 
-    def __init__(self, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
+    __slots__ = ("_call", "_metadata", "method")
+
+    def __init__(self, method: str, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
+        self.method = method
         self._call = call
         self._metadata = tuple(metadata)
 
-    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, request: Any = None, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        routed: tuple[tuple[str, str], ...] = ()
+        if routes.declared(self.method):
+            first = request
+            if isinstance(request, Iterator) and (first := next(request, None)) is not None:
+                request = chain((first,), request)
+            routed = (*routes.headers(self.method, first), *(metadata or ()))
+        elif metadata:
+            routed = tuple(metadata)
         bound = structlog.contextvars.get_contextvars()
         request_id = bound.get("request_id")
-        traced = () if request_id is None else ((REQUEST_ID_HEADER, str(request_id)), *tracing.handed_on(bound))
-        return self._call(*args, metadata=(*self._metadata, *traced, *(metadata or ())), **kwargs)
+        traced: tuple[tuple[str, str], ...] = ()
+        if request_id is not None:
+            sent = {name for name, _ in routed}
+            traced = tuple(item for item in tracing.handed_on(bound) if item[0] not in sent)
+            traced = ((REQUEST_ID_HEADER, str(request_id)), *traced)
+        given = () if request is None else (request,)
+        return self._call(*given, *args, metadata=(*self._metadata, *traced, *routed), **kwargs)

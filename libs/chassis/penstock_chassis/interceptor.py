@@ -24,12 +24,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from penstock.values.routes import declared
 from penstock_chassis import journal, rpc_status
 from penstock_chassis.auth import HEALTH, Authenticator, Role, RoleTable, authorize
 from penstock_chassis.errors import (
@@ -39,6 +41,7 @@ from penstock_chassis.errors import (
     ResourceExhausted,
     Unauthenticated,
 )
+from penstock_chassis.homes import Home
 from penstock_chassis.limits import READER_S
 from penstock_chassis.telemetry import tracing
 from penstock_chassis.telemetry.logging import Meter
@@ -63,7 +66,7 @@ REFUSED_BURST: Final = 20
 REFUSED_INTERVAL_S: Final = 10.0
 """Bounds of log lines for refused calls, for each reason: callers without a token may call any number of times."""
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RUN: Final = secrets.token_hex(8)
 """Random per process; with a counter appended it makes unique request ids."""
 _COUNT: Final = itertools.count()
@@ -89,10 +92,14 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         authenticator: knows the tokens.
         roles: the roles that may call each method.
         reader_s: seconds that the caller of a stream may take to read a message.
+        home: refuses requests about what another service has; None refuses none.
     """
 
-    def __init__(self, authenticator: Authenticator, roles: RoleTable, reader_s: float = READER_S) -> None:
+    def __init__(
+        self, authenticator: Authenticator, roles: RoleTable, reader_s: float = READER_S, home: Home | None = None
+    ) -> None:
         self._authenticator = authenticator
+        self._home = home
         self._reader_s = reader_s
         self._roles = roles
         self._methods: dict[str, _Method] = {}
@@ -156,7 +163,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     def _wrap(
         self, method: str, handler: grpc.RpcMethodHandler[Any, Any], role: Role | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        # The four arities differ in the response only; a request stream is passed on unchanged.
+        # The four arities differ in the response only.
+        checked = _checked if self._home is None or not declared(method) else partial(_checked_at, self._home, method)
         if handler.response_streaming:
             kind, make = (
                 (handler.stream_stream, grpc.stream_stream_rpc_method_handler)
@@ -165,7 +173,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             )
             if method in _OPEN:
                 kind, make = _soon_stream(kind), grpc.stream_stream_rpc_method_handler
-            behaviour = _streaming(method, kind, role, self._reader_s)
+            behaviour = _streaming(method, kind, role, self._reader_s, checked)
             return make(behaviour, _reader(method, handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
@@ -174,15 +182,15 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         )
         if method in _OPEN:
             kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
-        return make(_single(method, kind, role), _reader(method, handler), handler.response_serializer)
+        return make(_single(method, kind, role, checked), _reader(method, handler), handler.response_serializer)
 
 
-def _single(method: str, behaviour: Any, role: Role | None) -> Any:
+def _single(method: str, behaviour: Any, role: Role | None, checked: Callable[[Any], Any]) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         started = time.perf_counter()
         try:
             with tracing.served(method, _enter(context, role)):
-                response = await behaviour(_checked(request), context)
+                response = await behaviour(checked(request), context)
         except BaseException as error:
             await _fail(method, started, context, error)
             raise
@@ -194,7 +202,7 @@ def _single(method: str, behaviour: Any, role: Role | None) -> Any:
     return call
 
 
-def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float) -> Any:
+def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float, checked: Callable[[Any], Any]) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
@@ -208,7 +216,7 @@ def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float) 
         try:
             with tracing.served(method, _enter(context, role)):
                 async with patience:
-                    responses = behaviour(_checked(request), context)
+                    responses = behaviour(checked(request), context)
                     if hasattr(responses, "__aiter__"):
                         try:
                             async for response in responses:
@@ -316,6 +324,24 @@ def _checked(request: Any) -> Any:
     if isinstance(request, InvalidArgument):
         raise request
     return request
+
+
+def _checked_at(home: Home, method: str, request: Any) -> Any:
+    """Returns the request or stream; raises FailedPrecondition `HOME_ELSEWHERE`, of a stream when it is read."""
+    _checked(request)
+    if not hasattr(request, "__aiter__"):
+        home.check(method, request)
+        return request
+
+    async def stream() -> AsyncIterator[Any]:
+        is_first = True
+        async for message in request:
+            if is_first:
+                home.check(method, message)
+                is_first = False
+            yield message
+
+    return stream()
 
 
 def _malformed() -> InvalidArgument:

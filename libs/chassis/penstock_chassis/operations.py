@@ -73,6 +73,7 @@ class Operations(rpc.OperationsServiceServicer):
         restarts: how often the service's supervisor has restarted it.
         last_end: how the previous process ended.
         features: what the service serves of the contract beyond revision 1.
+        own_name: the service's name among those of its kind.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class Operations(rpc.OperationsServiceServicer):
         restarts: int = 0,
         last_end: str = "",
         features: Sequence[str] = (),
+        own_name: str = "",
     ) -> None:
         self._name = name
-        self._info = server_info(name, features)
+        self._info = server_info(name, features, own_name)
         self._troubles = troubles
         self._disks = dict(disks or {})
         self._clock = clock
@@ -166,8 +168,8 @@ class Operations(rpc.OperationsServiceServicer):
             )
 
 
-def server_info(name: str, features: Sequence[str]) -> pb.ServerInfo:
-    """Returns which contract the service of this short name serves."""
+def server_info(name: str, features: Sequence[str], own_name: str = "") -> pb.ServerInfo:
+    """Returns which contract the service of this short name serves; `own_name` is its own among those of its kind."""
     return pb.ServerInfo(
         service=name,
         version=_version(name),
@@ -175,6 +177,7 @@ def server_info(name: str, features: Sequence[str]) -> pb.ServerInfo:
         features=sorted(features),
         max_message_bytes=MAX_MESSAGE_BYTES,
         min_ping_interval=times.duration(MIN_PING_S),
+        name=own_name,
     )
 
 

@@ -32,6 +32,7 @@ from penstock_chassis.disk import refused_start
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.garbage_collection import Collector
 from penstock_chassis.health import HEALTH_SERVICE, Health
+from penstock_chassis.homes import Home
 from penstock_chassis.interceptor import ServerInterceptor
 from penstock_chassis.journal import refusal
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S, Limits
@@ -76,7 +77,8 @@ class Service:
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still reports NOT_SERVING. `drain(seconds)` ends open work within that time. `endpoints`
     are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators. `features`
-    are what it serves of the contract beyond revision 1, for GetServerInfo.
+    are what it serves of the contract beyond revision 1, for GetServerInfo. `home` refuses requests about what another
+    service has; None refuses none.
     """
 
     registrations: Sequence[Registration]
@@ -86,6 +88,7 @@ class Service:
     endpoints: Mapping[str, str] = field(default_factory=dict)
     troubles: Troubles = no_troubles
     features: Sequence[str] = ()
+    home: Home | None = None
 
 
 class Server:
@@ -142,7 +145,7 @@ class Server:
             raise ValueError(f"roles are set for methods that are not served: {', '.join(unknown)}")
 
         self._server = server = grpc.aio.server(
-            interceptors=[ServerInterceptor(self.authenticator, roles, self._limits.reader_s)],
+            interceptors=[ServerInterceptor(self.authenticator, roles, self._limits.reader_s, self._service.home)],
             options=(*OPTIONS, *self._limits.options()),
         )
         generic = _GenericOnly(server)
@@ -272,6 +275,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                         restarts=settings.restarts,
                         last_end=settings.last_end,
                         features=service.features,
+                        own_name=service.home.name if service.home is not None else settings.name,
                     )
                 )
             )

@@ -12,6 +12,7 @@ import argparse
 import difflib
 import ipaddress
 import os
+import re
 import tomllib
 import types
 import typing
@@ -30,8 +31,11 @@ from pydantic_settings import (
 )
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.homes import Home, open_home, valid_name
 from penstock_chassis.limits import READER_S
 from penstock_chassis.validation import violations_of
+
+_ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """Environment variable that names the TOML file; it has one table per service, such as `[sandbox]`."""
@@ -53,6 +57,13 @@ class ServiceSettings(BaseSettings):
         enable_decoding=False,  # lists and tables are decoded by `_decoded`, whose errors name the setting
     )
 
+    name: str = Field(
+        "", description="this service's name among those of its kind; default: made once, kept in state_dir"
+    )
+    peers: dict[str, str] = Field(
+        {},
+        description="addresses (host:port) of other services of this kind by name, for callers who need them",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs TLS and a token")
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
     operator_token: SecretStr | None = Field(None, description="bearer token of operators, for all methods")
@@ -114,6 +125,19 @@ class ServiceSettings(BaseSettings):
     def _secrets_are_not_blank(cls, value: Any) -> Any:
         return refuse_blank(value) if isinstance(value, SecretStr) else value
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_valid(cls, value: str) -> str:
+        return valid_name(value)
+
+    @field_validator("peers")
+    @classmethod
+    def _peers_are_valid(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, address in value.items():
+            if not name or not valid_name(name) or not _ADDRESS.fullmatch(address):
+                raise ValueError(f"{name!r}: names a service (a-z, 0-9, -) and its address as host:port")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _default_state_dir(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +171,10 @@ class ServiceSettings(BaseSettings):
                     f" operator_token, and no anonymous; or keep {name} at 127.0.0.1"
                 )
         return self
+
+    def home(self) -> Home:
+        """Returns who this service is; keeps its name in the state directory."""
+        return open_home(self.table(), self.name, self.peers, self.state_dir)
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:

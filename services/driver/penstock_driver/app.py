@@ -15,6 +15,7 @@ from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc,
 from penstock_chassis import times
 from penstock_chassis.auth import Role
 from penstock_chassis.channel import connect
+from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Registration, Service
 from penstock_driver.agents import registry
@@ -45,7 +46,7 @@ from penstock_driver.terminals.records import TerminalRecords
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
-    summaries.MIGRATION,
+    *(summaries.MIGRATION, records.MIGRATION_HOME),
 )
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
 _READING: Final = {
@@ -73,6 +74,7 @@ class GateClient(Gate, Captures, Protocol):
 class Driver:
     """The parts of one driver, wired. Before `recover()` only the event log's writer runs; `stop()` ends all else."""
 
+    home: Home
     instance_id: str
     records: Records
     event_log: EventLog
@@ -119,6 +121,7 @@ async def wired(
 
     `clock` gives monotonic seconds since the epoch.
     """
+    home = settings.home()
     agents, driver_records = await AgentRegistry.open(journal), Records(journal)
     event_log = EventLog(journal)
     try:
@@ -138,18 +141,20 @@ async def wired(
             sandboxes,
             preflight,
             instance_id=instance_id,
+            home=home,
             max_open=settings.max_terminals,
             clock=clock,
         )
-        service = RolloutUseCases(manager, driver_records, event_log, agents, preflight, gate)
+        service = RolloutUseCases(manager, driver_records, event_log, agents, preflight, gate, home)
         yield Driver(
+            home,
             instance_id,
             driver_records,
             event_log,
             agents,
             manager,
             terminals,
-            RolloutServicer(service, manager, driver_records, event_log, Summaries(journal)),
+            RolloutServicer(service, manager, driver_records, event_log, Summaries(journal), home),
             AgentServicer(agents, sandboxes),
             TerminalServicer(terminals),
         )
@@ -199,7 +204,13 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             # A driver whose journal is broken exits; its next start ends what ran, so no caller waits forever.
             async with asyncio.TaskGroup() as whole:
                 watching = whole.create_task(driver.event_log.until_broken())
-                yield Service(registrations=driver.registrations(), roles=ROLES, drain=drain, troubles=health.troubles)
+                yield Service(
+                    registrations=driver.registrations(),
+                    roles=ROLES,
+                    drain=drain,
+                    troubles=health.troubles,
+                    home=driver.home,
+                )
                 watching.cancel()
         finally:
             await driver.stop()

@@ -50,6 +50,7 @@ class OpenDriver:
             self.sandboxes,
             Preflight(self.sandboxes, self.gate),
             instance_id=self.parts.instance_id,
+            home=self.parts.home,
             max_open=self.settings.max_terminals,
             clock=clock,
         )

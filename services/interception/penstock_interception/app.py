@@ -66,6 +66,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         pool = stack.enter_context(ThreadPoolExecutor(settings.codec_threads, thread_name_prefix="codec"))
         store = await CallStore.open(settings.state_dir, sync=settings.journal_sync)
         stack.push_async_callback(store.aclose)
+        home = settings.home()
         http = await stack.enter_async_context(
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
@@ -111,9 +112,10 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             stopping,
             heartbeat_s=settings.heartbeat_s,
             allowed_tools=tuple(settings.host_tools),
+            name=home.name,
         )
         reached = settings.ingress_address or (f"tls:{address}" if settings.ingress_tls_cert else address)
-        gate = RolloutGateServicer(interceptor, dialects, lambda: reached, stopping)
+        gate = RolloutGateServicer(interceptor, dialects, lambda: reached, stopping, home.name)
         yield Service(
             registrations=[
                 (gate, register_gate),
@@ -124,6 +126,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             endpoints={"ingress": address},
             troubles=health.troubles,
             features=FEATURES,
+            home=home,
         )
 
 

@@ -139,6 +139,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 min_free_inodes=settings.min_free_inodes,
                 max_resources=settings.max_resources,
             ),
+            home=settings.home(),
         )
         await sandboxes.open()
         stack.push_async_callback(sandboxes.aclose)
@@ -171,11 +172,15 @@ def servicers(app: App, health: Health) -> Service:
             ),
             (ProcessServicer(app.sandboxes.table), process_service_pb2_grpc.add_ProcessServiceServicer_to_server),
             (FileServicer(app.sandboxes.table, app.spool), file_service_pb2_grpc.add_FileServiceServicer_to_server),
-            (ToolboxServicer(app.toolboxes), toolbox_service_pb2_grpc.add_ToolboxServiceServicer_to_server),
+            (
+                ToolboxServicer(app.toolboxes, app.sandboxes.home),
+                toolbox_service_pb2_grpc.add_ToolboxServiceServicer_to_server,
+            ),
         ),
         roles=ROLES,
         drain=drain,
         troubles=health.troubles,
+        home=app.sandboxes.home,
     )
 
 

@@ -105,6 +105,7 @@ class GrpcGate:
             model_name=answer.rollout.model_name,
             host_tools=tuple(answer.host_tools),
             mcp_path=answer.mcp_path,
+            home=answer.rollout.home,
         )
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:

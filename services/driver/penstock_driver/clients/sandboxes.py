@@ -423,7 +423,7 @@ _sandbox_spec: Final = writer(
 
 
 def _facts(sandbox: sandbox_pb2.Sandbox) -> SandboxFacts:
-    return SandboxFacts(sandbox.sandbox_id, sandbox.home.rstrip("/") or "/", sandbox.workdir)
+    return SandboxFacts(sandbox.sandbox_id, sandbox.home.rstrip("/") or "/", sandbox.workdir, sandbox.service)
 
 
 def _tar(root: str, files: Sequence[FileToWrite]) -> bytes:

@@ -179,6 +179,8 @@ class SandboxFacts:
     sandbox_id: str
     home: str
     workdir: str
+    service: str = ""
+    """Name of the sandbox service that has it; empty for one of an earlier version."""
 
 
 class Sandboxes(Protocol):
@@ -308,6 +310,8 @@ class GateOpening:
     model_name: str
     host_tools: tuple[str, ...] = ()
     mcp_path: str = ""
+    home: str = ""
+    """The gate's name; empty for one of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class Record:
     fork_kind: int = 0
     last_sequence: int = 0
     attempts: int = 1
+    home: rollout_pb2.Home | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,17 @@ class RolloutEnd:
 
 
 def new_records(
-    spec: RolloutSpec, effective: rollout_pb2.RolloutSpec, ids: Sequence[str], group_id: str | None = None
+    spec: RolloutSpec,
+    effective: rollout_pb2.RolloutSpec,
+    ids: Sequence[str],
+    group_id: str | None = None,
+    *,
+    driver: str = "",
 ) -> list[Record]:
-    """Records of the new rollouts of one spec; `effective` is the form that is stored, without secrets."""
+    """Records of the new rollouts of one spec.
+
+    `effective` is the form that is stored, without secrets; `driver` is this driver's name.
+    """
     now = time.time()
     return [
         Record(
@@ -124,6 +133,7 @@ def new_records(
             labels=dict(spec.labels),
             spec=effective,
             create_time=now,
+            home=rollout_pb2.Home(driver=driver),
         )
         for index, rollout_id in enumerate(ids)
     ]

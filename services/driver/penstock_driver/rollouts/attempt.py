@@ -120,8 +120,10 @@ class Attempt:
             await self._delete_last_capture()
         prepared = await self._prepare()
         opening = await self._open_gate()
+        self._recorder.locate(gate=opening.home)
         sandbox, prepared = await self._fork_for_agent(prepared, opening)
         working_for(sandbox_id=sandbox.sandbox_id)
+        self._recorder.locate(sandbox_service=sandbox.service, sandbox_id=sandbox.sandbox_id)
         self._recorder.enter(Phase.CONFIGURING)
         if self._grader:
             await self._grader.save_baseline(sandbox)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import structlog
 
+from penstock.driver.v1 import rollout_pb2
 from penstock_driver import metrics
 from penstock_driver.agents.output_events import AgentEvent
 from penstock_driver.domain.records import Record
@@ -56,6 +57,16 @@ class RolloutRecorder:
             fork_kind=self.fork_kind,
             attempts=self.progress.attempt,
         )
+
+    def locate(self, **known: str) -> None:
+        """Record names of services, or the sandbox, that have the rollout now: fields of Home."""
+        home = rollout_pb2.Home()
+        if self.record.home is not None:
+            home.CopyFrom(self.record.home)
+        for field, value in known.items():
+            setattr(home, field, value)
+        self.record = replace(self.record, home=home)
+        self._log.set_home(self.record.rollout_id, home)
 
     def append(self, event: RolloutEvent) -> None:
         """Append an event; agent output counts against `output`."""

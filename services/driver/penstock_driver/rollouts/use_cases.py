@@ -16,8 +16,9 @@ from typing import Final, Protocol
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
+from penstock_chassis.homes import Home
 from penstock_driver.agents.registry import AgentRegistry
-from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey, new_id, new_records
+from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey, new_records
 from penstock_driver.domain.rollout import RolloutSpec
 from penstock_driver.domain.validation import Violations, check_chosen_id, check_group
 from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
@@ -54,7 +55,9 @@ class RolloutUseCases:
         agents: AgentRegistry,
         preflight: Preflight,
         captures: Captures,
+        home: Home,
     ) -> None:
+        self._home = home
         self._manager = manager
         self._records = records
         self._event_log = event_log
@@ -69,10 +72,10 @@ class RolloutUseCases:
         if known is None:
             spec = rollout_spec(request, self._agents)
             check_chosen_id(rollout_id, "rollout_id")
-            rollout_id = rollout_id or new_id("r")
+            rollout_id = rollout_id or self._home.new_id("r")
             with self._manager.room(1):
                 spec = await self._preflight.check(spec, rollout_id)
-                records = new_records(spec, effective_spec(spec), [rollout_id])
+                records = new_records(spec, effective_spec(spec), [rollout_id], driver=self._home.name)
                 known = await self._manager.see_through(self._begin(key, spec, records))
         return await self._manager.get(known)
 
@@ -88,12 +91,12 @@ class RolloutUseCases:
             spec = rollout_spec(request, self._agents)
             count = plan.size + plan.spares
             check_chosen_id(group_id, "group_id")
-            group_id = group_id or new_id("g")
+            group_id = group_id or self._home.new_id("g")
             ids = tuple(f"{group_id}-{index}" for index in range(count))
             with self._manager.room(count):
                 spec = await self._preflight.check(spec, ids[0], group_id)
                 effective = effective_spec(spec)
-                records = new_records(spec, effective, ids, group_id)
+                records = new_records(spec, effective, ids, group_id, driver=self._home.name)
                 group = GroupRecord(group_id, spec.run_id, effective, plan, time.time(), ids)
                 known = await self._manager.see_through(self._begin(key, spec, records, group))
         return await self._records.group(known)

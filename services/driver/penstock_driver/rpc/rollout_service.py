@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock_chassis import times
+from penstock_chassis.homes import Home
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, RequestKey
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rollouts.use_cases import HEARTBEAT_S, RolloutUseCases
@@ -25,8 +26,15 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     """See rollout_service.proto."""
 
     def __init__(
-        self, service: RolloutUseCases, manager: RolloutManager, records: Records, event_log: EventLog, rows: Summaries
+        self,
+        service: RolloutUseCases,
+        manager: RolloutManager,
+        records: Records,
+        event_log: EventLog,
+        rows: Summaries,
+        home: Home,
     ) -> None:
+        self._home = home
         self._service = service
         self._manager = manager
         self._records = records
@@ -196,7 +204,9 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 yield rollout_service_pb2.ExportTrajectoriesResponse(trajectory=trajectory, outcome=outcome)
 
     async def _group(self, group: GroupRecord) -> rollout_pb2.Group:
-        return group_to_proto(group, await self._records.group_ended(group.group_id))
+        message = group_to_proto(group, await self._records.group_ended(group.group_id))
+        message.home = self._home.name
+        return message
 
 
 def _filter(wire: rollout_service_pb2.RolloutFilter) -> Filter:

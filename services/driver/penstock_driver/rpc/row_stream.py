@@ -110,6 +110,7 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
         phase=PHASES[row.phase],
         create_time=times.timestamp(row.create_time),
         attempts=row.attempts,
+        home=row.home,
         calls=rollout_pb2.CallSums(
             calls=row.calls,
             prompt_tokens=row.prompt_tokens,

@@ -31,7 +31,7 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
         """Returns when the first command may be sent."""
         key = RequestKey.of(request.request_id, request, b"OpenTerminal")
         record = await self._terminals.open(key, terminal_spec(request))
-        return terminal_service_pb2.OpenTerminalResponse(terminal=terminal_to_proto(record))
+        return terminal_service_pb2.OpenTerminalResponse(terminal=terminal_to_proto(record, self._terminals.home.name))
 
     async def Step(  # noqa: N802
         self, request_iterator: AsyncIterator[terminal_service_pb2.StepRequest], context: Any
@@ -54,7 +54,7 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
     ) -> terminal_service_pb2.GetTerminalResponse:
         """The current state."""
         record = await self._terminals.get(request.terminal_id)
-        return terminal_service_pb2.GetTerminalResponse(terminal=terminal_to_proto(record))
+        return terminal_service_pb2.GetTerminalResponse(terminal=terminal_to_proto(record, self._terminals.home.name))
 
 
 def _same_terminal(known: str, given: str) -> str:
@@ -79,11 +79,12 @@ def _step(request: terminal_service_pb2.StepRequest) -> Step:
     return Step(request.step_id or new_id("a"), step_action(request), digest, kept)
 
 
-def terminal_to_proto(record: TerminalRecord) -> terminal_service_pb2.Terminal:
-    """An episode in its current state."""
+def terminal_to_proto(record: TerminalRecord, driver: str) -> terminal_service_pb2.Terminal:
+    """An episode in its current state; `driver` is this driver's name."""
     wire = terminal_service_pb2.Terminal()
     wire.CopyFrom(record.public)
     wire.terminal_id = record.terminal_id
+    wire.home.driver = driver
     wire.step_count = record.step_count
     wire.create_time.CopyFrom(times.timestamp(record.create_time))
     wire.setup_commands.extend(record.setup.verifier_commands)
@@ -92,6 +93,8 @@ def terminal_to_proto(record: TerminalRecord) -> terminal_service_pb2.Terminal:
         wire.expire_time.CopyFrom(times.timestamp(record.deadline))
     if record.end_time is not None:
         wire.end_time.CopyFrom(times.timestamp(record.end_time))
+    if record.place is not None:
+        wire.home.sandbox_service, wire.home.sandbox_id = record.place.service, record.place.sandbox_id
     if record.place is not None and not record.released:
         wire.sandbox_id = record.place.sandbox_id
     outcome = record.outcome

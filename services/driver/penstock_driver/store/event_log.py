@@ -104,6 +104,11 @@ class EventLog:
         self._put((sql, (int(phase), attempt, fork_kind, rollout_id)))
         self._wake.set()
 
+    def set_home(self, rollout_id: str, home: rollout_pb2.Home) -> None:
+        """Append which services have the rollout."""
+        self._put(("UPDATE rollouts SET home = ? WHERE rollout_id = ?", (home.SerializeToString(), rollout_id)))
+        self._wake.set()
+
     async def last_sequence(self, rollout_id: str) -> int:
         """The last sequence number of a rollout on disk, 0 for none; OperationalError when the read fails."""
         rows = await self._journal.query("SELECT MAX(sequence) FROM events WHERE rollout_id = ?", (rollout_id,))

@@ -44,6 +44,8 @@ ALTER TABLE rollouts ADD COLUMN attempts INTEGER NOT NULL DEFAULT 1;
 CREATE TABLE owed (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 """Adds the number of attempts, and the ended rollouts with a pending cleanup in other services."""
+MIGRATION_HOME: Final = "ALTER TABLE rollouts ADD COLUMN home BLOB;"
+"""Adds which services have the rollout."""
 PAGE: Final = 256
 """Events that a watcher reads at once."""
 
@@ -187,11 +189,11 @@ class Records:
 def _insertion(record: Record) -> Statement:
     return (
         "INSERT INTO rollouts (rollout_id, group_id, idx, run_id, task_id, agent, agent_sha256, labels, spec,"
-        " create_time, phase, phase_times) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
+        " create_time, phase, home, phase_times) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
         (
             *(record.rollout_id, record.group_id, record.index, record.run_id, record.task_id, record.agent),
             *(record.agent_sha256, json.dumps(dict(record.labels)), record.spec.SerializeToString()),
-            *(record.create_time, int(record.phase)),
+            *(record.create_time, int(record.phase), record.home.SerializeToString() if record.home else None),
         ),
     )
 
@@ -221,6 +223,11 @@ def parsed_outcome(data: bytes | None) -> rollout_pb2.Outcome | None:
     return None if data is None else rollout_pb2.Outcome.FromString(data)
 
 
+def parsed_home(data: bytes | None) -> rollout_pb2.Home | None:
+    """The services that have a rollout; None for one of an earlier version."""
+    return None if data is None else rollout_pb2.Home.FromString(data)
+
+
 def _record(row: Row) -> Record:
     return Record(
         rollout_id=row["rollout_id"],
@@ -241,6 +248,7 @@ def _record(row: Row) -> Record:
         fork_kind=row["fork_kind"],
         last_sequence=row["last_sequence"],
         attempts=row["attempts"],
+        home=parsed_home(row["home"]),
     )
 
 

@@ -18,7 +18,7 @@ from penstock_chassis.journal import Journal, Statement
 from penstock_driver.domain.ports import CallSpent
 from penstock_driver.domain.records import Filter
 from penstock_driver.domain.rollout import Phase
-from penstock_driver.store.records import conditions, parsed_outcome
+from penstock_driver.store.records import conditions, parsed_home, parsed_outcome
 
 MIGRATION: Final = """
 ALTER TABLE rollouts ADD COLUMN calls INTEGER NOT NULL DEFAULT 0;
@@ -31,7 +31,7 @@ ALTER TABLE rollouts ADD COLUMN newest_version INTEGER;
 
 _COLUMNS: Final = (
     "number, rollout_id, group_id, idx, run_id, task_id, agent, labels, create_time, end_time, phase, attempts,"
-    " outcome, calls, prompt_tokens, completion_tokens, oldest_version, newest_version"
+    " outcome, home, calls, prompt_tokens, completion_tokens, oldest_version, newest_version"
 )
 
 
@@ -52,6 +52,7 @@ class RolloutRow:
     phase: Phase
     attempts: int
     outcome: rollout_pb2.Outcome | None = field(repr=False)
+    home: rollout_pb2.Home | None
     calls: int
     prompt_tokens: int
     completion_tokens: int
@@ -157,6 +158,7 @@ def _row(row: Row) -> RolloutRow:
         phase=Phase(row["phase"]),
         attempts=row["attempts"],
         outcome=parsed_outcome(row["outcome"]),
+        home=parsed_home(row["home"]),
         calls=row["calls"],
         prompt_tokens=row["prompt_tokens"],
         completion_tokens=row["completion_tokens"],

@@ -20,8 +20,9 @@ import structlog
 from penstock.driver.v1 import terminal_service_pb2
 from penstock_chassis import times
 from penstock_chassis.errors import AlreadyExists, NotFound, PenstockError, ResourceExhausted
+from penstock_chassis.homes import Home
 from penstock_driver.domain.ports import Sandboxes
-from penstock_driver.domain.records import RequestKey, new_id
+from penstock_driver.domain.records import RequestKey
 from penstock_driver.domain.rollout import (
     Cause,
     Component,
@@ -64,6 +65,7 @@ class TerminalManager:
         preflight: Preflight,
         *,
         instance_id: str,
+        home: Home,
         max_open: int,
         clock: Callable[[], float] = times.even_time,
     ) -> None:
@@ -76,6 +78,7 @@ class TerminalManager:
         self._clock = clock
         self._setups = TerminalSetups(sandboxes)
         self._instance_id = instance_id
+        self.home = home
         self._cleanups = Cleanups(self._release)
         self._services = EpisodeServices(records, TerminalSteps(sandboxes), self._cleanups, self._own)
         self._live: dict[str, LiveEpisode] = {}
@@ -136,7 +139,9 @@ class TerminalManager:
 
         Must not be cancelled in between: an episode that is recorded but not opened would never be.
         """
-        record = TerminalRecord(new_id("t"), key.request_id, dict(spec.labels), public_terminal(spec), self._clock())
+        record = TerminalRecord(
+            self.home.new_id("t"), key.request_id, dict(spec.labels), public_terminal(spec), self._clock()
+        )
         try:
             await self._records.create(record, key)
         except AlreadyExists:

@@ -51,6 +51,8 @@ class PlaceRecord:
     shell_directory: str
     home: str = ""
     """Empty for an episode that an earlier version opened."""
+    service: str = ""
+    """Name of the sandbox service; empty as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class TerminalRecords:
         setup: terminal_service_pb2.Terminal,
     ) -> None:
         """Record that the episode is open; `request` is what it needs to continue after a restart."""
-        where = json.dumps([place.sandbox_id, place.workdir, place.shell_directory, place.home])
+        where = json.dumps([place.sandbox_id, place.workdir, place.shell_directory, place.home, place.service])
         await self._journal.execute(
             "UPDATE terminals SET place = ?, deadline = ?, ready_order = ?, setup = ? WHERE terminal_id = ?",
             (where, deadline, _bytes(request), setup.SerializeToString(), terminal_id),

@@ -73,7 +73,7 @@ class TerminalSetups:
                 labels=labels,
                 patience_s=spec.limits.prepare_s,
             )
-            return PlaceRecord(facts.sandbox_id, facts.workdir, fresh_state().directory, facts.home)
+            return PlaceRecord(facts.sandbox_id, facts.workdir, fresh_state().directory, facts.home, facts.service)
 
         prepared = await self.get(spec)
         try:

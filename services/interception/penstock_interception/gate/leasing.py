@@ -168,10 +168,10 @@ class Leasing:
             self._deadlines.set((DeadlineKind.SESSION, session_id), self._clock.steady() + self._limits.resume_window_s)
         return session
 
-    def extend(self, lease_id: str) -> bool:
-        """Restarts a unary lease's timeout; returns False if the lease does not exist."""
+    def extend(self, lease_id: str, rollout_id: str = "") -> bool:
+        """Restarts a unary lease's timeout; returns False if the lease does not exist, or is of another rollout."""
         call = self._unary.get(lease_id)
-        if call is None or call.lease_s is None:
+        if call is None or call.lease_s is None or rollout_id not in ("", call.rollout.id):
             return False
         self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
         return True

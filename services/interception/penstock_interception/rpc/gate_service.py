@@ -68,7 +68,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         dialects: Sequence[DialectCodec],
         ingress_address: Callable[[], str],
         stopping: asyncio.Event,
+        home: str = "",
     ) -> None:
+        self._home = home
         self._interceptor = interceptor
         self._registry = interceptor.registry
         self._keys = interceptor.agent_keys
@@ -101,7 +103,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         rollout = await self._interceptor.rollouts.open(spec, caller_key)
         spoken = spec.dialects or tuple(self._dialects)
         return pb.OpenRolloutResponse(
-            rollout=trajectory.rollout_to(rollout),
+            rollout=trajectory.rollout_to(rollout, self._home),
             ingress_address=self._ingress_address(),
             endpoints=[
                 pb.DialectEndpoint(
@@ -118,7 +120,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.CloseRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CloseRolloutResponse:
         rollout = await self._interceptor.rollouts.close(request.rollout_id, request.reason or "CLOSED")
-        return pb.CloseRolloutResponse(rollout=trajectory.rollout_to(rollout))
+        return pb.CloseRolloutResponse(rollout=trajectory.rollout_to(rollout, self._home))
 
     async def DeleteRollout(  # noqa: N802
         self, request: pb.DeleteRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -148,7 +150,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def GetRollout(  # noqa: N802
         self, request: pb.GetRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.GetRolloutResponse:
-        return pb.GetRolloutResponse(rollout=trajectory.rollout_to(self._registry.rollout(request.rollout_id)))
+        return pb.GetRolloutResponse(
+            rollout=trajectory.rollout_to(self._registry.rollout(request.rollout_id), self._home)
+        )
 
     async def ListRollouts(  # noqa: N802
         self, request: pb.ListRolloutsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -161,7 +165,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         ]
         found.sort(key=lambda rollout: (-rollout.created, rollout.id))
         page, token = paged(found, request.page_size, request.page_token, _position)
-        return pb.ListRolloutsResponse(rollouts=[trajectory.rollout_to(item) for item in page], next_page_token=token)
+        return pb.ListRolloutsResponse(
+            rollouts=[trajectory.rollout_to(item, self._home) for item in page], next_page_token=token
+        )
 
     async def GetCapture(  # noqa: N802
         self, request: pb.GetCaptureRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]

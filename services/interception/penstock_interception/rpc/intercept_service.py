@@ -12,7 +12,7 @@ from google.protobuf.message import Message as ProtoMessage
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import times
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.operations import server_info
 from penstock_chassis.validation import refuse_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
@@ -52,6 +52,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         *,
         heartbeat_s: float = 15.0,
         allowed_tools: tuple[str, ...] = ("*",),
+        name: str = "",
     ) -> None:
         self._interceptor = interceptor
         self._leases = PollingLeases(interceptor)
@@ -59,7 +60,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         self._stopping = stopping
         self._heartbeat_s = heartbeat_s
         self._allowed_tools = allowed_tools
-        self._info = server_info("interception", FEATURES)
+        self._info = server_info("interception", FEATURES, name)
 
     async def Intercept(  # noqa: N802
         self,
@@ -136,8 +137,9 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        acknowledged = await results.judge(self._interceptor, request.results)
-        lost = [lease for lease in request.extend_lease_ids if not self._interceptor.sessions.extend(lease)]
+        acknowledged = await results.judge(self._interceptor, request.results, request.rollout_id)
+        sessions = self._interceptor.sessions
+        lost = [lease for lease in request.extend_lease_ids if not sessions.extend(lease, request.rollout_id)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
 
     async def RegisterTools(  # noqa: N802
@@ -162,6 +164,12 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         self, request: pb.GetCallRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.GetCallResponse:
         call = await self._interceptor.find_call(request.call_id)
+        if request.rollout_id not in ("", call.rollout.id):
+            raise InvalidArgument(
+                "The call is of another rollout.",
+                reason="FIELD_INVALID",
+                violations=[Violation("rollout_id", "is not the call's rollout")],
+            )
         conversation = await self._interceptor.conversations.of(call.rollout)
         body = await self._interceptor.store.body(call.id) if request.include_body else b""
         prompt = b""

@@ -14,7 +14,7 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
 from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded, FailedPrecondition
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
-from penstock_interception.domain.results import Accepted, Rejection
+from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
 from penstock_interception.domain.state import (
     DEFAULT_CREDIT_BYTES,
     DEFAULT_MESSAGE_BYTES,
@@ -92,7 +92,16 @@ class InterceptStream:
         result = tools.result_from(message)
         if isinstance(result, Rejection):
             return result
+        if (wrong := self._of_another_rollout(message)) is not None:
+            return wrong
         return self._interceptor.tools.settle(self.session, message.tool_call_id, result)
+
+    def _of_another_rollout(self, message: pb.HostToolResult) -> Rejection | None:
+        call = self._interceptor.tools.find(message.tool_call_id) if message.rollout_id else None
+        if call is None or call.rollout.id == message.rollout_id:
+            return None
+        violations = ("rollout_id: is not the call's rollout",)
+        return Rejection(call.id, RejectionReason.INVALID, "The call is of another rollout.", violations)
 
     async def frames(self, writer: CallWriter) -> AsyncIterator[pb.InterceptResponse]:
         """Yields frames to send, until the session ends."""

@@ -25,9 +25,14 @@ _REASONS = {
 }
 
 
-async def judge(interceptor: Interceptor, results: Sequence[pb.CallResult]) -> pb.ResultsAcknowledged:
-    """Validates each result alone; returns once all accepted ones are on disk."""
-    return await acknowledge([await judge_one(interceptor, result, None) for result in results])
+async def judge(
+    interceptor: Interceptor, results: Sequence[pb.CallResult], rollout_id: str = ""
+) -> pb.ResultsAcknowledged:
+    """Validates each result alone; returns once all accepted ones are on disk.
+
+    `rollout_id` is the rollout of all of them; "" = of several.
+    """
+    return await acknowledge([await judge_one(interceptor, result, None, rollout_id) for result in results])
 
 
 async def acknowledge(verdicts: Sequence[Accepted | Rejection]) -> pb.ResultsAcknowledged:
@@ -64,12 +69,22 @@ def _not_recorded(call_id: str) -> pb.ResultRejected:
     )
 
 
-async def judge_one(interceptor: Interceptor, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
+async def judge_one(
+    interceptor: Interceptor, result: pb.CallResult, session: Session | None, rollout_id: str = ""
+) -> Accepted | Rejection:
     """Validates one result of a session or of a lease; an accepted one may not be on disk yet."""
-    verdict = await _judged(interceptor, result, session)
+    verdict = _of_another_rollout(interceptor, result, rollout_id) or await _judged(interceptor, result, session)
     if isinstance(verdict, Rejection):
         REJECTED.labels(verdict.reason.value).inc()
     return verdict
+
+
+def _of_another_rollout(interceptor: Interceptor, result: pb.CallResult, rollout_id: str) -> Rejection | None:
+    call = interceptor.registry.find_call(result.call_id)
+    if call is None or {result.rollout_id, rollout_id} <= {"", call.rollout.id}:
+        return None
+    violations = ("rollout_id: is not the call's rollout",)
+    return Rejection(result.call_id, RejectionReason.INVALID, "The call is of another rollout.", violations)
 
 
 async def _judged(interceptor: Interceptor, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:

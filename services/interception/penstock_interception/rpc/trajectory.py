@@ -103,7 +103,7 @@ def _summary_to(completion: Completion) -> completion_pb2.Completion:
     return message
 
 
-def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
+def rollout_to(rollout: Rollout, home: str) -> gate_pb2.GateRollout:
     spec = rollout.spec
     message = gate_pb2.GateRollout(
         rollout_id=rollout.id,
@@ -115,6 +115,7 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
         model_name=spec.model_name or rollout.facts.model,
         create_time=times.timestamp(rollout.created),
         totals=_totals_to(rollout.totals),
+        home=home,
         exhausted_budget=rollout.exhausted_budget,
         paused_time=times.duration(rollout.paused_s),
         tokens=budgets_and_keys.keys_to(rollout) if rollout.state is not RolloutState.CLOSED else (),

@@ -105,6 +105,7 @@ sandbox_to = writer(
     Sandbox,
     sandbox_pb2.Sandbox,
     renamed={"id": "sandbox_id", "created_at": "create_time", "expires_at": "expire_time"},
+    left_out=("service",),
 )
 """A sandbox as a proto."""
 
@@ -139,6 +140,7 @@ snapshot_to = writer(
     Snapshot,
     sandbox_service_pb2.Snapshot,
     renamed={"id": "snapshot_id", "created_at": "create_time", "size": "size_bytes", "fork": "fork_kind"},
+    left_out=("service",),
 )
 """A snapshot as a proto."""
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import grpc
 
+from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
-from penstock.sandbox.v1 import sandbox_service_pb2_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox import files
-from penstock_sandbox.domain.model import Snapshot
+from penstock_sandbox.domain.model import Sandbox, Snapshot
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
@@ -44,10 +44,10 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         sandbox = await self._sandboxes.create(
             request.request_id, convert.spec_from(request.spec), wait_s=_may_wait(context)
         )
-        return pb.CreateSandboxResponse(sandbox=convert.sandbox_to(sandbox))
+        return pb.CreateSandboxResponse(sandbox=self._shown(sandbox))
 
     async def GetSandbox(self, request: pb.GetSandboxRequest, context: Context) -> pb.GetSandboxResponse:  # noqa: N802
-        return pb.GetSandboxResponse(sandbox=convert.sandbox_to(self._sandboxes.table.get(request.sandbox_id).view))
+        return pb.GetSandboxResponse(sandbox=self._shown(self._sandboxes.table.get(request.sandbox_id).view))
 
     async def GetDataPlane(self, request: pb.GetDataPlaneRequest, context: Context) -> pb.GetDataPlaneResponse:  # noqa: N802
         # The service that holds the sandboxes serves their processes and files.
@@ -57,13 +57,13 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     async def ListSandboxes(self, request: pb.ListSandboxesRequest, context: Context) -> pb.ListSandboxesResponse:  # noqa: N802
         found = self._sandboxes.table.matching(dict(request.labels))
         shown, token = page(found, lambda one: (one.created_at, one.id), request.page_size, request.page_token)
-        return pb.ListSandboxesResponse(sandboxes=map(convert.sandbox_to, shown), next_page_token=token)
+        return pb.ListSandboxesResponse(sandboxes=map(self._shown, shown), next_page_token=token)
 
     async def WatchSandbox(  # noqa: N802
         self, request: pb.WatchSandboxRequest, context: Context
     ) -> AsyncIterator[pb.WatchSandboxResponse]:
         async for view in self._sandboxes.table.watch(request.sandbox_id):
-            yield pb.WatchSandboxResponse(sandbox=convert.sandbox_to(view))
+            yield pb.WatchSandboxResponse(sandbox=self._shown(view))
 
     async def WatchSandboxes(  # noqa: N802
         self, request: pb.WatchSandboxesRequest, context: Context
@@ -72,7 +72,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         while True:
             found = self._sandboxes.table.matching(dict(request.labels))
             yield pb.WatchSandboxesResponse(
-                sandboxes=await usages(self._sandboxes.table, found[:most]), count=len(found)
+                sandboxes=await usages(self._sandboxes.table, found[:most], self._shown), count=len(found)
             )
             await asyncio.sleep(interval)
 
@@ -97,7 +97,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     ) -> AsyncIterator[pb.PrepareSnapshotResponse]:
         async for event in self._snapshots.prepare(convert.snapshot_spec_from(request.spec)):
             if isinstance(event, Snapshot):
-                yield pb.PrepareSnapshotResponse(snapshot=convert.snapshot_to(event))
+                yield pb.PrepareSnapshotResponse(snapshot=self._snapshot(event))
             elif isinstance(event, CommandStarted):
                 yield pb.PrepareSnapshotResponse(
                     command_started=pb.PrepareSnapshotResponse.CommandStarted(index=event.index)
@@ -110,13 +110,13 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
                 )
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Context) -> pb.GetSnapshotResponse:  # noqa: N802
-        return pb.GetSnapshotResponse(snapshot=convert.snapshot_to(self._snapshots.get(request.snapshot_id)))
+        return pb.GetSnapshotResponse(snapshot=self._snapshot(self._snapshots.get(request.snapshot_id)))
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:  # noqa: N802
         shown, token = page(
             self._snapshots.all(), lambda one: (one.created_at, one.id), request.page_size, request.page_token
         )
-        return pb.ListSnapshotsResponse(snapshots=map(convert.snapshot_to, shown), next_page_token=token)
+        return pb.ListSnapshotsResponse(snapshots=map(self._snapshot, shown), next_page_token=token)
 
     async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotResponse:  # noqa: N802
         await self._snapshots.delete(request.snapshot_id)
@@ -149,7 +149,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
                     )
                     yield pb.ForkSandboxesResponse(index=index, failure=failure)
                 else:
-                    yield pb.ForkSandboxesResponse(index=index, sandbox=convert.sandbox_to(child))
+                    yield pb.ForkSandboxesResponse(index=index, sandbox=self._shown(child))
 
     async def SetNetworkPolicy(  # noqa: N802
         self, request: pb.SetNetworkPolicyRequest, context: Context
@@ -186,6 +186,16 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
                         sha256=digest,
                     )
                     yield pb.DiffSandboxResponse(end=end)
+
+    def _shown(self, sandbox: Sandbox) -> sandbox_pb2.Sandbox:
+        message = convert.sandbox_to(sandbox)
+        message.service = self._sandboxes.home.name
+        return message
+
+    def _snapshot(self, snapshot: Snapshot) -> pb.Snapshot:
+        message = convert.snapshot_to(snapshot)
+        message.service = self._sandboxes.home.name
+        return message
 
 
 def _may_wait(context: Context) -> float | None:

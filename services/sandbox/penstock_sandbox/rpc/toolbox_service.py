@@ -10,6 +10,7 @@ import grpc
 from penstock.sandbox.v1 import toolbox_service_pb2 as pb
 from penstock.sandbox.v1 import toolbox_service_pb2_grpc
 from penstock.values import reader, writer
+from penstock_chassis.homes import Home
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
@@ -22,15 +23,16 @@ _RUNTIMES = (pb.RUNTIME_KIND_PYTHON, pb.RUNTIME_KIND_NODE)
 class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
     """See the contract."""
 
-    def __init__(self, toolboxes: Toolboxes) -> None:
+    def __init__(self, toolboxes: Toolboxes, home: Home) -> None:
         self._toolboxes = toolboxes
+        self._home = home
 
     async def PrepareToolbox(  # noqa: N802
         self, request: pb.PrepareToolboxRequest, context: Context
     ) -> AsyncIterator[pb.PrepareToolboxResponse]:
         async for event in self._toolboxes.prepare(_spec(request.spec)):
             if isinstance(event, Toolbox):
-                yield pb.PrepareToolboxResponse(toolbox=_toolbox(event))
+                yield pb.PrepareToolboxResponse(toolbox=self._shown(event))
             else:
                 yield pb.PrepareToolboxResponse(progress=event)
 
@@ -38,11 +40,16 @@ class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
         shown, token = page(
             self._toolboxes.all(), lambda one: (one.created_at, one.id), request.page_size, request.page_token
         )
-        return pb.ListToolboxesResponse(toolboxes=map(_toolbox, shown), next_page_token=token)
+        return pb.ListToolboxesResponse(toolboxes=map(self._shown, shown), next_page_token=token)
 
     async def DeleteToolbox(self, request: pb.DeleteToolboxRequest, context: Context) -> pb.DeleteToolboxResponse:  # noqa: N802
         await self._toolboxes.delete(request.toolbox_id)
         return pb.DeleteToolboxResponse()
+
+    def _shown(self, toolbox: Toolbox) -> pb.Toolbox:
+        message = _toolbox(toolbox)
+        message.service = self._home.name
+        return message
 
 
 def _spec(spec: pb.ToolboxSpec) -> ToolboxSpec:
@@ -57,4 +64,5 @@ _toolbox = writer(
     Toolbox,
     pb.Toolbox,
     renamed={"id": "toolbox_id", "size": "size_bytes", "created_at": "create_time"},
+    left_out=("service",),
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from penstock.sandbox.v1 import sandbox_pb2
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock.values import writer
 from penstock_chassis import times
@@ -35,13 +36,15 @@ def terms_from(request: pb.WatchSandboxesRequest) -> tuple[float, int]:
     return interval, most
 
 
-async def usages(table: Table, found: Sequence[Sandbox]) -> list[pb.WatchSandboxesResponse.Usage]:
+async def usages(
+    table: Table, found: Sequence[Sandbox], shown: Callable[[Sandbox], sandbox_pb2.Sandbox]
+) -> list[pb.WatchSandboxesResponse.Usage]:
     """Returns each sandbox with its figures, if it has some."""
     places = asyncio.Semaphore(AT_ONCE)
     until = asyncio.get_running_loop().time() + ALL_S
 
     async def measured(view: Sandbox) -> pb.WatchSandboxesResponse.Usage:
-        usage = pb.WatchSandboxesResponse.Usage(sandbox=convert.sandbox_to(view))
+        usage = pb.WatchSandboxesResponse.Usage(sandbox=shown(view))
         try:
             async with asyncio.timeout_at(until), places, asyncio.timeout(PATIENCE_S):
                 _, handle, _ = table.usable(view.id)

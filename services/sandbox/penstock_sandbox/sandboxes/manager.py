@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +33,7 @@ from penstock_chassis.errors import (
     Unavailable,
     Violation,
 )
+from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.times import even_time
 from penstock_sandbox import metrics
@@ -75,7 +75,9 @@ class Sandboxes:
         limits: Limits,
         clock: Callable[[], float] = even_time,
         pause: Pause = asyncio.sleep,
+        home: Home = Home("sandbox", "sandbox"),  # noqa: B008 - frozen
     ) -> None:
+        self.home = home
         self._backends = backends
         self._default = default_backend
         self._toolboxes = toolboxes
@@ -212,7 +214,7 @@ class Sandboxes:
     ) -> SandboxEntry:
         assert spec.lease_s is not None
         now = self._clock()
-        view = Sandbox(f"sb-{secrets.token_hex(16)}", State.CREATING, spec, now, now + spec.lease_s)
+        view = Sandbox(self.home.new_id("sb"), State.CREATING, spec, now, now + spec.lease_s)
         live = SandboxEntry(view, backend, holds.pop_all(), request_id=request_id)
         live.creation = asyncio.current_task()
         self.table.add(live)

@@ -213,7 +213,7 @@ class Snapshots:
                 # Taken before the sandbox that holds it ends.
                 self._layer_refs.hold_below(below)
             try:
-                sealed, layer = await self._sandboxes.seal(sandbox.id, f"ss-{secrets.token_hex(16)}")
+                sealed, layer = await self._sandboxes.seal(sandbox.id, self._sandboxes.home.new_id("ss"))
             except BaseException:
                 if below:
                     self._layer_refs.release(below)

@@ -214,6 +214,10 @@ class HostToolBroker:
             if call.key.mcp_session == mcp_session and request_id in (None, call.key.request_id):
                 self._end(call, CallState.CANCELLED, reason)
 
+    def find(self, tool_call_id: str) -> ToolCall | None:
+        """Returns an open call, or None."""
+        return self._calls.get(tool_call_id)
+
     def settle(self, session: Session, tool_call_id: str, result: ToolResult) -> Accepted | Rejection:
         """Validates a result. An accepted result takes effect, and goes to the agent, once it is committed."""
         call, digest = self._calls.get(tool_call_id), result.digest()

@@ -255,6 +255,6 @@ class ModelCall:
         if self.end_reason == "ANSWERED":
             raise AlreadyDelivered(f"Call {self.call_id} is already answered", reason="ALREADY_DELIVERED")
         try:
-            return pb.CallResult(call_id=self._message.call_id, **made())
+            return pb.CallResult(call_id=self.call_id, rollout_id=self.rollout_id, **made())
         except (TypeError, ValueError) as error:
             raise InvalidCompletion(f"The result cannot be sent: {error}", reason="RESULT_NOT_SENDABLE") from error

@@ -158,7 +158,7 @@ class Serving:
                 continue  # the call is over
             _log.error("the gate refused a tool's result: %s", "; ".join(rejected.violations) or rejected.message)
             if not (result.is_error and result.result == _FAILED):
-                self._finish(rejected.call_id, _FAILED, is_error=True)
+                self._finish(rejected.call_id, result.rollout_id, _FAILED, is_error=True)
 
     def taken_up(self, *, resumed: bool) -> None:
         """Handles a new stream: unacknowledged results are sent again if their calls are still open."""
@@ -208,7 +208,7 @@ class Serving:
             _log.exception("tool %s failed in rollout %s", message.name, message.rollout_id)
             result, is_error = _FAILED, True
         if self._running.pop(message.tool_call_id, None) is not None:
-            self._finish(message.tool_call_id, result, is_error=is_error)
+            self._finish(message.tool_call_id, message.rollout_id, result, is_error=is_error)
 
     async def _carried_out(self, message: pb.HostToolCall) -> Any:
         tool = next((offer[message.name] for _, offer in self._offers.values() if message.name in offer), None)
@@ -223,8 +223,8 @@ class Serving:
                 given = await given
         return struct(_result_fields(given), f"the result of tool {tool.name}")
 
-    def _finish(self, call_id: str, result: Any, *, is_error: bool) -> None:
-        made = pb.HostToolResult(tool_call_id=call_id, result=result, is_error=is_error)
+    def _finish(self, call_id: str, rollout_id: str, result: Any, *, is_error: bool) -> None:
+        made = pb.HostToolResult(tool_call_id=call_id, rollout_id=rollout_id, result=result, is_error=is_error)
         self._results[call_id] = made
         self._send(made)
 

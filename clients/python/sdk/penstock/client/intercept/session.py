@@ -266,12 +266,14 @@ class InterceptSession:
         Raises:
             PenstockError: it ended otherwise.
         """
-        stream = self._stub.Intercept(metadata=self._service.metadata)
+        hello = pb.InterceptRequest(hello=self._hello())
+        begin: Any = self._stub.Intercept
+        stream = begin(metadata=self._service.metadata, routed=hello)
         tasks: list[asyncio.Task[None]] = []
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with suppress(asyncio.InvalidStateError):  # refused already: reading raises the cause
-                    await stream.write(pb.InterceptRequest(hello=self._hello()))
+                    await stream.write(hello)
                 welcome = await self._read(stream)
             if welcome is None or not welcome.HasField("welcome"):
                 raise Internal("The gate's first message was not Welcome", reason="PROTOCOL")

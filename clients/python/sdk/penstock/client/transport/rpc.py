@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, cast
 
 import grpc
 
@@ -20,7 +20,8 @@ from penstock.client.errors import (
     from_rpc_error,
 )
 from penstock.client.transport import tracing
-from penstock.client.transport.endpoints import Endpoints, ServiceName, Tls
+from penstock.client.transport.endpoints import Endpoints, ServiceName, Tls, is_local
+from penstock.client.transport.routed_channel import RoutedChannel, RoutedMethod
 
 if TYPE_CHECKING:
     Unary = grpc.aio.UnaryUnaryMultiCallable
@@ -53,6 +54,9 @@ _OPTIONS: Final = (
     ("grpc.max_connections_per_subchannel_cap", _MAX_CONNECTIONS),
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {_MAX_CONNECTIONS}}}}}'),
 )
+
+_MAX_HOMES: Final = 256
+"""Most other services that one client follows HOME_ELSEWHERE to."""
 
 _ATTEMPTS: Final = 5
 _PATIENCE_S: Final = 10.0
@@ -87,7 +91,8 @@ class Service:
         self._endpoints = endpoints
         self.address = endpoints.address(name)
         self.peer = f"the {name} service at {self.address}"
-        self.channel = _open(self.address, endpoints.tls)
+        self.channel = cast("grpc.aio.Channel", RoutedChannel(_open(self.address, endpoints.tls)))
+        self._elsewhere: dict[str, RoutedChannel] = {}
         self.metadata: Sequence[tuple[str, str]] = (
             () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
         )
@@ -108,8 +113,9 @@ class Service:
         return type(error)(message, reason=error.reason, metadata=error.metadata)
 
     async def close(self) -> None:
-        """Closes the channel; calls that are open end."""
-        await self.channel.close()
+        """Closes the channels; calls that are open end."""
+        for channel in (self.channel, *self._elsewhere.values()):
+            await channel.close()
 
     async def call(
         self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0, repeatable: bool = False
@@ -131,9 +137,33 @@ class Service:
                 answer: A = await method(request, timeout=timeout, metadata=self._metadata())
                 return answer
             except grpc.aio.AioRpcError as failure:
+                error = self.error(failure)
+            if (there := self._home_of(error)) is None:
+                raise error
+            try:
+                again: A = await cast(RoutedMethod, method).at(there)(
+                    request, timeout=timeout, metadata=self._metadata()
+                )
+            except grpc.aio.AioRpcError as failure:
                 raise self.error(failure) from None
+            return again
 
         return await (self.repeat(attempt) if repeatable else attempt())
+
+    def _home_of(self, error: PenstockError) -> RoutedChannel | None:
+        """Returns a channel to the service that `HOME_ELSEWHERE` names; None if the token must not go there.
+
+        It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified.
+        """
+        address = error.metadata.get("address", "") if error.reason == "HOME_ELSEWHERE" else ""
+        tls = self._endpoints.tls
+        if not address or not (tls.ca is not None if tls is not None else is_local(self.address) and is_local(address)):
+            return None
+        if address not in self._elsewhere:
+            if len(self._elsewhere) >= _MAX_HOMES:
+                return None
+            self._elsewhere[address] = RoutedChannel(_open(address, tls))
+        return self._elsewhere[address]
 
     def pages(self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0) -> AsyncIterator[A]:
         """Yields the pages of a list, fetched on demand: one call each, retried as a read.
@@ -224,7 +254,11 @@ class Service:
             attempts -= 1
             source = _Source(frames())
             try:
-                answer: A = await method(source.frames(), timeout=timeout, metadata=self._metadata())
+                first = await source.first()
+                sending = cast(Any, method)
+                answer: A = await sending(
+                    source.frames(first), timeout=timeout, metadata=self._metadata(), routed=first
+                )
                 return answer
             except grpc.aio.AioRpcError as failure:
                 if source.failure is not None:
@@ -272,8 +306,19 @@ class _Source(Generic[Q]):
         self._requests = requests
         self.failure: Exception | None = None
 
-    async def frames(self) -> AsyncIterator[Q]:
+    async def first(self) -> Q | None:
+        """Returns the first request; None if there is none."""
         try:
+            return await anext(self._requests, None)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def frames(self, first: Q | None = None) -> AsyncGenerator[Q, None]:
+        """Yields `first`, if given, and the requests that are left."""
+        try:
+            if first is not None:
+                yield first
             async for request in self._requests:
                 yield request
         except Exception as error:

@@ -1,0 +1,88 @@
+"""A service's own name, the ids that it makes, and requests that belong to another service of its kind.
+
+The name is the `name` setting, or made at the first start and kept in the state directory. All names that the state
+directory has had are the service's own: ids made under an earlier one stay valid.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.values import ids, routes
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.random_ids import random_id
+
+_FILE: Final = "names"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One service among those of its kind.
+
+    Attributes:
+        service: "driver", "sandbox", "interception" or "inference".
+        name: its own; in new ids and in records.
+        former: names that it had.
+        peers: addresses of others of its kind, by name.
+    """
+
+    service: str
+    name: str
+    former: frozenset[str] = frozenset()
+    peers: Mapping[str, str] = field(default_factory=dict)
+
+    def new_id(self, kind: str) -> str:
+        """Returns a new id that names this service; see `penstock.values.ids`."""
+        return ids.make(kind, self.name, random_id())
+
+    def check(self, method: str, request: Any) -> None:
+        """Checks the ids that route a request.
+
+        Raises:
+            FailedPrecondition: `HOME_ELSEWHERE`: another service made one of them. The metadata has its name as `home`,
+                and its `address` if this service's `peers` have it.
+        """
+        for _, value in routes.headers(method, request):
+            found = ids.home_of(value)
+            if found is None or found[0] != self.service or found[1] == self.name or found[1] in self.former:
+                continue
+            address = self.peers.get(found[1], "")
+            message = f"The {self.service} service {found[1]!r} has this, not {self.name!r}"
+            raise FailedPrecondition(
+                f"{message}: send the request to {address}." if address else f"{message}, whose `peers` lack it.",
+                reason="HOME_ELSEWHERE",
+                metadata={"home": found[1]} | ({"address": address} if address else {}),
+            )
+
+
+def open_home(service: str, name: str, peers: Mapping[str, str], state_dir: Path) -> Home:
+    """Returns the home of a service, and records its name in the state directory.
+
+    Args:
+        service: see Home.
+        name: its `name` setting. Empty = the latest recorded name, or a new one.
+        peers: its `peers` setting.
+        state_dir: its state directory, which no other service uses.
+    """
+    file = state_dir / _FILE
+    known = file.read_text(encoding="ascii").split() if file.exists() else []
+    own = name or (known[-1] if known else f"{service[0]}{secrets.token_hex(4)}")
+    if not known or known[-1] != own:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        known = [item for item in known if item != own] + [own]
+        partial = file.with_suffix(".new")
+        partial.write_text("\n".join(known) + "\n", encoding="ascii")
+        partial.replace(file)
+    return Home(service, own, frozenset(known) - {own}, dict(peers))
+
+
+def valid_name(value: str) -> str:
+    """Returns a service's name. Raises ValueError."""
+    if value and not re.fullmatch(ids.NAME, value):
+        raise ValueError("must be 1 to 32 of a-z, 0-9 and -, and not begin with -")
+    return value

@@ -1,0 +1,113 @@
+"""A service's name, its ids, and requests for what another service of its kind has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import pytest
+
+from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
+from penstock.sandbox.v1 import sandbox_service_pb2, sandbox_service_pb2_grpc
+from penstock.values import ids
+from penstock_chassis.auth import Authenticator
+from penstock_chassis.channel import connect, typed_errors
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.homes import Home, open_home, valid_name
+from penstock_chassis.server import Server, Service
+
+RANDOM: Final = "0" * 32
+
+
+def test_a_made_name_stays(tmp_path: Path) -> None:
+    first = open_home("sandbox", "", {}, tmp_path)
+    assert valid_name(first.name) == first.name
+    assert open_home("sandbox", "", {}, tmp_path) == first
+
+
+def test_former_names_stay_a_service_s_own(tmp_path: Path) -> None:
+    made = open_home("sandbox", "", {}, tmp_path)
+    renamed = open_home("sandbox", "n1", {}, tmp_path)
+    assert (renamed.name, renamed.former) == ("n1", {made.name})
+    again = open_home("sandbox", "", {}, tmp_path)
+    assert again == renamed
+
+
+@pytest.mark.parametrize("value", ["N1", "-a", "a.b", "a" * 33, "a b", "ä"])
+def test_a_name_that_does_not_fit_into_an_id_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="1 to 32"):
+        valid_name(value)
+
+
+class _Sandboxes(sandbox_service_pb2_grpc.SandboxServiceServicer):
+    async def DeleteSandbox(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return sandbox_service_pb2.DeleteSandboxResponse()
+
+    async def WatchSandbox(self, request: Any, context: Any) -> Any:  # noqa: N802
+        yield sandbox_service_pb2.WatchSandboxResponse()
+
+
+def served(home: Home) -> Server:
+    add = sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server
+    service = Service(registrations=((_Sandboxes(), add),), home=home)  # type: ignore[abstract]
+    return Server(service, Authenticator({}, anonymous=True), drain_s=0.0)
+
+
+async def refusal(channel: grpc.aio.Channel, sandbox_id: str) -> PenstockError | None:
+    stub = sandbox_service_pb2_grpc.SandboxServiceStub(channel)
+    try:
+        with typed_errors():
+            await stub.DeleteSandbox(sandbox_service_pb2.DeleteSandboxRequest(sandbox_id=sandbox_id))
+    except PenstockError as error:
+        return error
+    return None
+
+
+@pytest.mark.requirement("R118")
+async def test_a_request_for_another_home_names_it() -> None:
+    """Also one that succeeds for an unknown id: a sandbox elsewhere would stay."""
+    home = Home("sandbox", "n1", frozenset({"old"}), {"n2": "127.0.0.1:7"})
+    async with served(home) as server, connect(server.address) as channel:
+        error = await refusal(channel, ids.make("sb", "n2", RANDOM))
+        assert isinstance(error, FailedPrecondition)
+        assert (error.reason, error.metadata) == ("HOME_ELSEWHERE", {"home": "n2", "address": "127.0.0.1:7"})
+        error = await refusal(channel, ids.make("sb", "n3", RANDOM))
+        assert error is not None
+        assert error.metadata == {"home": "n3"}
+        for own in ("n1", "old"):
+            assert await refusal(channel, ids.make("sb", own, RANDOM)) is None
+        assert await refusal(channel, "sb-" + RANDOM) is None
+        assert await refusal(channel, ids.make("r", "n2", RANDOM)) is None
+
+
+@pytest.mark.requirement("R118")
+async def test_a_stream_for_another_home_is_refused() -> None:
+    async with served(Home("sandbox", "n1")) as server, connect(server.address) as channel:
+        stub = sandbox_service_pb2_grpc.SandboxServiceStub(channel)
+        request = sandbox_service_pb2.WatchSandboxRequest(sandbox_id=ids.make("sb", "n2", RANDOM))
+        with pytest.raises(FailedPrecondition) as refused, typed_errors():
+            async for _ in stub.WatchSandbox(request):
+                pass
+        assert refused.value.reason == "HOME_ELSEWHERE"
+
+
+class _Terminals(terminal_service_pb2_grpc.TerminalServiceServicer):
+    async def Step(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        async for request in request_iterator:
+            yield terminal_service_pb2.StepResponse(step_id=request.step_id)
+
+
+@pytest.mark.requirement("R118")
+async def test_the_first_message_of_a_stream_names_the_home() -> None:
+    add = terminal_service_pb2_grpc.add_TerminalServiceServicer_to_server
+    service = Service(registrations=((_Terminals(), add),), home=Home("driver", "d1"))  # type: ignore[abstract]
+    async with Server(service, Authenticator({}, anonymous=True), drain_s=0.0) as server:
+        async with connect(server.address) as channel:
+            stub = terminal_service_pb2_grpc.TerminalServiceStub(channel)
+            own = [terminal_service_pb2.StepRequest(terminal_id="t", step_id=step) for step in "ab"]
+            assert [answer.step_id async for answer in stub.Step(iter(own))] == ["a", "b"]
+            other = terminal_service_pb2.StepRequest(terminal_id=ids.make("t", "d2", RANDOM))
+            with pytest.raises(FailedPrecondition), typed_errors():
+                async for _ in stub.Step(iter((other,))):
+                    pass
