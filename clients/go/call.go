@@ -92,7 +92,7 @@ func (c *Call) Release(ctx context.Context) error {
 }
 
 func (c *Call) answer(ctx context.Context, result *interceptionv1.CallResult) error {
-	result.CallId = c.ID()
+	result.CallId, result.RolloutId = c.ID(), c.RolloutID()
 	if c.EndReason() == "ANSWERED" {
 		return &Error{
 			Kind: ErrAlreadyDelivered, Reason: "ALREADY_DELIVERED",

@@ -34,6 +34,7 @@ func newPool(dial func() (*grpc.ClientConn, error)) (*pool, error) {
 }
 
 func (p *pool) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
+	ctx = routed(ctx, method, args)
 	conn, ended := p.take()
 	defer ended()
 	return conn.Invoke(ctx, method, args, reply, opts...)
@@ -41,6 +42,18 @@ func (p *pool) Invoke(ctx context.Context, method string, args, reply any, opts 
 
 func (p *pool) NewStream(
 	ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	if len(routesOf(method)) > 0 {
+		begin := func(request any) (grpc.ClientStream, error) {
+			return p.stream(routed(ctx, method, request), desc, method, opts)
+		}
+		return &routedStream{ctx: ctx, begin: begin}, nil
+	}
+	return p.stream(ctx, desc, method, opts)
+}
+
+func (p *pool) stream(
+	ctx context.Context, desc *grpc.StreamDesc, method string, opts []grpc.CallOption,
 ) (grpc.ClientStream, error) {
 	conn, ended := p.take()
 	finished := grpc.OnFinish(func(error) { ended() })

@@ -172,7 +172,7 @@ export class ModelCall {
     if (this.#endReason === "ANSWERED") {
       throw new AlreadyDelivered(`Call ${this.callId} was answered already`, { reason: "ALREADY_DELIVERED" });
     }
-    const accepted = this.#answer(create(CallResultSchema, { callId: this.callId, result }));
+    const accepted = this.#answer(create(CallResultSchema, { callId: this.callId, rolloutId: this.rolloutId, result }));
     await (signal === undefined ? accepted : unlessAborted(accepted, signal));
   }
 }

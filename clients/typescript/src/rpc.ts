@@ -14,6 +14,7 @@ import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-no
 import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
 import { Cancelled, ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
 import { Pool } from "./pool.js";
+import { routing } from "./routes.js";
 import { fromTransport, type SentToken } from "./statuses.js";
 
 /** Largest message either way, as the services have it. */
@@ -87,7 +88,7 @@ export class Service {
     this.#transport = createGrpcTransport({
       baseUrl,
       sessionManager: this.#connections,
-      interceptors: [authorise],
+      interceptors: [authorise, routing],
       acceptCompression: [],
       readMaxBytes: MAX_MESSAGE_BYTES,
       writeMaxBytes: MAX_MESSAGE_BYTES,

@@ -250,6 +250,7 @@ terminal: Final = reader(
     Terminal,
     pb.Terminal,
     renamed={"task_id": "task.task_id", "setup": "setup_commands", "verifier": "verifier_commands"},
+    left_out=("home",),
 )
 """Converts an episode."""
 

@@ -142,6 +142,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Home:
+    """Names of the services that have a rollout or an episode, and the agent's sandbox; empty = not known yet."""
+
+    driver: str = ""
+    gate: str = ""
+    sandbox_service: str = ""
+    sandbox_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """A rollout as the driver reported it."""
 
@@ -161,6 +171,8 @@ class Rollout:
     last_sequence: int
     attempts: int = 1
     """Number of attempts; `outcome` is the last attempt's."""
+    home: Home | None = None
+    """Where the last attempt runs or ran; None from a driver of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True)
