@@ -191,7 +191,8 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync, reads_apart=True
             )
         )
-        sandboxes, gate = GrpcSandboxes(sandbox_channel), GrpcGate(gate_channel)
+        sandboxes = GrpcSandboxes(sandbox_channel, lambda address, token: connect(address, token or None, tls))
+        gate = GrpcGate(gate_channel)
         driver = await stack.enter_async_context(wired(journal, sandboxes, gate, settings))
         health = Health(driver.manager, driver.terminals)
         stack.enter_context(health.reported())

@@ -15,12 +15,9 @@ import grpc
 
 from penstock.sandbox.v1 import (
     file_service_pb2,
-    file_service_pb2_grpc,
     process_service_pb2,
-    process_service_pb2_grpc,
     sandbox_pb2,
     sandbox_service_pb2,
-    sandbox_service_pb2_grpc,
     toolbox_service_pb2,
     toolbox_service_pb2_grpc,
 )
@@ -38,6 +35,7 @@ from penstock_chassis.errors import (
 )
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Toolbox
+from penstock_driver.clients.data_planes import DataPlanes, Dial
 from penstock_driver.domain.ports import (
     BackendFacts,
     Command,
@@ -85,10 +83,9 @@ _UNTIL_JUDGED_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
 class GrpcSandboxes:
     """Calls one sandbox service over a channel that the caller owns."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._sandboxes = sandbox_service_pb2_grpc.SandboxServiceStub(channel)
-        self._processes = process_service_pb2_grpc.ProcessServiceStub(channel)
-        self._files = file_service_pb2_grpc.FileServiceStub(channel)
+    def __init__(self, channel: grpc.aio.Channel, dial: Dial | None = None) -> None:
+        self._planes = DataPlanes(channel, dial)
+        self._sandboxes = self._planes.service.sandboxes
         self._toolboxes = toolbox_service_pb2_grpc.ToolboxServiceStub(channel)
 
     async def backends(self) -> Sequence[BackendFacts]:
@@ -165,6 +162,7 @@ class GrpcSandboxes:
         request = sandbox_service_pb2.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
         with typed_errors():
             answer = await self._sandboxes.CreateSandbox(request, timeout=MAKE_S)
+        self._planes.keep(answer.sandbox.sandbox_id, answer.data_plane)
         return _facts(answer.sandbox)
 
     async def fork(
@@ -180,6 +178,7 @@ class GrpcSandboxes:
         with typed_errors():
             async for child in self._sandboxes.ForkSandboxes(request, timeout=MAKE_S):
                 if child.WhichOneof("result") == "sandbox":
+                    self._planes.keep(child.sandbox.sandbox_id, child.data_plane)
                     return _facts(child.sandbox)
                 failure = child.failure
                 kind = ResourceExhausted if failure.retriable else FailedPrecondition
@@ -202,7 +201,7 @@ class GrpcSandboxes:
             yield file_service_pb2.WriteTreeRequest(end=file_service_pb2.WriteTreeRequest.WriteTreeEnd())
 
         with typed_errors():
-            await upload(self._files.WriteTree, frames, timeout=CALL_S)
+            await upload((await self._planes.at(sandbox_id)).files.WriteTree, frames, timeout=CALL_S)
 
     async def _write_file(self, sandbox_id: str, file: FileToWrite) -> None:
         def frames() -> Iterator[file_service_pb2.WriteFileRequest]:
@@ -216,7 +215,7 @@ class GrpcSandboxes:
             yield file_service_pb2.WriteFileRequest(end=file_service_pb2.WriteFileRequest.WriteFileEnd())
 
         with typed_errors():
-            await upload(self._files.WriteFile, frames, timeout=CALL_S)
+            await upload((await self._planes.at(sandbox_id)).files.WriteFile, frames, timeout=CALL_S)
 
     async def put_layer(self, sandbox_id: str, path: str, tar: BinaryIO) -> None:
         """See ports.Sandboxes."""
@@ -231,13 +230,13 @@ class GrpcSandboxes:
             yield file_service_pb2.WriteTreeRequest(end=file_service_pb2.WriteTreeRequest.WriteTreeEnd())
 
         with typed_errors():
-            await upload(self._files.WriteTree, frames, timeout=TREE_S)
+            await upload((await self._planes.at(sandbox_id)).files.WriteTree, frames, timeout=TREE_S)
 
     async def read_tree(self, sandbox_id: str, path: str, sink: BinaryIO, max_bytes: int) -> None:
         """See ports.Sandboxes."""
         request = file_service_pb2.ReadTreeRequest(sandbox_id=sandbox_id, path=path, max_bytes=max_bytes)
         with typed_errors():
-            async for event in self._files.ReadTree(request, timeout=TREE_S):
+            async for event in (await self._planes.at(sandbox_id)).files.ReadTree(request, timeout=TREE_S):
                 if event.WhichOneof("event") == "tar_chunk":
                     sink.write(event.tar_chunk)
 
@@ -246,7 +245,7 @@ class GrpcSandboxes:
         request = sandbox_service_pb2.DiffSandboxRequest(sandbox_id=sandbox_id, below=below, max_bytes=max_bytes)
         size = 0
         with typed_errors():
-            async for event in self._sandboxes.DiffSandbox(request, timeout=TREE_S):
+            async for event in (await self._planes.at(sandbox_id)).sandboxes.DiffSandbox(request, timeout=TREE_S):
                 if event.WhichOneof("event") == "end":
                     return [*event.end.deleted_paths, *map(os.fsdecode, event.end.raw_deleted_paths)]
                 size += len(event.tar_chunk)
@@ -260,7 +259,7 @@ class GrpcSandboxes:
         try:
             with typed_errors():
                 request = file_service_pb2.StatRequest(sandbox_id=sandbox_id, path=path)
-                answer = await self._files.Stat(request, timeout=CALL_S)
+                answer = await (await self._planes.at(sandbox_id)).files.Stat(request, timeout=CALL_S)
         except NotFound as error:
             if error.reason != "FILE_NOT_FOUND":
                 raise
@@ -276,7 +275,7 @@ class GrpcSandboxes:
                 sandbox_id=sandbox_id, path=path, page_size=_PAGE_SIZE, page_token=token
             )
             with typed_errors():
-                answer = await self._files.List(request, timeout=CALL_S)
+                answer = await (await self._planes.at(sandbox_id)).files.List(request, timeout=CALL_S)
             found |= {os.fsdecode(info.raw_name) or info.name: _KINDS[info.kind] for info in answer.entries}
             token = answer.next_page_token
             if not token or len(found) > most:
@@ -287,7 +286,7 @@ class GrpcSandboxes:
         request = file_service_pb2.ReadFileRequest(sandbox_id=sandbox_id, path=path, length=max_bytes)
         content, size = bytearray(), 0
         with typed_errors():
-            async for event in self._files.ReadFile(request, timeout=CALL_S):
+            async for event in (await self._planes.at(sandbox_id)).files.ReadFile(request, timeout=CALL_S):
                 kind = event.WhichOneof("event")
                 if kind == "info":
                     size = event.info.size_bytes
@@ -311,7 +310,7 @@ class GrpcSandboxes:
         if output_ends is not None:
             request.output_limit_bytes, request.output_tail_bytes = output_ends
         with typed_errors():
-            await self._processes.StartProcess(request, timeout=CALL_S)
+            await (await self._planes.at(sandbox_id)).processes.StartProcess(request, timeout=CALL_S)
         if stdin is None:
             return
         data = stdin
@@ -325,7 +324,7 @@ class GrpcSandboxes:
 
         try:
             with typed_errors():
-                await upload(self._processes.WriteStdin, frames, timeout=CALL_S)
+                await upload((await self._planes.at(sandbox_id)).processes.WriteStdin, frames, timeout=CALL_S)
         except FailedPrecondition as error:
             # The process closed its input or has exited: its exit explains why.
             if error.reason not in ("STDIN_CLOSED", "STDIN_NOT_OPEN"):
@@ -343,7 +342,7 @@ class GrpcSandboxes:
                 stderr_offset=offsets[process_service_pb2.OUTPUT_STREAM_STDERR],
             )
             try:
-                async for event in self._processes.WatchProcess(request):
+                async for event in (await self._planes.at(sandbox_id)).processes.WatchProcess(request):
                     failures = 0
                     kind = event.WhichOneof("event")
                     if kind == "chunk":
@@ -369,7 +368,7 @@ class GrpcSandboxes:
             sandbox_id=sandbox_id, process_id=process_id, everything=everything
         )
         with typed_errors():
-            await self._processes.KillProcess(request, timeout=CALL_S)
+            await (await self._planes.at(sandbox_id)).processes.KillProcess(request, timeout=CALL_S)
 
     async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
         """See ports.Sandboxes."""
@@ -380,7 +379,7 @@ class GrpcSandboxes:
             output_limit_bytes=output_limit,
         )
         with typed_errors():
-            answer = await self._processes.Run(request)
+            answer = await (await self._planes.at(sandbox_id)).processes.Run(request)
         return result_from_proto(answer.result)
 
     async def ended_inside(self, sandbox_id: str) -> bool:
@@ -389,7 +388,7 @@ class GrpcSandboxes:
         for pause in _UNTIL_JUDGED_S:
             try:
                 with typed_errors():
-                    await self._files.Stat(request, timeout=_PROBE_S)
+                    await (await self._planes.at(sandbox_id)).files.Stat(request, timeout=_PROBE_S)
                 return False
             except PenstockError as error:
                 if error.metadata.get("ended_inside") == "true":
@@ -403,13 +402,16 @@ class GrpcSandboxes:
         """See ports.Sandboxes."""
         with typed_errors():
             request = sandbox_service_pb2.DeleteSandboxRequest(sandbox_id=sandbox_id)
-            await self._sandboxes.DeleteSandbox(request, timeout=CALL_S)
+            await (await self._planes.at(sandbox_id)).sandboxes.DeleteSandbox(request, timeout=CALL_S)
+        self._planes.drop(sandbox_id)
 
     async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
         """See ports.Sandboxes."""
         with typed_errors():
             request = sandbox_service_pb2.DeleteSandboxesRequest(labels=labels)
             answer = await self._sandboxes.DeleteSandboxes(request, timeout=CALL_S)
+        for sandbox_id in answer.sandbox_ids:
+            self._planes.drop(sandbox_id)
         return list(answer.sandbox_ids)
 
 
