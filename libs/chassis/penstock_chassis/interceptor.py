@@ -66,7 +66,7 @@ REFUSED_BURST: Final = 20
 REFUSED_INTERVAL_S: Final = 10.0
 """Bounds of log lines for refused calls, for each reason: callers without a token may call any number of times."""
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN: Final = secrets.token_hex(8)
 """Random per process; with a counter appended it makes unique request ids."""
 _COUNT: Final = itertools.count()

@@ -102,7 +102,7 @@ class _Terminals(terminal_service_pb2_grpc.TerminalServiceServicer):
 async def test_the_first_message_of_a_stream_names_the_home() -> None:
     add = terminal_service_pb2_grpc.add_TerminalServiceServicer_to_server
     service = Service(registrations=((_Terminals(), add),), home=Home("driver", "d1"))  # type: ignore[abstract]
-    async with Server(service, Authenticator({}, anonymous=True), drain_s=0.0) as server:
+    async with Server(service, Authenticator({}, anonymous=True), drain_s=0.0) as server:  # noqa: SIM117
         async with connect(server.address) as channel:
             stub = terminal_service_pb2_grpc.TerminalServiceStub(channel)
             own = [terminal_service_pb2.StepRequest(terminal_id="t", step_id=step) for step in "ab"]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock_chassis.random_ids import random_id
+from penstock_chassis.homes import random_id
 
 
 def test_ids_are_unique_across_threads() -> None:
@@ -20,7 +20,7 @@ def test_ids_are_unique_across_threads() -> None:
 
 _FORKED = """
 import os
-from penstock_chassis.random_ids import random_id
+from penstock_chassis.homes import random_id
 
 random_id()
 if os.fork() == 0:

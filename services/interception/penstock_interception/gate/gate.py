@@ -21,7 +21,7 @@ from typing import cast
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from penstock_chassis.random_ids import random_id
+from penstock_chassis.homes import random_id
 from penstock_codec.chat import Sampling
 from penstock_interception import telemetry
 from penstock_interception.domain.calls import (

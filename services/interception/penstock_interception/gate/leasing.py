@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Container, Hashable
 
 from penstock_chassis.errors import ResourceExhausted
-from penstock_chassis.random_ids import random_id
+from penstock_chassis.homes import random_id
 from penstock_interception import telemetry
 from penstock_interception.domain.calls import CallState, Mode
 from penstock_interception.domain.state import (

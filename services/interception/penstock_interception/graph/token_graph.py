@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from penstock_chassis.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
-from penstock_chassis.random_ids import random_id
+from penstock_chassis.homes import random_id
 from penstock_codec import Codec, Continuation, Inexact
 from penstock_codec.chat import Message, Part, Role, Tool
 from penstock_codec.codec import Prompt

@@ -463,7 +463,7 @@ async def test_unwritable_step_ends_its_episode_as_the_drivers_fault(world: Worl
     with pytest.raises(sqlite3.Error):
         await world.step(terminal_id, "s", action)
     await world.terminals.close(terminal_id)  # waits for the end that is under way
-    told = terminal_to_proto(await world.terminals.get(terminal_id))
+    told = terminal_to_proto(await world.terminals.get(terminal_id), "d")
     assert (told.ended, told.failure.reason, told.sandbox_id) == (True, "INTERNAL", "")
 
 
@@ -552,7 +552,7 @@ async def test_a_sandbox_that_cannot_be_deleted_is_owed_until_it_can(
     with pytest.raises(Unavailable) as pending:
         await world.terminals.close(ended)
     assert (pending.value.reason, pending.value.retry_after_s) == ("TERMINAL_UNRELEASED", 1.0)
-    told = terminal_to_proto(await world.terminals.get(ended))
+    told = terminal_to_proto(await world.terminals.get(ended), "d")
     assert (told.ended, bool(told.sandbox_id)) == (True, True)
     world.sandboxes.fail["write_files"] = [FailedPrecondition("no", reason="BROKEN")]
     with pytest.raises(FailedPrecondition, match="no"):
@@ -567,7 +567,7 @@ async def test_a_sandbox_that_cannot_be_deleted_is_owed_until_it_can(
     assert not list(health.troubles(0.0))
     assert not world.sandboxes.boxes
     await world.terminals.close(ended)
-    assert not terminal_to_proto(await world.terminals.get(ended)).sandbox_id
+    assert not terminal_to_proto(await world.terminals.get(ended), "d").sandbox_id
 
 
 @pytest.mark.requirement("R49", "R70")
