@@ -19,7 +19,7 @@ from penstock.values import ids, routes
 from penstock_chassis.errors import FailedPrecondition
 
 _FILE: Final = "names"
-# The kernel's random bytes are read for many ids at once: each read releases the GIL, which a waiting thread then takes.
+# Random bytes are read for many ids at once: each read releases the GIL, which a waiting thread then takes.
 _AT_ONCE: Final = 256
 
 # Popping one and adding more are atomic, so this is thread-safe.

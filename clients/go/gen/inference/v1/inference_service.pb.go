@@ -3429,7 +3429,7 @@ func (x *ReplicaStats) GetCacheUse() float64 {
 type AbortRequest_RequestIds struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	RequestIds []string               `protobuf:"bytes,1,rep,name=request_ids,json=requestIds,proto3" json:"request_ids,omitempty"`
-	// The session of all of them. A request of another session is left alone. Empty = any.
+	// The session of all of them, for routing. Not checked. Empty = unknown.
 	SessionId     string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -597,7 +597,7 @@ class AbortRequest(_message.Message):
         REQUEST_IDS_FIELD_NUMBER: _builtins.int
         SESSION_ID_FIELD_NUMBER: _builtins.int
         session_id: _builtins.str
-        """The session of all of them. A request of another session is left alone. Empty = any."""
+        """The session of all of them, for routing. Not checked. Empty = unknown."""
         @_builtins.property
         def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
         def __init__(

@@ -665,7 +665,7 @@ export type AbortRequest_RequestIds = Message<"penstock.inference.v1.AbortReques
   requestIds: string[];
 
   /**
-   * The session of all of them. A request of another session is left alone. Empty = any.
+   * The session of all of them, for routing. Not checked. Empty = unknown.
    *
    * @generated from field: string session_id = 2;
    */
