@@ -29,7 +29,7 @@ def test_a_made_name_stays(tmp_path: Path) -> None:
 def test_former_names_stay_a_service_s_own(tmp_path: Path) -> None:
     made = open_home("sandbox", "", {}, tmp_path)
     renamed = open_home("sandbox", "n1", {}, tmp_path)
-    assert (renamed.name, renamed.former) == ("n1", {made.name})
+    assert (renamed.name, renamed.former) == ("n1", frozenset({made.name}))
     again = open_home("sandbox", "", {}, tmp_path)
     assert again == renamed
 

@@ -49,8 +49,8 @@ class Scheduler(sandbox_service_pb2_grpc.SandboxServiceServicer):
 
 async def test_a_sandbox_is_used_at_its_data_plane() -> None:
     """With the token for it, renewed before it ends; another sandbox stays at the service's own address."""
-    node = Node()
-    async with serve((node, add), tokens={Role.OPERATOR: "fresh"}) as (address, _):  # type: ignore[abstract]  # noqa: SIM117
+    node = Node()  # type: ignore[abstract]
+    async with serve((node, add), tokens={Role.OPERATOR: "fresh"}) as (address, _):  # noqa: SIM117
         async with serve((Scheduler(address), add)) as (_, channel):  # type: ignore[abstract]
             sandboxes = GrpcSandboxes(channel, lambda where, token: connect(where, token))
             made = await sandboxes.create(SandboxTerms(), 60.0, {})

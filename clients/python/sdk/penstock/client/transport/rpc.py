@@ -114,7 +114,8 @@ class Service:
 
     async def close(self) -> None:
         """Closes the channels; calls that are open end."""
-        for channel in (self.channel, *self._elsewhere.values()):
+        await self.channel.close()
+        for channel in self._elsewhere.values():
             await channel.close()
 
     async def call(
