@@ -1,10 +1,10 @@
 """The Python SDK sends the header that routes each RPC."""
 
 import pytest
+from tests.unit.client.conftest import Fakes
 
 from penstock.client import Penstock
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
-from tests.unit.client.conftest import Fakes
 
 
 @pytest.mark.requirement("R113")
