@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import grpc
 import structlog
 
-from penstock_chassis.auth import HEADER
+from penstock_chassis.auth import HEADER, NAMESPACE_HEADER, acts_in
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
@@ -134,7 +134,9 @@ def _host(target: str) -> str:
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel that adds the token, the id of the request being served and the tracing ids to each call."""
+    """A channel that adds metadata to each call: the token, the namespace that is acted in, the id of the request being
+    served and the tracing ids.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self._channel = channel
@@ -184,4 +186,6 @@ class _WithMetadata:
         bound = structlog.contextvars.get_contextvars()
         request_id = bound.get("request_id")
         traced = () if request_id is None else ((REQUEST_ID_HEADER, str(request_id)), *tracing.handed_on(bound))
-        return self._call(*args, metadata=(*self._metadata, *traced, *(metadata or ())), **kwargs)
+        namespace = acts_in()
+        acting = () if namespace is None else ((NAMESPACE_HEADER, namespace),)
+        return self._call(*args, metadata=(*self._metadata, *acting, *traced, *(metadata or ())), **kwargs)

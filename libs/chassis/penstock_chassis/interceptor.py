@@ -1,10 +1,11 @@
 """The one interceptor of every server. For each RPC, in this order:
 
-1. authentication: the caller's role, and whether it may call this method (R5: before the request is read);
+1. authentication: the caller's role and namespace, and whether it may call this method (R5: before the request is
+   read);
 2. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
 3. the context: that id and the caller's tracing ids (`tracing`) are on every log line of the handler's task and on the
    calls that it makes; if the caller is traced, so is the handler;
-4. the handler;
+4. the ids in the request: a resource of another namespace is unknown to the caller (`auth.ownership`); the handler;
 5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
 6. for streams, no message waits longer for its reader than `reader_s`: the handler ends, which frees its resources, and
    the call ends with RESOURCE_EXHAUSTED (READER_TOO_SLOW);
@@ -21,7 +22,7 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,7 +32,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from penstock_chassis import journal, rpc_status
-from penstock_chassis.auth import HEALTH, Authenticator, Role, RoleTable, authorize
+from penstock_chassis.auth import HEALTH, Authenticator, Caller, Owned, Role, RoleTable, authorize, serve_for
 from penstock_chassis.errors import (
     InvalidArgument,
     PenstockError,
@@ -74,11 +75,14 @@ _log = structlog.get_logger("penstock.rpc")
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """One method of a server and its handlers: one per admitted role, one per reason of refusal."""
+    """One method of a server and its handlers: one per admitted caller, one per reason of refusal.
+
+    An operator may name any namespace, so only the handlers of callers that name none or have a token of one are kept.
+    """
 
     name: str
     handler: grpc.RpcMethodHandler[Any, Any]
-    admitted: dict[Role | None, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+    admitted: dict[Caller | None, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
     refused: dict[tuple[Role | None, str], grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
 
 
@@ -89,12 +93,20 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         authenticator: knows the tokens.
         roles: the roles that may call each method.
         reader_s: seconds that the caller of a stream may take to read a message.
+        owned: whose the resources are that requests name, by `package.Service/Method`.
     """
 
-    def __init__(self, authenticator: Authenticator, roles: RoleTable, reader_s: float = READER_S) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        roles: RoleTable,
+        reader_s: float = READER_S,
+        owned: Mapping[str, Owned] | None = None,
+    ) -> None:
         self._authenticator = authenticator
         self._reader_s = reader_s
         self._roles = roles
+        self._owned = dict(owned or {})
         self._methods: dict[str, _Method] = {}
         self._meters: dict[str, Meter] = {}
 
@@ -114,19 +126,21 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 return None  # gRPC answers UNIMPLEMENTED: the methods are no secret, the protos are public
             method = _Method(handler_call_details.method.removeprefix("/"), handler)
             self._methods[handler_call_details.method] = method
-        role = None
+        caller = None
         try:
             if method.name not in _OPEN:
-                role = self._authenticator.authenticate(handler_call_details.invocation_metadata or ())
-            return method.admitted.get(role) or self._admitted(method, role)
-        except (Unauthenticated, PermissionDenied) as error:
-            return self._refused(method, role, error)
+                caller = self._authenticator.authenticate(handler_call_details.invocation_metadata or ())
+            return method.admitted.get(caller) or self._admitted(method, caller)
+        except (Unauthenticated, PermissionDenied, InvalidArgument) as error:
+            return self._refused(method, None if caller is None else caller.role, error)
 
-    def _admitted(self, method: _Method, role: Role | None) -> grpc.RpcMethodHandler[Any, Any]:
+    def _admitted(self, method: _Method, caller: Caller | None) -> grpc.RpcMethodHandler[Any, Any]:
         """Raises PermissionDenied."""
-        if role is not None:
-            authorize(role, method.name, self._roles)
-        wrapped = method.admitted[role] = self._wrap(method.name, method.handler, role)
+        if caller is not None:
+            authorize(caller.role, method.name, self._roles)
+        wrapped = self._wrap(method.name, method.handler, caller)
+        if caller is None or caller.role is not Role.OPERATOR or caller.namespace is None:
+            method.admitted[caller] = wrapped
         return wrapped
 
     def _refused(self, method: _Method, role: Role | None, error: PenstockError) -> grpc.RpcMethodHandler[Any, Any]:
@@ -139,7 +153,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 
             async def refuse(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
                 started = time.perf_counter()
-                _enter(context, role)
+                _enter(context, None if role is None else Caller(role, None))
                 took = time.perf_counter() - started
                 if meter.allows(started):
                     left_out = meter.left_out()
@@ -154,8 +168,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return refused
 
     def _wrap(
-        self, method: str, handler: grpc.RpcMethodHandler[Any, Any], role: Role | None
+        self, method: str, handler: grpc.RpcMethodHandler[Any, Any], caller: Caller | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        owned = self._owned.get(method)
         # The four arities differ in the response only; a request stream is passed on unchanged.
         if handler.response_streaming:
             kind, make = (
@@ -165,7 +180,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             )
             if method in _OPEN:
                 kind, make = _soon_stream(kind), grpc.stream_stream_rpc_method_handler
-            behaviour = _streaming(method, kind, role, self._reader_s)
+            behaviour = _streaming(method, kind, caller, self._reader_s, owned)
             return make(behaviour, _reader(method, handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
@@ -174,15 +189,15 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         )
         if method in _OPEN:
             kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
-        return make(_single(method, kind, role), _reader(method, handler), handler.response_serializer)
+        return make(_single(method, kind, caller, owned), _reader(method, handler), handler.response_serializer)
 
 
-def _single(method: str, behaviour: Any, role: Role | None) -> Any:
+def _single(method: str, behaviour: Any, caller: Caller | None, owned: Owned | None) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         started = time.perf_counter()
         try:
-            with tracing.served(method, _enter(context, role)):
-                response = await behaviour(_checked(request), context)
+            with tracing.served(method, _enter(context, caller)):
+                response = await behaviour(await _reached(request, owned, caller), context)
         except BaseException as error:
             await _fail(method, started, context, error)
             raise
@@ -194,7 +209,7 @@ def _single(method: str, behaviour: Any, role: Role | None) -> Any:
     return call
 
 
-def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float) -> Any:
+def _streaming(method: str, behaviour: Any, caller: Caller | None, reader_s: float, owned: Owned | None) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
@@ -206,9 +221,9 @@ def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float) 
             patience.reschedule(None)
 
         try:
-            with tracing.served(method, _enter(context, role)):
+            with tracing.served(method, _enter(context, caller)):
                 async with patience:
-                    responses = behaviour(_checked(request), context)
+                    responses = behaviour(await _reached(request, owned, caller), context)
                     if hasattr(responses, "__aiter__"):
                         try:
                             async for response in responses:
@@ -244,18 +259,34 @@ async def _end_unread(
         raise asyncio.CancelledError from None  # nothing is left to do for this call
 
 
-def _enter(context: grpc.aio.ServicerContext[Any, Any], role: Role | None) -> str:
-    """Binds the fields that the call's log lines share; returns the caller's trace context, or an empty string."""
+def _enter(context: grpc.aio.ServicerContext[Any, Any], caller: Caller | None) -> str:
+    """Binds the caller, and the fields that the call's log lines share.
+
+    Returns the caller's trace context, or an empty string.
+    """
     metadata: Any = context.invocation_metadata() or ()
     request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
     if not _REQUEST_ID.fullmatch(request_id):
         request_id = f"{_RUN}{next(_COUNT):016x}"
     structlog.contextvars.clear_contextvars()
-    if role is None:
+    if caller is None:
         structlog.contextvars.bind_contextvars(request_id=request_id)
         return ""
-    structlog.contextvars.bind_contextvars(request_id=request_id, role=str(role))
+    serve_for(caller)
+    named = {} if caller.namespace is None else {"namespace": caller.namespace}
+    structlog.contextvars.bind_contextvars(request_id=request_id, role=str(caller.role), **named)
     return tracing.taken_up(metadata)
+
+
+async def _reached(request: Any, owned: Owned | None, caller: Caller | None) -> Any:
+    """Returns the request, or raises as for an unknown id if it names a resource that is not the caller's."""
+    request = _checked(request)
+    if owned is None or caller is None or caller.namespace is None:
+        return request
+    if hasattr(request, "__aiter__"):
+        return owned.checked(request, caller)
+    await owned.check(request, caller)
+    return request
 
 
 def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:

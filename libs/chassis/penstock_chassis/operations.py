@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis import times
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Role, caller
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S
 from penstock_chassis.telemetry import metrics
@@ -112,7 +112,8 @@ class Operations(rpc.OperationsServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Any
     ) -> pb.GetServerInfoResponse:
-        return pb.GetServerInfoResponse(server=self._info)
+        found = caller()
+        return pb.GetServerInfoResponse(server=self._info, role=found.role, namespace=found.namespace or "")
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         patience = (

@@ -19,7 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json, to_json
 from pydantic_settings import (
@@ -29,12 +38,33 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from penstock_chassis.auth import is_namespace
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.limits import READER_S
 from penstock_chassis.validation import violations_of
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """Environment variable that names the TOML file; it has one table per service, such as `[sandbox]`."""
+
+
+class NamespaceSettings(BaseModel):
+    """A namespace: the tokens of those who work in it, and how much it may hold at once.
+
+    `quota` is of what the service counts: rollouts that run (driver), open rollouts (gate), sandboxes (sandbox),
+    requests that are served (inference). The default namespace has the tokens of `trainer_token` and `observer_token`
+    beside these.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    trainer_token: SecretStr | None = None
+    observer_token: SecretStr | None = None
+    quota: int | None = Field(None, ge=0)
+
+    @field_validator("*")
+    @classmethod
+    def _secrets_are_not_blank(cls, value: Any) -> Any:
+        return refuse_blank(value) if isinstance(value, SecretStr) else value
 
 
 class ServiceSettings(BaseSettings):
@@ -58,6 +88,9 @@ class ServiceSettings(BaseSettings):
     operator_token: SecretStr | None = Field(None, description="bearer token of operators, for all methods")
     trainer_token: SecretStr | None = Field(None, description="bearer token of trainers")
     observer_token: SecretStr | None = Field(None, description="bearer token of observers, for read-only methods")
+    namespaces: dict[str, NamespaceSettings] = Field(
+        {}, description="by name: trainer_token, observer_token and quota of a team (docs/guides/teams.md)"
+    )
     anonymous: bool = Field(
         False, description="serve callers without a token as operator; only on loopback, for tests and experiments"
     )
@@ -132,9 +165,15 @@ class ServiceSettings(BaseSettings):
                 "otlp_ca has no effect with an http:// otlp_endpoint, where spans are sent in cleartext: use "
                 "https://, or unset otlp_ca"
             )
-        tokens = [t.get_secret_value() for t in (self.operator_token, self.trainer_token, self.observer_token) if t]
+        if wrong := sorted(name for name in self.namespaces if not is_namespace(name)):
+            raise ValueError(
+                f"namespaces: {', '.join(wrong)}: a name has 1 to 63 of a-z, 0-9 and -, the first a letter or digit"
+            )
+        secrets = [self.operator_token, self.trainer_token, self.observer_token]
+        secrets += [secret for one in self.namespaces.values() for secret in (one.trainer_token, one.observer_token)]
+        tokens = [secret.get_secret_value() for secret in secrets if secret]
         if len(set(tokens)) != len(tokens):
-            raise ValueError("two roles have the same token: set a different one for each")
+            raise ValueError("two roles or namespaces have the same token: set a different one for each")
         if is_loopback(self.host) and self.operator_token is None and not self.anonymous:
             raise ValueError(
                 f"no operator_token is set ({self.env_name('operator_token')}); make one with `openssl rand -hex "
@@ -178,6 +217,10 @@ class ServiceSettings(BaseSettings):
     def env_name(cls, field: str) -> str:
         """Returns the environment variable of a setting."""
         return f"{cls.model_config.get('env_prefix') or ''}{field}".upper()
+
+    def quotas(self) -> dict[str, int]:
+        """Returns the quotas of the namespaces that have one."""
+        return {name: one.quota for name, one in self.namespaces.items() if one.quota is not None}
 
     def public(self) -> dict[str, Any]:
         """Returns all settings as JSON values, secrets masked: for the log at start."""

@@ -5,6 +5,14 @@
 // source: penstock/ops/v1/operations_service.proto
 
 // The state of a service, for operators. It is the same in every service and independent of what the service does.
+//
+// Namespaces. Every resource belongs to a namespace, which separates teams that share services. A token of a trainer or
+// observer belongs to one namespace; a resource of another one is unknown to it, and lists, watches and selections leave it
+// out. An operator names the namespace to act in by the metadata `x-penstock-namespace`. Without it, an operator's new
+// resources belong to "default", its selections are of "default" unless all_namespaces is set, and every resource is
+// reached by its id. Errors of every RPC: PERMISSION_DENIED (NAMESPACE_NOT_ALLOWED: the token belongs to another namespace,
+// or may not select all), INVALID_ARGUMENT (NAMESPACE_INVALID). Errors of every RPC that creates: RESOURCE_EXHAUSTED
+// (NAMESPACE_QUOTA, with RetryInfo).
 
 package opsv1
 

@@ -1077,6 +1077,7 @@ class Rollout(_message.Message):
     FORK_KIND_FIELD_NUMBER: _builtins.int
     LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     index: _builtins.int
@@ -1090,6 +1091,8 @@ class Rollout(_message.Message):
     """Sequence number of its newest event."""
     attempts: _builtins.int
     """Attempts started. `outcome` is the last attempt's; AttemptFailed events report the others."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
         """As applied, with defaults filled in; without upstream keys, values of secret_env and contents of files."""
@@ -1122,10 +1125,11 @@ class Rollout(_message.Message):
         fork_kind: _sandbox_pb2.ForkKind.ValueType = ...,
         last_sequence: _builtins.int = ...,
         attempts: _builtins.int = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "create_time", b"create_time", "end_time", b"end_time", "group_id", b"group_id", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "group_id", b"group_id", "index", b"index", "last_sequence", b"last_sequence", "outcome", b"outcome", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "group_id", b"group_id", "index", b"index", "last_sequence", b"last_sequence", "namespace", b"namespace", "outcome", b"outcome", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1178,6 +1182,7 @@ class RolloutSummary(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     index: _builtins.int
@@ -1189,6 +1194,8 @@ class RolloutSummary(_message.Message):
     phase: Global___Phase.ValueType
     attempts: _builtins.int
     """See Rollout.attempts."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1224,10 +1231,11 @@ class RolloutSummary(_message.Message):
         failure: Global___Failure | None = ...,
         reward: _trajectory_pb2.Reward | None = ...,
         calls: Global___CallSums | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "reward", b"reward", "run_id", b"run_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "index", b"index", "labels", b"labels", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "index", b"index", "labels", b"labels", "namespace", b"namespace", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
     _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
@@ -1362,6 +1370,7 @@ class Group(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     RESULT_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     size: _builtins.int
     """Wanted results."""
@@ -1374,6 +1383,8 @@ class Group(_message.Message):
     """Whether all rollouts have ended."""
     complete: _builtins.bool
     """Whether all rollouts have ended with at least `quorum` results."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
         """See Rollout.spec."""
@@ -1406,10 +1417,11 @@ class Group(_message.Message):
         complete: _builtins.bool = ...,
         result_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "namespace", b"namespace", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -391,6 +391,7 @@ class GateRollout(_message.Message):
     EXHAUSTED_BUDGET_FIELD_NUMBER: _builtins.int
     PAUSED_TIME_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -399,6 +400,8 @@ class GateRollout(_message.Message):
     model_name: _builtins.str
     exhausted_budget: _builtins.str
     """Name of the used-up budget, for example "max_calls", or "run.max_calls" for the run's. Empty = none."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -431,10 +434,11 @@ class GateRollout(_message.Message):
         exhausted_budget: _builtins.str = ...,
         paused_time: _duration_pb2.Duration | None = ...,
         tokens: _abc.Iterable[Global___RolloutToken] | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "paused_time", b"paused_time", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "namespace", b"namespace", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -866,11 +870,14 @@ class ListRolloutsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     OPEN_ONLY_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """0 = 100, at most 1000, negative is refused."""
     page_token: _builtins.str
     open_only: _builtins.bool
     """Only open ones."""
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only rollouts with all of these."""
@@ -882,10 +889,11 @@ class ListRolloutsRequest(_message.Message):
         page_token: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         open_only: _builtins.bool = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "open_only", b"open_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "labels", b"labels", "open_only", b"open_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1018,13 +1026,16 @@ class WatchCallsRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     ENDED_ONLY_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Events after this one. Unset = from now on."""
     ended_only: _builtins.bool
     """Only changes of calls into a terminal state: one event per call."""
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Watched rollouts; empty = all."""
+        """Watched rollouts; empty = all of the namespace."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -1035,10 +1046,11 @@ class WatchCallsRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         after_sequence: _builtins.int | None = ...,
         ended_only: _builtins.bool = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "all_namespaces", b"all_namespaces", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_sequence: _TypeAlias = _typing.Literal["after_sequence"]  # noqa: Y015
     _WhichOneofArgType__after_sequence: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence"]  # noqa: Y015
@@ -1177,6 +1189,9 @@ class WatchGateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    all_namespaces: _builtins.bool
+    """Counts of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """500 ms to 1 min; unset = 1 s."""
@@ -1185,10 +1200,11 @@ class WatchGateRequest(_message.Message):
         self,
         *,
         interval: _duration_pb2.Duration | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "interval", b"interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1266,6 +1282,7 @@ class GateSession(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """As in Hello."""
     run_id: _builtins.str
@@ -1287,6 +1304,8 @@ class GateSession(_message.Message):
     """It pauses the calls of its selector."""
     policy_version: _builtins.int
     """The newest version announced for its selector."""
+    namespace: _builtins.str
+    """The namespace of its selector. Empty = all of them."""
     def __init__(
         self,
         *,
@@ -1302,10 +1321,11 @@ class GateSession(_message.Message):
         lost: _builtins.bool = ...,
         paused: _builtins.bool = ...,
         policy_version: _builtins.int | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "credit_bytes", b"credit_bytes", "credit_calls", b"credit_calls", "group_id", b"group_id", "held_bytes", b"held_bytes", "held_calls", b"held_calls", "identity", b"identity", "lost", b"lost", "paused", b"paused", "policy_version", b"policy_version", "queued_calls", b"queued_calls", "rollouts", b"rollouts", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "credit_bytes", b"credit_bytes", "credit_calls", b"credit_calls", "group_id", b"group_id", "held_bytes", b"held_bytes", "held_calls", b"held_calls", "identity", b"identity", "lost", b"lost", "namespace", b"namespace", "paused", b"paused", "policy_version", b"policy_version", "queued_calls", b"queued_calls", "rollouts", b"rollouts", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)penstock/sandbox/v1/toolbox_service.proto\x12\x13penstock.sandbox.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"e\n\x07Runtime\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .penstock.sandbox.v1.RuntimeKind\x12\x13\n\x0bmin_version\x18\x02 \x01(\t\x12\x15\n\rbelow_version\x18\x03 \x01(\t\"H\n\x0bToolboxFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\x04mode\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_mode\"\xc5\x01\n\x0bToolboxSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x08runtimes\x18\x02 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Runtime\x12\x14\n\x0cnpm_packages\x18\x03 \x03(\t\x12/\n\x05\x66iles\x18\x04 \x03(\x0b\x32 .penstock.sandbox.v1.ToolboxFile\x12\x18\n\x10path_directories\x18\x05 \x03(\t\x12\x17\n\x0fpython_packages\x18\x06 \x03(\t\"\x84\x01\n\x07Toolbox\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nmount_path\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"X\n\x15PrepareToolboxRequest\x12.\n\x04spec\x18\x01 \x01(\x0b\x32 .penstock.sandbox.v1.ToolboxSpec\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\"f\n\x16PrepareToolboxResponse\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12/\n\x07toolbox\x18\x02 \x01(\x0b\x32\x1c.penstock.sandbox.v1.ToolboxH\x00\x42\x07\n\x05\x65vent\"=\n\x14ListToolboxesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"a\n\x15ListToolboxesResponse\x12/\n\ttoolboxes\x18\x01 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Toolbox\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"*\n\x14\x44\x65leteToolboxRequest\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteToolboxResponse*[\n\x0bRuntimeKind\x12\x1c\n\x18RUNTIME_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13RUNTIME_KIND_PYTHON\x10\x01\x12\x15\n\x11RUNTIME_KIND_NODE\x10\x02\x32\xcd\x02\n\x0eToolboxService\x12k\n\x0ePrepareToolbox\x12*.penstock.sandbox.v1.PrepareToolboxRequest\x1a+.penstock.sandbox.v1.PrepareToolboxResponse0\x01\x12\x66\n\rListToolboxes\x12).penstock.sandbox.v1.ListToolboxesRequest\x1a*.penstock.sandbox.v1.ListToolboxesResponse\x12\x66\n\rDeleteToolbox\x12).penstock.sandbox.v1.DeleteToolboxRequest\x1a*.penstock.sandbox.v1.DeleteToolboxResponseB\xa4\x01\n\x13penstock.sandbox.v1B\x13ToolboxServiceProtoP\x01Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\xaa\x02\x13Penstock.Sandbox.V1\xca\x02\x13Penstock\\Sandbox\\V1\xea\x02\x15Penstock::Sandbox::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)penstock/sandbox/v1/toolbox_service.proto\x12\x13penstock.sandbox.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"e\n\x07Runtime\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .penstock.sandbox.v1.RuntimeKind\x12\x13\n\x0bmin_version\x18\x02 \x01(\t\x12\x15\n\rbelow_version\x18\x03 \x01(\t\"H\n\x0bToolboxFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\x04mode\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_mode\"\xc5\x01\n\x0bToolboxSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x08runtimes\x18\x02 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Runtime\x12\x14\n\x0cnpm_packages\x18\x03 \x03(\t\x12/\n\x05\x66iles\x18\x04 \x03(\x0b\x32 .penstock.sandbox.v1.ToolboxFile\x12\x18\n\x10path_directories\x18\x05 \x03(\t\x12\x17\n\x0fpython_packages\x18\x06 \x03(\t\"\x97\x01\n\x07Toolbox\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nmount_path\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnamespace\x18\x06 \x01(\t\"X\n\x15PrepareToolboxRequest\x12.\n\x04spec\x18\x01 \x01(\x0b\x32 .penstock.sandbox.v1.ToolboxSpec\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\"f\n\x16PrepareToolboxResponse\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12/\n\x07toolbox\x18\x02 \x01(\x0b\x32\x1c.penstock.sandbox.v1.ToolboxH\x00\x42\x07\n\x05\x65vent\"U\n\x14ListToolboxesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x16\n\x0e\x61ll_namespaces\x18\x03 \x01(\x08\"a\n\x15ListToolboxesResponse\x12/\n\ttoolboxes\x18\x01 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Toolbox\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"*\n\x14\x44\x65leteToolboxRequest\x12\x12\n\ntoolbox_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteToolboxResponse*[\n\x0bRuntimeKind\x12\x1c\n\x18RUNTIME_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13RUNTIME_KIND_PYTHON\x10\x01\x12\x15\n\x11RUNTIME_KIND_NODE\x10\x02\x32\xcd\x02\n\x0eToolboxService\x12k\n\x0ePrepareToolbox\x12*.penstock.sandbox.v1.PrepareToolboxRequest\x1a+.penstock.sandbox.v1.PrepareToolboxResponse0\x01\x12\x66\n\rListToolboxes\x12).penstock.sandbox.v1.ListToolboxesRequest\x1a*.penstock.sandbox.v1.ListToolboxesResponse\x12\x66\n\rDeleteToolbox\x12).penstock.sandbox.v1.DeleteToolboxRequest\x1a*.penstock.sandbox.v1.DeleteToolboxResponseB\xa4\x01\n\x13penstock.sandbox.v1B\x13ToolboxServiceProtoP\x01Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\xaa\x02\x13Penstock.Sandbox.V1\xca\x02\x13Penstock\\Sandbox\\V1\xea\x02\x15Penstock::Sandbox::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.sandbox.v1.toolbox
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\023penstock.sandbox.v1B\023ToolboxServiceProtoP\001Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\252\002\023Penstock.Sandbox.V1\312\002\023Penstock\\Sandbox\\V1\352\002\025Penstock::Sandbox::V1'
-  _globals['_RUNTIMEKIND']._serialized_start=1036
-  _globals['_RUNTIMEKIND']._serialized_end=1127
+  _globals['_RUNTIMEKIND']._serialized_start=1079
+  _globals['_RUNTIMEKIND']._serialized_end=1170
   _globals['_RUNTIME']._serialized_start=99
   _globals['_RUNTIME']._serialized_end=200
   _globals['_TOOLBOXFILE']._serialized_start=202
@@ -42,19 +42,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLBOXSPEC']._serialized_start=277
   _globals['_TOOLBOXSPEC']._serialized_end=474
   _globals['_TOOLBOX']._serialized_start=477
-  _globals['_TOOLBOX']._serialized_end=609
-  _globals['_PREPARETOOLBOXREQUEST']._serialized_start=611
-  _globals['_PREPARETOOLBOXREQUEST']._serialized_end=699
-  _globals['_PREPARETOOLBOXRESPONSE']._serialized_start=701
-  _globals['_PREPARETOOLBOXRESPONSE']._serialized_end=803
-  _globals['_LISTTOOLBOXESREQUEST']._serialized_start=805
-  _globals['_LISTTOOLBOXESREQUEST']._serialized_end=866
-  _globals['_LISTTOOLBOXESRESPONSE']._serialized_start=868
-  _globals['_LISTTOOLBOXESRESPONSE']._serialized_end=965
-  _globals['_DELETETOOLBOXREQUEST']._serialized_start=967
-  _globals['_DELETETOOLBOXREQUEST']._serialized_end=1009
-  _globals['_DELETETOOLBOXRESPONSE']._serialized_start=1011
-  _globals['_DELETETOOLBOXRESPONSE']._serialized_end=1034
-  _globals['_TOOLBOXSERVICE']._serialized_start=1130
-  _globals['_TOOLBOXSERVICE']._serialized_end=1463
+  _globals['_TOOLBOX']._serialized_end=628
+  _globals['_PREPARETOOLBOXREQUEST']._serialized_start=630
+  _globals['_PREPARETOOLBOXREQUEST']._serialized_end=718
+  _globals['_PREPARETOOLBOXRESPONSE']._serialized_start=720
+  _globals['_PREPARETOOLBOXRESPONSE']._serialized_end=822
+  _globals['_LISTTOOLBOXESREQUEST']._serialized_start=824
+  _globals['_LISTTOOLBOXESREQUEST']._serialized_end=909
+  _globals['_LISTTOOLBOXESRESPONSE']._serialized_start=911
+  _globals['_LISTTOOLBOXESRESPONSE']._serialized_end=1008
+  _globals['_DELETETOOLBOXREQUEST']._serialized_start=1010
+  _globals['_DELETETOOLBOXREQUEST']._serialized_end=1052
+  _globals['_DELETETOOLBOXRESPONSE']._serialized_start=1054
+  _globals['_DELETETOOLBOXRESPONSE']._serialized_end=1077
+  _globals['_TOOLBOXSERVICE']._serialized_start=1173
+  _globals['_TOOLBOXSERVICE']._serialized_end=1506
 # @@protoc_insertion_point(module_scope)
