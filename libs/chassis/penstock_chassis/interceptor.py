@@ -197,7 +197,11 @@ def _single(method: str, behaviour: Any, caller: Caller | None, owned: Owned | N
         started = time.perf_counter()
         try:
             with tracing.served(method, _enter(context, caller)):
-                response = await behaviour(await _reached(request, owned, caller), context)
+                response = None
+                if owned is not None and caller is not None and not hasattr(request, "__aiter__"):
+                    response = await owned.check(_checked(request), caller)
+                if response is None:
+                    response = await behaviour(_reached(request, owned, caller), context)
         except BaseException as error:
             await _fail(method, started, context, error)
             raise
@@ -223,7 +227,9 @@ def _streaming(method: str, behaviour: Any, caller: Caller | None, reader_s: flo
         try:
             with tracing.served(method, _enter(context, caller)):
                 async with patience:
-                    responses = behaviour(await _reached(request, owned, caller), context)
+                    if owned is not None and caller is not None and not hasattr(request, "__aiter__"):
+                        await owned.check(_checked(request), caller)
+                    responses = behaviour(_reached(request, owned, caller), context)
                     if hasattr(responses, "__aiter__"):
                         try:
                             async for response in responses:
@@ -278,15 +284,11 @@ def _enter(context: grpc.aio.ServicerContext[Any, Any], caller: Caller | None) -
     return tracing.taken_up(metadata)
 
 
-async def _reached(request: Any, owned: Owned | None, caller: Caller | None) -> Any:
-    """Returns the request, or raises as for an unknown id if it names a resource that is not the caller's."""
-    request = _checked(request)
-    if owned is None or caller is None or caller.namespace is None:
-        return request
-    if hasattr(request, "__aiter__"):
+def _reached(request: Any, owned: Owned | None, caller: Caller | None) -> Any:
+    """Returns the request; of a stream, each message is checked as it comes."""
+    if owned is not None and caller is not None and caller.namespace is not None and hasattr(request, "__aiter__"):
         return owned.checked(request, caller)
-    await owned.check(request, caller)
-    return request
+    return _checked(request)
 
 
 def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:

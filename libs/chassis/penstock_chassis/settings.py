@@ -59,7 +59,7 @@ class NamespaceSettings(BaseModel):
 
     trainer_token: SecretStr | None = None
     observer_token: SecretStr | None = None
-    quota: int | None = Field(None, ge=0)
+    quota: int | None = Field(None, ge=1)
 
     @field_validator("*")
     @classmethod

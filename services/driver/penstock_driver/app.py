@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, terminal_service_pb2_grpc
 from penstock_chassis import times
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Owned, Role
 from penstock_chassis.channel import connect
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Registration, Service
@@ -30,6 +30,7 @@ from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.rollouts.use_cases import Captures, RolloutUseCases
+from penstock_driver.rpc import rollout_service, terminal_service
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
@@ -45,7 +46,7 @@ from penstock_driver.terminals.records import TerminalRecords
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
-    summaries.MIGRATION,
+    *(summaries.MIGRATION, records.MIGRATION_NAMESPACES, registry.MIGRATION_NAMESPACES),
 )
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
 _READING: Final = {
@@ -82,6 +83,7 @@ class Driver:
     rollout_servicer: RolloutServicer
     agent_servicer: AgentServicer
     terminal_servicer: TerminalServicer
+    owned: Mapping[str, Owned]
 
     async def recover(self) -> None:
         """End or continue what the last driver left, and start recording model calls."""
@@ -120,7 +122,7 @@ async def wired(
     `clock` gives monotonic seconds since the epoch.
     """
     agents, driver_records = await AgentRegistry.open(journal), Records(journal)
-    event_log = EventLog(journal)
+    event_log, terminal_rows = EventLog(journal), TerminalRecords(journal)
     try:
         instance_id, preflight = await driver_records.instance_id(new_id("d")), Preflight(sandboxes, gate)
         manager = RolloutManager(
@@ -129,12 +131,15 @@ async def wired(
             runner_services(sandboxes, gate, settings),
             instance_id=instance_id,
             capacity=Capacity(
-                settings.max_running, settings.max_queued, EventLimits(settings.max_events, settings.max_event_bytes)
+                settings.max_running,
+                settings.max_queued,
+                EventLimits(settings.max_events, settings.max_event_bytes),
+                settings.quotas(),
             ),
         )
         terminals = TerminalManager(
             driver_records,
-            TerminalRecords(journal),
+            terminal_rows,
             sandboxes,
             preflight,
             instance_id=instance_id,
@@ -152,6 +157,7 @@ async def wired(
             RolloutServicer(service, manager, driver_records, event_log, Summaries(journal)),
             AgentServicer(agents, sandboxes),
             TerminalServicer(terminals),
+            {**rollout_service.owned(driver_records), **terminal_service.owned(terminal_rows)},
         )
     finally:
         await event_log.aclose()
@@ -199,7 +205,13 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             # A driver whose journal is broken exits; its next start ends what ran, so no caller waits forever.
             async with asyncio.TaskGroup() as whole:
                 watching = whole.create_task(driver.event_log.until_broken())
-                yield Service(registrations=driver.registrations(), roles=ROLES, drain=drain, troubles=health.troubles)
+                yield Service(
+                    registrations=driver.registrations(),
+                    roles=ROLES,
+                    drain=drain,
+                    troubles=health.troubles,
+                    owned=driver.owned,
+                )
                 watching.cancel()
         finally:
             await driver.stop()

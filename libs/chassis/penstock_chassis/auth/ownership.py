@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import Message
+
 from penstock_chassis.auth.callers import Caller
 from penstock_chassis.errors import PenstockError
 
@@ -19,22 +21,30 @@ class Owned:
     Attributes:
         ids: returns the ids in a request; empty ones name nothing.
         namespace_of: returns a resource's namespace; None if there is no such resource.
-        unknown: the error for an id of which there is no resource.
+        unknown: the error for an id of which there is no resource, or the method's response if it is idempotent, as
+            deletions are; a method with such a response has one request and one response.
     """
 
     ids: Callable[[Any], Iterable[str]]
     namespace_of: Callable[[str], Awaitable[str | None]]
-    unknown: Callable[[str], PenstockError]
+    unknown: Callable[[str], PenstockError | Message]
 
-    async def check(self, request: Any, caller: Caller) -> None:
-        """Raises the error for an unknown id if the request names a resource that is not the caller's."""
+    async def check(self, request: Any, caller: Caller) -> Message | None:
+        """Returns the response for an unknown id, or raises its error, if the request names what is not the caller's.
+
+        None if everything that it names is the caller's, or does not exist.
+        """
         if caller.namespace is None:
-            return
+            return None
         for resource_id in self.ids(request):
             if resource_id:
                 namespace = await self.namespace_of(resource_id)
                 if namespace is not None and namespace != caller.namespace:
-                    raise self.unknown(resource_id)
+                    answer = self.unknown(resource_id)
+                    if isinstance(answer, PenstockError):
+                        raise answer
+                    return answer
+        return None
 
     async def checked(self, requests: AsyncIterator[Any], caller: Caller) -> AsyncIterator[Any]:
         """Yields the requests of a stream, each checked."""

@@ -134,7 +134,7 @@ class GrpcGate:
 
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See ports.Gate. A broken stream is resumed; calls that the gate has dropped meanwhile are skipped."""
-        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True)
+        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True, all_namespaces=True)
         backoff = Backoff(_DELAYS)
         while True:
             try:

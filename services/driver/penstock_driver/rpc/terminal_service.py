@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
-from penstock_chassis import times
+from penstock_chassis import auth, times
+from penstock_chassis.auth import Owned, named
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.domain.records import RequestKey, new_id
 from penstock_driver.domain.terminal_episode import Step
 from penstock_driver.domain.validation import id_problem
 from penstock_driver.terminals.manager import TerminalManager
-from penstock_driver.terminals.records import TerminalRecord
+from penstock_driver.terminals.records import TerminalRecord, TerminalRecords, terminal_unknown
 from penstock_driver.wire.specs import step_action, terminal_spec
 
+SERVICE: Final = "penstock.driver.v1.TerminalService"
 MAX_ANSWER_BYTES: Final = 1 << 20
 
 
@@ -29,8 +31,8 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
         self, request: terminal_service_pb2.OpenTerminalRequest, context: Any
     ) -> terminal_service_pb2.OpenTerminalResponse:
         """Returns when the first command may be sent."""
-        key = RequestKey.of(request.request_id, request, b"OpenTerminal")
-        record = await self._terminals.open(key, terminal_spec(request))
+        key = RequestKey.of(auth.caller().home, request.request_id, request, b"OpenTerminal")
+        record = await self._terminals.open(key, terminal_spec(request, key.namespace))
         return terminal_service_pb2.OpenTerminalResponse(terminal=terminal_to_proto(record))
 
     async def Step(  # noqa: N802
@@ -55,6 +57,12 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
         """The current state."""
         record = await self._terminals.get(request.terminal_id)
         return terminal_service_pb2.GetTerminalResponse(terminal=terminal_to_proto(record))
+
+
+def owned(records: TerminalRecords) -> Mapping[str, Owned]:
+    """Whose the episodes are that requests name."""
+    terminal = Owned(named("terminal_id"), records.namespace_of, terminal_unknown)
+    return {f"{SERVICE}/{method}": terminal for method in ("Step", "CloseTerminal", "GetTerminal")}
 
 
 def _same_terminal(known: str, given: str) -> str:

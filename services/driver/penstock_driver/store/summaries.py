@@ -31,7 +31,7 @@ ALTER TABLE rollouts ADD COLUMN newest_version INTEGER;
 
 _COLUMNS: Final = (
     "number, rollout_id, group_id, idx, run_id, task_id, agent, labels, create_time, end_time, phase, attempts,"
-    " outcome, calls, prompt_tokens, completion_tokens, oldest_version, newest_version"
+    " outcome, calls, prompt_tokens, completion_tokens, oldest_version, newest_version, namespace"
 )
 
 
@@ -57,6 +57,7 @@ class RolloutRow:
     completion_tokens: int
     oldest_version: int | None
     newest_version: int | None
+    namespace: str
 
     def matches(self, matching: Filter) -> bool:
         """Whether every condition that is set holds."""
@@ -65,6 +66,7 @@ class RolloutRow:
             and matching.group_id in (None, self.group_id)
             and matching.task_id in (None, self.task_id)
             and matching.agent in (None, self.agent)
+            and matching.namespace in (None, self.namespace)
             and matching.labels.items() <= self.labels.items()
             and matching.ended in (None, self.end_time is not None)
         )
@@ -96,9 +98,10 @@ class Summaries:
 
 
 class Changes:
-    """The rollouts that changed since the last `take`."""
+    """The rollouts that changed since the last `take`. Deletions of other namespaces than `namespace` are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str | None = None) -> None:
+        self.namespace = namespace
         self._ids: dict[str, None] = {}
         self._some = asyncio.Event()
 
@@ -162,4 +165,5 @@ def _row(row: Row) -> RolloutRow:
         completion_tokens=row["completion_tokens"],
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
+        namespace=row["namespace"],
     )

@@ -33,6 +33,7 @@ _SOURCES = numbers(EventSource, agent_pb2.EventMapping.Source)
 def agent_to_proto(agent: Agent) -> agent_service_pb2.Agent:
     """A registered agent."""
     wire = agent_service_pb2.Agent(spec=spec_to_proto(agent.spec), spec_sha256=agent.sha256, built_in=agent.built_in)
+    wire.namespace = agent.namespace
     if agent.register_time:
         wire.register_time.CopyFrom(times.timestamp(agent.register_time))
     return wire
