@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
 from penstock_codec.fast_dataclass import quick
@@ -156,6 +157,12 @@ class RolloutSpec:
     sampling_override: Sampling = Sampling()  # noqa: RUF009 - immutable
     run_budgets: RunBudgets | None = None
     token_terms: KeyTerms = KeyTerms()  # noqa: RUF009 - immutable
+    namespace: str = DEFAULT_NAMESPACE
+
+    @property
+    def run_key(self) -> str | None:
+        """The rollout's run among those of all namespaces; None without a run. A namespace has no slash."""
+        return None if self.run_id is None else f"{self.namespace}/{self.run_id}"
 
 
 @quick

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from penstock_chassis.errors import AlreadyExists, NotFound
@@ -9,15 +10,30 @@ from penstock_interception.domain.calls import RolloutSpec, RolloutState
 from penstock_interception.domain.state import Call, Rollout, Session
 
 
+def rollout_unknown(_rollout_id: str) -> NotFound:
+    return NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+
+
+def call_unknown(_call_id: str) -> NotFound:
+    return NotFound("No such call.", reason="CALL_UNKNOWN")
+
+
+def session_unknown(_session_id: str) -> NotFound:
+    return NotFound("No such session.", reason="SESSION_UNKNOWN")
+
+
 class Registry:
     """All rollouts, the calls that are not evicted, and the connected or lost sessions, by id."""
 
     def __init__(self) -> None:
         self.open_rollouts = 0
+        self.open_in: Counter[str] = Counter()
+        """How many rollouts are open in each namespace."""
         # The service is stopping: no rollout is opened, no call admitted.
         self.draining = False
         self._rollouts: dict[str, Rollout] = {}
-        self._by_request: dict[str, Rollout] = {}
+        # By namespace and request id.
+        self._by_request: dict[tuple[str, str], Rollout] = {}
         self._calls: dict[str, Call] = {}
         self._sessions: dict[str, Session] = {}
 
@@ -28,7 +44,7 @@ class Registry:
 
         Raises AlreadyExists: REQUEST_ID_REUSED, ROLLOUT_EXISTS.
         """
-        before = self._by_request.get(spec.request_id)
+        before = self._by_request.get((spec.namespace, spec.request_id))
         if before is not None:
             if before.spec != spec:
                 raise AlreadyExists("The request id was used for another rollout.", reason="REQUEST_ID_REUSED")
@@ -45,7 +61,7 @@ class Registry:
         """Returns the rollout. Raises NotFound ROLLOUT_UNKNOWN."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+            raise rollout_unknown(rollout_id)
         return rollout
 
     def rollouts(self) -> Iterable[Rollout]:
@@ -54,14 +70,22 @@ class Registry:
 
     def keep(self, rollout: Rollout) -> None:
         self._rollouts[rollout.id] = rollout
-        self._by_request[rollout.spec.request_id] = rollout
+        self._by_request[rollout.spec.namespace, rollout.spec.request_id] = rollout
         if rollout.state is not RolloutState.CLOSED:
             self.open_rollouts += 1
+            self.open_in[rollout.spec.namespace] += 1
+
+    def ended(self, rollout: Rollout) -> None:
+        """Counts an open rollout as closed."""
+        self.open_rollouts -= 1
+        self.open_in[rollout.spec.namespace] -= 1
+        if not self.open_in[rollout.spec.namespace]:
+            del self.open_in[rollout.spec.namespace]
 
     def drop(self, rollout: Rollout) -> None:
         """Removes a rollout and its calls."""
         self._rollouts.pop(rollout.id, None)
-        self._by_request.pop(rollout.spec.request_id, None)
+        self._by_request.pop((rollout.spec.namespace, rollout.spec.request_id), None)
         self.drop_calls(rollout)
 
     # Calls -----------------------------------------------------------------------------------------------------------
@@ -70,7 +94,7 @@ class Registry:
         """Returns the call. Raises NotFound CALL_UNKNOWN."""
         call = self._calls.get(call_id)
         if call is None:
-            raise NotFound("No such call.", reason="CALL_UNKNOWN")
+            raise call_unknown(call_id)
         return call
 
     def find_call(self, call_id: str) -> Call | None:
@@ -94,7 +118,7 @@ class Registry:
         """Returns the session. Raises NotFound SESSION_UNKNOWN."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise NotFound("No such session.", reason="SESSION_UNKNOWN")
+            raise session_unknown(session_id)
         return session
 
     def find_session(self, session_id: str) -> Session | None:

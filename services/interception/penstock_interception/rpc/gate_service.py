@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -15,6 +16,8 @@ from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import auth
+from penstock_chassis.auth import Owned, named
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
@@ -34,6 +37,7 @@ from penstock_interception.domain.calls import (
     Source,
     TokenizerRef,
 )
+from penstock_interception.domain.registry import rollout_unknown
 from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.events import CallChange, Change
 from penstock_interception.ingress.dialects.base import DialectCodec
@@ -56,6 +60,7 @@ _CONTROL_TOKENS = {
     interception_pb2.CONTROL_TOKENS_PARSE: ControlTokens.PARSE,
 }
 _MODES = {value: key for key, value in trajectory.MODES.items()}
+SERVICE = "penstock.interception.v1.RolloutGateService"
 register_gate = pb_grpc.add_RolloutGateServiceServicer_to_server
 
 
@@ -89,6 +94,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             run_id=request.run_id if request.HasField("run_id") else None,
             labels=tuple(sorted(request.labels.items())),
             run_budgets=_run_budgets_from(request),
+            namespace=auth.caller().home,
         )
         resolved = await self._interceptor.rollouts.check(spec, caller_key)
         offered = [tool.name for tool in self._interceptor.tools.offered_to(spec)]
@@ -153,11 +159,13 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def ListRollouts(  # noqa: N802
         self, request: pb.ListRolloutsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.ListRolloutsResponse:
-        wanted = set(request.labels.items())
+        wanted, scope = set(request.labels.items()), auth.caller().scope(request.all_namespaces)
         found = [
             rollout
             for rollout in self._registry.rollouts()
-            if wanted.issubset(rollout.spec.labels) and not (request.open_only and rollout.state is RolloutState.CLOSED)
+            if wanted.issubset(rollout.spec.labels)
+            and scope in (None, rollout.spec.namespace)
+            and not (request.open_only and rollout.state is RolloutState.CLOSED)
         ]
         found.sort(key=lambda rollout: (-rollout.created, rollout.id))
         page, token = paged(found, request.page_size, request.page_token, _position)
@@ -183,6 +191,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.WatchCallsResponse]:
         watched, labels = frozenset(request.rollout_ids), set(request.labels.items())
+        found_by_id = bool(watched) and auth.caller().namespace is None
+        scope = None if found_by_id else auth.caller().scope(request.all_namespaces)
         for rollout_id in watched:
             self._registry.rollout(rollout_id)
         changes = self._interceptor.events
@@ -203,6 +213,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 spec = change.rollout.spec
                 if (watched and spec.rollout_id not in watched) or not labels.issubset(spec.labels):
                     continue
+                if scope not in (None, spec.namespace):
+                    continue
                 if request.ended_only and isinstance(change, CallChange) and not change.state.terminal:
                     continue
                 yield _change_to(change)
@@ -218,10 +230,11 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def WatchGate(  # noqa: N802
         self, request: pb.WatchGateRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.WatchGateResponse]:
-        interval = interval_from(request)
+        interval, scope = interval_from(request), auth.caller().scope(request.all_namespaces)
         while not self._stopping.is_set():
             yield snapshot_to(
-                take_snapshot(self._registry.rollouts(), self._registry.sessions()), self._interceptor.clock.wall()
+                take_snapshot(self._registry.rollouts(), self._registry.sessions(), scope),
+                self._interceptor.clock.wall(),
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
@@ -230,6 +243,22 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     def _over(self, rollout_id: str) -> bool:
         rollout = self._registry.find(rollout_id)
         return rollout is None or rollout.state is RolloutState.CLOSED
+
+
+def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
+    """Whose the rollouts are that requests name."""
+
+    async def of_rollout(rollout_id: str) -> str | None:
+        rollout = interceptor.registry.find(rollout_id)
+        return None if rollout is None else rollout.spec.namespace
+
+    one = Owned(named("rollout_id"), of_rollout, rollout_unknown)
+    methods = ("CloseRollout", "IssueToken", "RevokeTokens", "GetRollout", "GetCapture")
+    return {
+        **{f"{SERVICE}/{method}": one for method in methods},
+        f"{SERVICE}/WatchCalls": replace(one, ids=named("rollout_ids")),
+        f"{SERVICE}/DeleteRollout": replace(one, unknown=lambda _: pb.DeleteRolloutResponse()),
+    }
 
 
 def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[RolloutSpec, str | None]:
@@ -271,6 +300,7 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         sampling_override=override,
         run_budgets=_run_budgets_from(request),
         token_terms=budgets_and_keys.key_terms_from(request.token_terms, "token_terms"),
+        namespace=auth.caller().home,
     )
     return spec, caller_key
 

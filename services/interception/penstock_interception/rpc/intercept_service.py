@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 
 import grpc
@@ -11,10 +11,12 @@ from google.protobuf.message import Message as ProtoMessage
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
-from penstock_chassis import times
+from penstock_chassis import auth, times
+from penstock_chassis.auth import Owned, named
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.operations import server_info
 from penstock_chassis.validation import refuse_unknown
+from penstock_interception.domain.registry import call_unknown, rollout_unknown, session_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
@@ -38,6 +40,7 @@ MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
 FEATURES = ("hello.max_message_bytes", "hello.required_features", "top_logprobs")
 """What the gate serves of the contract beyond revision 1."""
+SERVICE = "penstock.interception.v1.InterceptService"
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
 
 
@@ -136,8 +139,9 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        acknowledged = await results.judge(self._interceptor, request.results)
-        lost = [lease for lease in request.extend_lease_ids if not self._interceptor.sessions.extend(lease)]
+        namespace, extend = auth.caller().namespace, self._interceptor.sessions.extend
+        acknowledged = await results.judge(self._interceptor, request.results, namespace)
+        lost = [lease for lease in request.extend_lease_ids if not extend(lease, namespace)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
 
     async def RegisterTools(  # noqa: N802
@@ -188,6 +192,25 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
                 server=self._info,
             )
         )
+
+
+def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
+    """Whose the sessions, rollouts and calls are that requests name."""
+    registry = interceptor.registry
+
+    async def of_session(session_id: str) -> str | None:
+        session = registry.find_session(session_id)
+        return None if session is None else session.namespace or ""  # one of all namespaces is nobody's in one
+
+    async def of_rollout(rollout_id: str) -> str | None:
+        rollout = registry.find(rollout_id)
+        return None if rollout is None else rollout.spec.namespace
+
+    return {
+        f"{SERVICE}/RegisterTools": Owned(named("session_id"), of_session, session_unknown),
+        f"{SERVICE}/ListCalls": Owned(named("rollout_id"), of_rollout, rollout_unknown),
+        f"{SERVICE}/GetCall": Owned(named("call_id"), interceptor.namespace_of_call, call_unknown),
+    }
 
 
 def _call_id(call: Call) -> str:

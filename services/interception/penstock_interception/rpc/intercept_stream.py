@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
-from penstock_chassis import times
+from penstock_chassis import auth, times
 from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded, FailedPrecondition
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
 from penstock_interception.domain.results import Accepted, Rejection
@@ -149,7 +149,9 @@ class InterceptStream:
         match frame:
             case "results":
                 given = request.results.results
-                await self._judged.put([await results.judge_one(interceptor, result, session) for result in given])
+                await self._judged.put(
+                    [await results.judge_one(interceptor, result, session, session.namespace) for result in given]
+                )
             case "credits":
                 interceptor.sessions.set_credit(
                     session, credits_from(request.credits, least=0, bytes_now=session.credit.bytes)
@@ -223,12 +225,16 @@ class _Judged:
 
 
 def selector_from(selector: pb.CallSelector) -> Selector:
-    """Returns the selector of the rollouts whose calls a trainer wants."""
+    """Returns the selector of the rollouts whose calls a trainer wants.
+
+    Raises PermissionDenied NAMESPACE_NOT_ALLOWED.
+    """
     return Selector(
         selector.run_id if selector.HasField("run_id") else None,
         selector.group_id if selector.HasField("group_id") else None,
         frozenset(selector.rollout_ids),
         frozenset(selector.labels.items()),
+        auth.caller().scope(selector.all_namespaces),
     )
 
 

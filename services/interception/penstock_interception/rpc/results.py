@@ -12,6 +12,7 @@ from penstock_interception.domain.results import Accepted, Rejection, RejectionR
 from penstock_interception.domain.state import Session
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.metrics import REJECTED
+from penstock_interception.rollouts.answers import call_unknown
 from penstock_interception.store.commits import recorded
 from penstock_interception.wire import convert
 
@@ -25,9 +26,14 @@ _REASONS = {
 }
 
 
-async def judge(interceptor: Interceptor, results: Sequence[pb.CallResult]) -> pb.ResultsAcknowledged:
-    """Validates each result alone; returns once all accepted ones are on disk."""
-    return await acknowledge([await judge_one(interceptor, result, None) for result in results])
+async def judge(
+    interceptor: Interceptor, results: Sequence[pb.CallResult], namespace: str | None
+) -> pb.ResultsAcknowledged:
+    """Validates each result alone; returns once all accepted ones are on disk.
+
+    `namespace`: that of the calls which the caller may answer; None = any.
+    """
+    return await acknowledge([await judge_one(interceptor, result, None, namespace) for result in results])
 
 
 async def acknowledge(verdicts: Sequence[Accepted | Rejection]) -> pb.ResultsAcknowledged:
@@ -64,9 +70,14 @@ def _not_recorded(call_id: str) -> pb.ResultRejected:
     )
 
 
-async def judge_one(interceptor: Interceptor, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
+async def judge_one(
+    interceptor: Interceptor, result: pb.CallResult, session: Session | None, namespace: str | None
+) -> Accepted | Rejection:
     """Validates one result of a session or of a lease; an accepted one may not be on disk yet."""
-    verdict = await _judged(interceptor, result, session)
+    if namespace is not None and await interceptor.namespace_of_call(result.call_id) not in (None, namespace):
+        verdict: Accepted | Rejection = call_unknown(result.call_id)
+    else:
+        verdict = await _judged(interceptor, result, session)
     if isinstance(verdict, Rejection):
         REJECTED.labels(verdict.reason.value).inc()
     return verdict

@@ -43,6 +43,7 @@ def _session_to(one: SessionSnapshot) -> pb.GateSession:
         identity=session.identity,
         run_id=queue.selector.run_id or "",
         group_id=queue.selector.group_id or "",
+        namespace=session.namespace or "",
         rollouts=one.rollouts,
         credit_calls=session.credit.calls,
         credit_bytes=session.credit.bytes,

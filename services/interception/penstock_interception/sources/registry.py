@@ -71,7 +71,7 @@ class Sources:
         self._upstreams = upstreams
         self._tokenizers = tokenizers
         self._caller_endpoints = caller_endpoints
-        self._resolved: SingleFlight[tuple[Source, str | None, str], Resolved] = SingleFlight(fresh_s=FRESH_S)
+        self._resolved: SingleFlight[tuple[Source, str | None, str, str], Resolved] = SingleFlight(fresh_s=FRESH_S)
 
     def source(self, mode: Mode, ref: Source, caller_key: str | None) -> ModelSource:
         """Returns the source that a rollout in this mode names.
@@ -125,14 +125,18 @@ class Sources:
                 check_url(base_url)
                 return UpstreamSource(self._http, self._parse, base_url, caller_key or None, model, shown=base_url)
 
-    async def resolve(self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str) -> Resolved:
-        """Checks that the source answers, and returns its properties; results are shared for up to 2 s.
+    async def resolve(
+        self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str, namespace: str
+    ) -> Resolved:
+        """Checks that the source answers, and returns its properties; a namespace shares a result for up to 2 s.
 
         Raises what `source` raises, and PenstockError.
         """
         source = self.source(mode, ref, caller_key)
         try:
-            found = await self._resolved.get((ref, caller_key, asked_model), lambda: source.resolve(asked_model))
+            found = await self._resolved.get(
+                (ref, caller_key, asked_model, namespace), lambda: source.resolve(asked_model)
+            )
         except CodecError as error:
             raise FailedPrecondition(
                 f"The model's tokenizer cannot be used: {error}", reason="TEMPLATE_UNSUPPORTED"

@@ -132,7 +132,9 @@ class Penstock:
         return self.intercept(selector, credits=credits, policy_version=policy_version)
 
 
-def connect(target: Target | None = None, token: str | None = None, *, tls: Tls | None = None) -> Penstock:
+def connect(
+    target: Target | None = None, token: str | None = None, *, tls: Tls | None = None, namespace: str | None = None
+) -> Penstock:
     """Connects to the services: `async with connect() as ps`.
 
     Args:
@@ -141,8 +143,9 @@ def connect(target: Target | None = None, token: str | None = None, *, tls: Tls 
         token: sent with each call; None = `PENSTOCK_TOKEN`, `PENSTOCK_TOKEN_FILE`, or the connection file's.
         tls: certificates. None = `PENSTOCK_CA_FILE`, or the connection file's; without either plaintext, which
             carries a token to this machine only.
+        namespace: in which an operator acts; None = `PENSTOCK_NAMESPACE`. A trainer's token belongs to one already.
 
     Raises:
         ConfigurationError: an address, the token or the connection file is invalid.
     """
-    return Penstock(resolve(target, token, tls))
+    return Penstock(resolve(target, token, tls, namespace))

@@ -57,6 +57,7 @@ class Terminal:
     create_time: datetime | None
     expire_time: datetime | None
     end_time: datetime | None
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Adapter:
     name: str
     policy_version: int
     rank: int
+    namespace: str = "default"
 
 
 class _Phased(Protocol):

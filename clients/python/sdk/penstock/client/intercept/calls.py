@@ -56,6 +56,11 @@ class ModelCall:
         return self._message.group_index if self._message.HasField("group_index") else None
 
     @property
+    def namespace(self) -> str:
+        """The namespace to which its rollout belongs; empty: an older gate."""
+        return self._message.namespace
+
+    @property
     def run_id(self) -> str | None:
         """The training run."""
         return self._message.run_id if self._message.HasField("run_id") else None

@@ -47,12 +47,16 @@ _REFUSALS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector:
-    """The rollouts whose calls a session wants: those that match every condition that is set; none set = all."""
+    """The rollouts whose calls a session wants: those that match every condition that is set; none set = all.
+
+    They are of the connection's namespace; `all_namespaces`, for an operator, selects those of all.
+    """
 
     run_id: str | None = None
     group_id: str | None = None
     rollout_ids: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    all_namespaces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,6 +455,7 @@ def _selector_to(selector: Selector) -> pb.CallSelector:
         group_id=selector.group_id,
         rollout_ids=selector.rollout_ids,
         labels=selector.labels,
+        all_namespaces=selector.all_namespaces,
     )
 
 

@@ -88,9 +88,9 @@ class Service:
         self.address = endpoints.address(name)
         self.peer = f"the {name} service at {self.address}"
         self.channel = _open(self.address, endpoints.tls)
-        self.metadata: Sequence[tuple[str, str]] = (
-            () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
-        )
+        token = () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
+        named = (("x-penstock-namespace", endpoints.namespace),) if endpoints.namespace else ()
+        self.metadata: Sequence[tuple[str, str]] = (*token, *named)
         """Metadata of every request; the tracing ids are added."""
 
     def _metadata(self) -> Sequence[tuple[str, str]]:

@@ -116,6 +116,7 @@ class Snapshot:
     size_bytes: int
     fork: str
     setup: tuple[RunResult, ...] = ()
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
