@@ -32,7 +32,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from penstock_chassis import journal, rpc_status
-from penstock_chassis.auth import HEALTH, Authenticator, Caller, Owned, Role, RoleTable, authorize, serve_for
+from penstock_chassis.auth import HEALTH, Authenticator, Caller, Hidden, Owned, Role, RoleTable, authorize, serve_for
 from penstock_chassis.errors import (
     InvalidArgument,
     PenstockError,
@@ -195,15 +195,12 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 def _single(method: str, behaviour: Any, caller: Caller | None, owned: Owned | None) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         started = time.perf_counter()
+        hidden = _hiding(owned, caller)
         try:
             with tracing.served(method, _enter(context, caller)):
-                response = None
-                if owned is not None and caller is not None and not hasattr(request, "__aiter__"):
-                    response = await owned.check(_checked(request), caller)
-                if response is None:
-                    response = await behaviour(_reached(request, owned, caller), context)
+                response = await behaviour(await _reached(request, hidden), context)
         except BaseException as error:
-            await _fail(method, started, context, error)
+            await _fail(method, started, context, error if hidden is None else hidden.shown(error))
             raise
         # After the answer, which is sent as soon as this returns: the caller does not wait for the log.
         took = time.perf_counter() - started
@@ -218,6 +215,7 @@ def _streaming(method: str, behaviour: Any, caller: Caller | None, reader_s: flo
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         patience = asyncio.timeout(None)
+        hidden = _hiding(owned, caller)
 
         async def write(response: Any) -> None:
             patience.reschedule(loop.time() + reader_s)
@@ -227,9 +225,7 @@ def _streaming(method: str, behaviour: Any, caller: Caller | None, reader_s: flo
         try:
             with tracing.served(method, _enter(context, caller)):
                 async with patience:
-                    if owned is not None and caller is not None and not hasattr(request, "__aiter__"):
-                        await owned.check(_checked(request), caller)
-                    responses = behaviour(_reached(request, owned, caller), context)
+                    responses = behaviour(await _reached(request, hidden), context)
                     if hasattr(responses, "__aiter__"):
                         try:
                             async for response in responses:
@@ -242,7 +238,7 @@ def _streaming(method: str, behaviour: Any, caller: Caller | None, reader_s: flo
         except BaseException as error:
             if patience.expired():
                 await _end_unread(method, started, context, reader_s)
-            await _fail(method, started, context, error)
+            await _fail(method, started, context, error if hidden is None else hidden.shown(error))
             raise
         _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.OK))
 
@@ -284,11 +280,16 @@ def _enter(context: grpc.aio.ServicerContext[Any, Any], caller: Caller | None) -
     return tracing.taken_up(metadata)
 
 
-def _reached(request: Any, owned: Owned | None, caller: Caller | None) -> Any:
-    """Returns the request; of a stream, each message is checked as it comes."""
-    if owned is not None and caller is not None and caller.namespace is not None and hasattr(request, "__aiter__"):
-        return owned.checked(request, caller)
-    return _checked(request)
+def _hiding(owned: Owned | None, caller: Caller | None) -> Hidden | None:
+    """Returns what hides ids of other namespaces; None where there is nothing to hide."""
+    return None if owned is None or caller is None or caller.namespace is None else Hidden(owned, caller)
+
+
+async def _reached(request: Any, hidden: Hidden | None) -> Any:
+    request = _checked(request)
+    if hidden is None:
+        return request
+    return hidden.hide_each(request) if hasattr(request, "__aiter__") else await hidden.hide(request)
 
 
 def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.wrappers_pb2 import StringValue
 
 from penstock_chassis import auth
 from penstock_chassis.auth import NAMESPACE_HEADER, Authenticator, Caller, Owned, Quotas, Role, Token
@@ -79,16 +80,19 @@ class _Stub:
     """Echoes who calls; each message is an id."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.One: Any = channel.unary_unary("/a.S/One")
-        self.Many: Any = channel.unary_stream("/a.S/Many")
-        self.Each: Any = channel.stream_stream("/a.S/Each")
+        formats: dict[str, Any] = {"request_serializer": StringValue.SerializeToString}
+        self.One: Any = channel.unary_unary("/a.S/One", **formats)
+        self.Many: Any = channel.unary_stream("/a.S/Many", **formats)
+        self.Each: Any = channel.stream_stream("/a.S/Each", **formats)
 
 
-async def _one(_request: bytes, _context: object) -> bytes:
+async def _one(request: StringValue, _context: object) -> bytes:
+    if request.value not in OWNERS:
+        raise NotFound(f"there is no {request.value}", reason="ONE_UNKNOWN", metadata={"id": request.value})
     return f"{auth.caller().role} {auth.caller().home} {auth.acts_in()}".encode()
 
 
-async def _many(request: bytes, context: object) -> Any:
+async def _many(request: StringValue, context: object) -> Any:
     yield await _one(request, context)
 
 
@@ -98,10 +102,11 @@ async def _each(requests: Any, context: object) -> Any:
 
 
 def _add(_servicer: object, server: Any) -> None:
+    read: Any = StringValue.FromString
     handlers: dict[str, Any] = {
-        "One": grpc.unary_unary_rpc_method_handler(_one),
-        "Many": grpc.unary_stream_rpc_method_handler(_many),
-        "Each": grpc.stream_stream_rpc_method_handler(_each),
+        "One": grpc.unary_unary_rpc_method_handler(_one, read),
+        "Many": grpc.unary_stream_rpc_method_handler(_many, read),
+        "Each": grpc.stream_stream_rpc_method_handler(_each, read),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.S", handlers),))
     server.add_registered_method_handlers("a.S", handlers)
@@ -111,33 +116,26 @@ async def _namespace_of(resource_id: str) -> str | None:
     return OWNERS.get(resource_id)
 
 
-OWNED = Owned(
-    ids=lambda request: [request.decode()],
-    namespace_of=_namespace_of,
-    unknown=lambda one: NotFound(f"there is no {one}", reason="ONE_UNKNOWN"),
-)
-
-
-async def _call(stub: _Stub, method: str, resource_id: bytes, metadata: Any) -> bytes:
-    call = getattr(stub, method)(resource_id if method != "Each" else _stream(resource_id), metadata=metadata)
+async def _call(stub: _Stub, method: str, resource_id: str, metadata: Any) -> bytes:
+    request = StringValue(value=resource_id)
+    call = getattr(stub, method)(_stream(request) if method == "Each" else request, metadata=metadata)
     with typed_errors():
         if method == "One":
             return bytes(await call)
         return b"".join([answer async for answer in call])
 
 
-async def _stream(*messages: bytes) -> Any:
+async def _stream(*messages: StringValue) -> Any:
     for message in messages:
         yield message
 
 
 @pytest.mark.requirement("R107")
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_resource_of_another_namespace_is_unknown(method: str) -> None:
+async def test_a_resource_of_another_namespace_does_not_exist(method: str) -> None:
     """In every kind of call; an operator who names no namespace reaches it, one who names another does not."""
-    owned = {f"a.S/{name}": OWNED for name in METHODS}
-    roles = {"a.S": {Role.TRAINER}}
-    served = serve((None, _add), roles=roles, tokens=TOKENS, more=[TEAM], owned=owned)
+    owned = {f"a.S/{name}": Owned(("value",), _namespace_of) for name in METHODS}
+    served = serve((None, _add), roles={"a.S": {Role.TRAINER}}, tokens=TOKENS, more=[TEAM], owned=owned)
     async with served as (address, _), connect(address) as channel:
         stub = _Stub(channel)
         for metadata, expected in (
@@ -145,20 +143,22 @@ async def test_a_resource_of_another_namespace_is_unknown(method: str) -> None:
             (_metadata("op-token"), b"operator default None"),
             (_metadata("op-token", "team-a"), b"operator team-a team-a"),
         ):
-            assert await _call(stub, method, b"mine", metadata) == expected
-            assert await _call(stub, method, b"neither", metadata) == expected  # the method itself refuses it
+            assert await _call(stub, method, "mine", metadata) == expected
         for metadata in (_metadata("team-token"), _metadata("op-token", "team-a"), _metadata("trainer-token")):
-            with pytest.raises(NotFound) as refused:
-                await _call(stub, method, b"theirs", metadata)
-            assert refused.value.reason == "ONE_UNKNOWN"
-        assert await _call(stub, method, b"theirs", _metadata("op-token")) == b"operator default None"
+            for resource_id in ("theirs", "nobodys"):
+                with pytest.raises(NotFound) as refused:
+                    await _call(stub, method, resource_id, metadata)
+                assert refused.value.reason == "ONE_UNKNOWN"
+                assert refused.value.message == f"there is no {resource_id}"
+                assert refused.value.metadata["id"] == resource_id
+        assert await _call(stub, method, "theirs", _metadata("op-token")) == b"operator default None"
 
 
 @pytest.mark.requirement("R107")
 async def test_calls_to_other_services_name_the_namespace() -> None:
     async with serve((None, _add), tokens=TOKENS) as (_, channel):
-        one: Any = channel.unary_unary("/a.S/One")
-        assert await one(b"") == b"operator default None"
+        one, mine = _Stub(channel).One, StringValue(value="mine")
+        assert await one(mine) == b"operator default None"
         with auth.acting_in("team-b"):
-            assert await one(b"") == b"operator team-b team-b"
-        assert await one(b"") == b"operator default None"
+            assert await one(mine) == b"operator team-b team-b"
+        assert await one(mine) == b"operator default None"

@@ -11,7 +11,7 @@ from penstock_chassis.auth.callers import (
     is_namespace,
     serve_for,
 )
-from penstock_chassis.auth.ownership import Owned, named
+from penstock_chassis.auth.ownership import Hidden, Owned
 from penstock_chassis.auth.roles import Role, RoleTable, authorize
 from penstock_chassis.auth.tokens import HEADER, HEALTH, Authenticator, Token
 
@@ -22,6 +22,7 @@ __all__ = [
     "NAMESPACE_HEADER",
     "Authenticator",
     "Caller",
+    "Hidden",
     "Owned",
     "Quotas",
     "Role",
@@ -32,6 +33,5 @@ __all__ = [
     "authorize",
     "caller",
     "is_namespace",
-    "named",
     "serve_for",
 ]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock_chassis import auth, times
-from penstock_chassis.auth import Owned, named
+from penstock_chassis.auth import Owned
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, RequestKey
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rollouts.use_cases import HEARTBEAT_S, RolloutUseCases
 from penstock_driver.rpc.row_stream import watch_rows
 from penstock_driver.store.event_log import EventLog
-from penstock_driver.store.records import Records, group_unknown, rollout_unknown
+from penstock_driver.store.records import Records
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_size, page_token
 from penstock_driver.wire.to_proto import group_to_proto, rollout_to_proto
@@ -209,15 +208,13 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
 
 def owned(records: Records) -> Mapping[str, Owned]:
     """Whose the rollouts and groups are that requests name."""
-    rollout = Owned(named("rollout_id"), records.namespace_of, rollout_unknown)
-    group = Owned(named("group_id"), records.namespace_of_group, group_unknown)
-    of_rollouts = ("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "GetTrajectory")
-    of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup")
+    rollout = Owned(("rollout_id",), records.namespace_of)
+    group = Owned(("group_id",), records.namespace_of_group)
+    of_rollouts = ("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "DeleteRollout", "GetTrajectory")
+    of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "DeleteGroup")
     return {
         **{f"{SERVICE}/{method}": rollout for method in of_rollouts},
         **{f"{SERVICE}/{method}": group for method in of_groups},
-        f"{SERVICE}/DeleteRollout": replace(rollout, unknown=lambda _: rollout_service_pb2.DeleteRolloutResponse()),
-        f"{SERVICE}/DeleteGroup": replace(group, unknown=lambda _: rollout_service_pb2.DeleteGroupResponse()),
     }
 
 

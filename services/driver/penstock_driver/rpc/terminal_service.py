@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
 from penstock_chassis import auth, times
-from penstock_chassis.auth import Owned, named
+from penstock_chassis.auth import Owned
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.domain.records import RequestKey, new_id
 from penstock_driver.domain.terminal_episode import Step
 from penstock_driver.domain.validation import id_problem
 from penstock_driver.terminals.manager import TerminalManager
-from penstock_driver.terminals.records import TerminalRecord, TerminalRecords, terminal_unknown
+from penstock_driver.terminals.records import TerminalRecord, TerminalRecords
 from penstock_driver.wire.specs import step_action, terminal_spec
 
 SERVICE: Final = "penstock.driver.v1.TerminalService"
@@ -61,7 +61,7 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
 
 def owned(records: TerminalRecords) -> Mapping[str, Owned]:
     """Whose the episodes are that requests name."""
-    terminal = Owned(named("terminal_id"), records.namespace_of, terminal_unknown)
+    terminal = Owned(("terminal_id",), records.namespace_of)
     return {f"{SERVICE}/{method}": terminal for method in ("Step", "CloseTerminal", "GetTerminal")}
 
 

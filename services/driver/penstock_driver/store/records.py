@@ -121,7 +121,7 @@ class Records:
         """One rollout; NotFound (ROLLOUT_UNKNOWN)."""
         rows = await self._journal.read("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,), few=True)
         if not rows:
-            raise rollout_unknown(rollout_id)
+            raise NotFound(f"there is no rollout {rollout_id}", reason="ROLLOUT_UNKNOWN")
         return _record(rows[0])
 
     async def namespace_of(self, rollout_id: str) -> str | None:
@@ -161,7 +161,7 @@ class Records:
         """One group; NotFound (GROUP_UNKNOWN)."""
         rows = await self._journal.read("SELECT * FROM groups WHERE group_id = ?", (group_id,), few=True)
         if not rows:
-            raise group_unknown(group_id)
+            raise NotFound(f"there is no group {group_id}", reason="GROUP_UNKNOWN")
         return _group(rows[0])
 
     async def groups(
@@ -209,14 +209,6 @@ class Records:
 
     async def delete_group(self, group_id: str) -> None:
         await self._journal.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
-
-
-def rollout_unknown(rollout_id: str) -> NotFound:
-    return NotFound(f"there is no rollout {rollout_id}", reason="ROLLOUT_UNKNOWN")
-
-
-def group_unknown(group_id: str) -> NotFound:
-    return NotFound(f"there is no group {group_id}", reason="GROUP_UNKNOWN")
 
 
 def _insertion(record: Record) -> Statement:

@@ -226,7 +226,7 @@ class TerminalRecords:
         """One episode; NotFound (TERMINAL_UNKNOWN), also while it is being opened."""
         rows = await self._journal.query(f"{_TERMINALS} WHERE terminal_id = ?", (terminal_id,))
         if not rows or (rows[0]["place"] is None and rows[0]["outcome"] is None):
-            raise terminal_unknown(terminal_id)
+            raise NotFound(f"there is no terminal {terminal_id}", reason="TERMINAL_UNKNOWN")
         return _terminal(rows[0])
 
     async def unreleased(self) -> list[TerminalRecord]:
@@ -246,10 +246,6 @@ class TerminalRecords:
 
 def _bytes(message: Message | None) -> bytes | None:
     return None if message is None else message.SerializeToString()
-
-
-def terminal_unknown(terminal_id: str) -> NotFound:
-    return NotFound(f"there is no terminal {terminal_id}", reason="TERMINAL_UNKNOWN")
 
 
 _TERMINALS: Final = "SELECT * FROM terminals"

@@ -10,18 +10,6 @@ from penstock_interception.domain.calls import RolloutSpec, RolloutState
 from penstock_interception.domain.state import Call, Rollout, Session
 
 
-def rollout_unknown(_rollout_id: str) -> NotFound:
-    return NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
-
-
-def call_unknown(_call_id: str) -> NotFound:
-    return NotFound("No such call.", reason="CALL_UNKNOWN")
-
-
-def session_unknown(_session_id: str) -> NotFound:
-    return NotFound("No such session.", reason="SESSION_UNKNOWN")
-
-
 class Registry:
     """All rollouts, the calls that are not evicted, and the connected or lost sessions, by id."""
 
@@ -61,7 +49,7 @@ class Registry:
         """Returns the rollout. Raises NotFound ROLLOUT_UNKNOWN."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            raise rollout_unknown(rollout_id)
+            raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
         return rollout
 
     def rollouts(self) -> Iterable[Rollout]:
@@ -94,7 +82,7 @@ class Registry:
         """Returns the call. Raises NotFound CALL_UNKNOWN."""
         call = self._calls.get(call_id)
         if call is None:
-            raise call_unknown(call_id)
+            raise NotFound("No such call.", reason="CALL_UNKNOWN")
         return call
 
     def find_call(self, call_id: str) -> Call | None:
@@ -118,7 +106,7 @@ class Registry:
         """Returns the session. Raises NotFound SESSION_UNKNOWN."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise session_unknown(session_id)
+            raise NotFound("No such session.", reason="SESSION_UNKNOWN")
         return session
 
     def find_session(self, session_id: str) -> Session | None:

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -17,7 +16,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import auth
-from penstock_chassis.auth import Owned, named
+from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
@@ -37,7 +36,6 @@ from penstock_interception.domain.calls import (
     Source,
     TokenizerRef,
 )
-from penstock_interception.domain.registry import rollout_unknown
 from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.events import CallChange, Change
 from penstock_interception.ingress.dialects.base import DialectCodec
@@ -252,13 +250,10 @@ def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
         rollout = interceptor.registry.find(rollout_id)
         return None if rollout is None else rollout.spec.namespace
 
-    one = Owned(named("rollout_id"), of_rollout, rollout_unknown)
-    methods = ("CloseRollout", "IssueToken", "RevokeTokens", "GetRollout", "GetCapture")
-    return {
-        **{f"{SERVICE}/{method}": one for method in methods},
-        f"{SERVICE}/WatchCalls": replace(one, ids=named("rollout_ids")),
-        f"{SERVICE}/DeleteRollout": replace(one, unknown=lambda _: pb.DeleteRolloutResponse()),
-    }
+    one = Owned(("rollout_id",), of_rollout)
+    methods = ("CloseRollout", "DeleteRollout", "IssueToken", "RevokeTokens", "GetRollout", "GetCapture")
+    several = Owned(("rollout_ids",), of_rollout)
+    return {f"{SERVICE}/WatchCalls": several, **{f"{SERVICE}/{method}": one for method in methods}}
 
 
 def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[RolloutSpec, str | None]:

@@ -12,11 +12,10 @@ from google.protobuf.message import Message as ProtoMessage
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import auth, times
-from penstock_chassis.auth import Owned, named
+from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.operations import server_info
 from penstock_chassis.validation import refuse_unknown
-from penstock_interception.domain.registry import call_unknown, rollout_unknown, session_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
@@ -207,9 +206,9 @@ def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
         return None if rollout is None else rollout.spec.namespace
 
     return {
-        f"{SERVICE}/RegisterTools": Owned(named("session_id"), of_session, session_unknown),
-        f"{SERVICE}/ListCalls": Owned(named("rollout_id"), of_rollout, rollout_unknown),
-        f"{SERVICE}/GetCall": Owned(named("call_id"), interceptor.namespace_of_call, call_unknown),
+        f"{SERVICE}/RegisterTools": Owned(("session_id",), of_session),
+        f"{SERVICE}/ListCalls": Owned(("rollout_id",), of_rollout),
+        f"{SERVICE}/GetCall": Owned(("call_id",), interceptor.namespace_of_call),
     }
 
 
