@@ -27,6 +27,9 @@ from penstock_chassis.telemetry.loop_lag import LoopLag
 SERVICE: Final = "penstock.ops.v1.OperationsService"
 ROLES: Final = {SERVICE: frozenset(Role)}
 
+FEATURES: Final = ("namespaces",)
+"""What every service serves of the contract beyond revision 1."""
+
 CONTRACT_REVISION: Final = 2
 """Grows with each release that adds to the protos; docs/compatibility.md lists what each revision added."""
 
@@ -173,7 +176,7 @@ def server_info(name: str, features: Sequence[str]) -> pb.ServerInfo:
         service=name,
         version=_version(name),
         contract_revision=CONTRACT_REVISION,
-        features=sorted(features),
+        features=sorted({*features, *FEATURES}),
         max_message_bytes=MAX_MESSAGE_BYTES,
         min_ping_interval=times.duration(MIN_PING_S),
     )

@@ -60,7 +60,7 @@ async def test_server_info_has_the_contract_and_the_limits() -> None:
     assert (server.service, server.version, list(server.features)) == (
         "driver",
         metadata.version("penstock-driver"),
-        ["a", "b"],
+        ["a", "b", "namespaces"],
     )
     assert server.contract_revision == CONTRACT_REVISION
     assert (server.max_message_bytes, server.min_ping_interval.seconds) == (64 << 20, 10)

@@ -73,7 +73,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             raise FailedPrecondition("The first frame of a session must be Hello.", reason="HELLO_EXPECTED")
         hello = first.hello
         refuse_unknown(hello.selector, "hello.selector")
-        check_features(hello.required_features, FEATURES)
+        check_features(hello.required_features, self._info.features)
         asked = SessionRequest(
             selector_from(hello.selector),
             credits_from(hello.credits, least=1),

@@ -147,8 +147,17 @@ def options(
         bool,
         typer.Option("--version", callback=_print_versions, is_eager=True, help="Versions of the installed packages."),
     ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PENSTOCK_NAMESPACE",
+            help="For an operator: the namespace to act in. A trainer's token belongs to one already.",
+        ),
+    ] = None,
 ) -> None:
     """What holds for all commands."""
+    if namespace is not None:
+        os.environ["PENSTOCK_NAMESPACE"] = namespace  # where every connection of the command looks
 
 
 if __name__ == "__main__":

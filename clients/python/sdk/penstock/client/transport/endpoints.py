@@ -2,8 +2,9 @@
 
 Looked up in this order: the caller's arguments; the environment (`PENSTOCK_<SERVICE>_ADDRESS`, `PENSTOCK_TOKEN` or
 `PENSTOCK_TOKEN_FILE`, `PENSTOCK_CA_FILE`); the connection file that `penstock up` or `penstock credentials` writes; the
-loopback defaults. A token is never sent to an address that it was not given for: the connection file's token goes to
-the connection file's addresses only, and none goes in clear beyond this machine.
+loopback defaults. The namespace in which an operator acts is the caller's argument, or `PENSTOCK_NAMESPACE`. A token is
+never sent to an address that it was not given for: the connection file's token goes to the connection file's addresses
+only, and none goes in clear beyond this machine.
 """
 
 import ipaddress
@@ -43,7 +44,8 @@ DEFAULT_DASHBOARD_PORT: Final = 7790
 
 
 _GIVEN: Final = "the calling program"
-_NAMESPACE: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+NAMESPACE: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+"""The form of a namespace's name."""
 
 CONNECTION_FILE: Final = "connection.json"
 """Name of the connection file in a state directory."""
@@ -76,7 +78,7 @@ class Endpoints:
     """Origin of the token, for people."""
 
     def __post_init__(self) -> None:
-        if self.namespace and not _NAMESPACE.fullmatch(self.namespace):
+        if self.namespace and not NAMESPACE.fullmatch(self.namespace):
             raise ConfigurationError(
                 f"{self.namespace!r} is not a namespace: 1 to 63 of a-z, 0-9 and -, the first a letter or digit",
                 reason="NAMESPACE_INVALID",
@@ -125,15 +127,15 @@ def resolve(
 
     Args:
         target, token, tls: as in `connect`.
-        namespace: None = `PENSTOCK_NAMESPACE`, or none.
+        namespace: None = the target's own, `PENSTOCK_NAMESPACE`, or none.
 
     Raises:
         ConfigurationError: an address, a token, the namespace or the connection file is invalid; the message names it.
     """
-    if isinstance(target, Endpoints):
-        return target if namespace is None else replace(target, namespace=namespace)
-    named = os.environ.get("PENSTOCK_NAMESPACE", "") if namespace is None else namespace
-    return replace(_found(target, token, tls), namespace=named)
+    found = target if isinstance(target, Endpoints) else _found(target, token, tls)
+    if namespace is None:
+        namespace = found.namespace or os.environ.get("PENSTOCK_NAMESPACE", "")
+    return found if namespace == found.namespace else replace(found, namespace=namespace)
 
 
 def _found(target: str | Path | Mapping[str, str] | None, token: str | None, tls: Tls | None) -> Endpoints:
