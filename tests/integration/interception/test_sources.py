@@ -142,6 +142,23 @@ async def test_a_response_format_reaches_the_engine_or_is_refused_by_its_name(
         assert call.end_reason == "CAPABILITY_MISSING"
 
 
+@pytest.mark.requirement("R43", "R72", "R74")
+async def test_schema_on_which_an_engine_fails_inside_is_the_requests_doing(
+    start: Any, inference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine answers one token of something else in between."""
+    formed_engine.install(tmp_path / "plugins")
+    monkeypatch.syspath_prepend(tmp_path / "plugins")
+    schema = {"type": "object", "description": "fails inside"}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    service = await start(inference_address=await inference({"strict": False, "turns": [{"reply": "x"}]}, "formed"))
+    rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE)
+    with pytest.raises(openai.APIStatusError):
+        await rollout.client().chat.completions.create(model="m", messages=ASK, response_format=form)
+    [call] = (await service.capture(rollout.rollout_id)).calls
+    assert call.end_reason == "REQUEST_FAILS", call.failure
+
+
 async def test_a_trainer_delegates_a_call_to_the_inference_service(start: Any, inference: Any) -> None:
     """Gate mode: Delegation is accepted, the credit is free, the model source answers."""
     service = await start(inference_address=await inference({"turns": [{"reply": "from the engine"}]}))
