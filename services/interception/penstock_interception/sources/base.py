@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final
 
 from penstock_codec import Codec
 from penstock_interception.domain.calls import Answerer, ModelFacts
@@ -56,10 +55,6 @@ class ModelSource(ABC):
         """Checks that the source is reachable (R27) and returns its properties. Raises PenstockError."""
 
 
-REQUEST_FAILS: Final = "REQUEST_FAILS"
-"""Reason of a call that its source failed twice, while it answered another request in between."""
-
-
 async def answer(source: ModelSource, call: Call) -> Completion:
     """Answers a call. Raises SourceError, REQUEST_FAILS if the request and not the source is the cause.
 
@@ -76,4 +71,4 @@ async def answer(source: ModelSource, call: Call) -> Completion:
     except SourceError as error:
         if not error.may_be_the_request:
             raise
-        raise SourceError(REQUEST_FAILS, f"{error.reason}: {error}", retriable=error.retriable) from error
+        raise SourceError("REQUEST_FAILS", f"{error.reason}: {error}", retriable=error.retriable) from error
