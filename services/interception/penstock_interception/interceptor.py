@@ -38,7 +38,7 @@ from penstock_interception.rollouts.agent_keys import AgentKeys
 from penstock_interception.rollouts.answers import AnswerHandler, judge_trainer
 from penstock_interception.rollouts.conversations import Conversations
 from penstock_interception.rollouts.manager import Rollouts
-from penstock_interception.sources.base import SourceError
+from penstock_interception.sources.base import SourceError, answer
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store.commits import nothing_to_write
 from penstock_interception.store.store import CallStore
@@ -358,7 +358,7 @@ class Interceptor:
                 request_id=call.id, rollout_id=rollout.id, group_id=rollout.spec.group_id, call_id=call.id
             )
             with acting_in(rollout.spec.namespace), tracing.using(call.trace.step if call.trace is not None else None):
-                completion = await source.complete(call)
+                completion = await answer(source, call)
             outcome = await self._answers.from_source(call, completion, source.answerer)
         except SourceError as error:
             _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)

@@ -124,6 +124,10 @@ class GrpcGate:
             gave_up=totals.last_unanswered,
             is_final=bool(totals.last_failure_reason) and not totals.last_failure_retriable and not totals.expired,
             refused=sum(one.calls for one in totals.failures if is_of_the_request(one.reason, one.retriable)),
+            lost=totals.expired_since_answer
+            + sum(
+                one.calls_since_answer for one in totals.failures if not is_of_the_request(one.reason, one.retriable)
+            ),
         )
 
     async def delete(self, rollout_id: str) -> None:

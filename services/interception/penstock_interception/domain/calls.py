@@ -259,6 +259,8 @@ class Failures:
     reason: str
     retriable: bool
     calls: int = 0
+    # Those that came after the rollout's last answer.
+    calls_since_answer: int = 0
 
 
 @dataclass(slots=True)
@@ -282,6 +284,9 @@ class Totals:
     refused: int = 0
     # One entry per reason and `retriable`.
     failures: list[Failures] = field(default_factory=list)
+    # Expired calls that came after the rollout's last answer, and the number of calls that had come when it came.
+    expired_since_answer: int = 0
+    calls_at_answer: int = 0
 
     @property
     def open(self) -> int:

@@ -194,7 +194,7 @@ def _head(captured: Capture) -> pb.Trajectory:
 _totals_to = writer(
     Totals,
     gate_pb2.CallTotals,
-    left_out=("top_bytes",),
+    left_out=("top_bytes", "calls_at_answer"),
     by={
         "open": lambda totals: totals.open,
         "failures": lambda totals: [

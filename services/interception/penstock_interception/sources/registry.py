@@ -167,6 +167,9 @@ class _TokenizerSource(ModelSource):
     async def complete(self, call: Call) -> Completion:
         raise SourceError("NOBODY_TO_DELEGATE_TO", retriable=False)
 
+    async def answers_others(self, call: Call) -> bool:
+        return False
+
     async def resolve(self, asked_model: str) -> Resolved:
         files = TokenizerFiles.from_directory(self._path)
         codec = await self._codecs.from_files(files, self._choice)

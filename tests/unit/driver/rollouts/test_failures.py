@@ -156,7 +156,7 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
     at_once = classify_exit(end, replace(closing, unanswered=3, refused=3), None, [0], Phase.RUNNING)
     assert at_once is not None and at_once.cause is Cause.MODEL
     lost = classify_exit(
-        end, replace(closing, last_failure="UPSTREAM_UNREACHABLE", refused=0), None, [0], Phase.RUNNING
+        end, replace(closing, last_failure="UPSTREAM_UNREACHABLE", refused=0, lost=1), None, [0], Phase.RUNNING
     )
     assert lost is not None and not lost.is_gradable
 
@@ -168,6 +168,9 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
         ([("MODEL_NOT_ALLOWED", False)], True),
         ([("UPSTREAM_REFUSED", False), ("TEMPLATE_REFUSED", False)], True),
         ([("GENERATE_REQUEST_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
+        ([("REQUEST_FAILS", True)], True),
+        ([("REQUEST_FAILS", False), ("REQUEST_FAILS", True)], True),
+        ([("REQUEST_FAILS", True), ("UPSTREAM_REFUSED", True)], False),
         ([("UPSTREAM_REFUSED", True)], False),
         ([("MODEL_NOT_ALLOWED", False), ("UPSTREAM_UNREACHABLE", True)], False),
         ([("UPSTREAM_UNREACHABLE", True), ("CONTEXT_EXCEEDED", False)], False),
@@ -179,7 +182,13 @@ def test_policy_that_crashes_after_an_unanswerable_request_is_graded(
 ) -> None:
     """A refusal that it can provoke is its own doing; one that a service had first is the service's."""
     refused = sum(is_of_the_request(*failure) for failure in failures)
-    closing = GateClosing(calls=9, unanswered=len(failures), last_failure=failures[-1][0], refused=refused)
+    closing = GateClosing(
+        calls=9,
+        unanswered=len(failures),
+        last_failure=failures[-1][0],
+        refused=refused,
+        lost=len(failures) - refused,
+    )
     failure = classify_exit(Exit(ExitReason.SIGNALED, signal=9), closing, None, [0], Phase.RUNNING)
     assert failure is not None
     assert (failure.is_gradable, failure.retriable) == (graded, not graded)
@@ -190,13 +199,40 @@ def test_policy_that_crashes_after_an_unanswerable_request_is_graded(
 def test_agent_that_ends_well_after_an_unanswered_call_gave_up() -> None:
     """Some end with 0 when the model is gone; what they left is not graded."""
     end = Exit(ExitReason.EXITED, code=0)
-    gave_up = GateClosing(calls=3, unanswered=1, last_failure="UPSTREAM_UNREACHABLE", gave_up=True)
+    gave_up = GateClosing(calls=3, unanswered=1, last_failure="UPSTREAM_UNREACHABLE", gave_up=True, lost=1)
     failure = classify_exit(end, gave_up, None, [0], Phase.RUNNING)
     assert failure is not None
     assert (failure.reason, failure.caused_by, failure.retriable) == ("MODEL_CALL_FAILED", Component.ENGINE, True)
     assert classify_exit(end, replace(gave_up, gave_up=False), None, [0], Phase.RUNNING) is None, (
         "it asked again, and went on"
     )
+    own = replace(gave_up, last_failure="REQUEST_FAILS", refused=1, lost=0)
+    assert classify_exit(end, own, None, [0], Phase.RUNNING) is None, "its own request failed"
+
+
+@pytest.mark.requirement("R72", "R74", "R93")
+@pytest.mark.parametrize("end", [Exit(ExitReason.EXITED, code=1), Exit(ExitReason.SIGNALED, signal=9)])
+@pytest.mark.parametrize("gave_up", [True, False])
+def test_loss_that_an_answer_followed_excuses_no_crash(end: Exit, gave_up: bool) -> None:
+    """The calls of a flood expire while others of it are answered; one that failed before the agent went on is over."""
+    closing = GateClosing(calls=60, unanswered=40, last_failure="UPSTREAM_UNREACHABLE", gave_up=gave_up)
+    failure = classify_exit(end, closing, None, [0], Phase.RUNNING)
+    assert failure is not None and failure.is_gradable and not failure.retriable
+    assert (failure.reason, failure.caused_by) == ("AGENT_CRASHED", Component.AGENT)
+
+
+@pytest.mark.requirement("R43", "R74")
+def test_honest_agent_whose_source_is_down_is_not_graded() -> None:
+    """From the start, or after answers; a refusal of its own among them changes nothing."""
+    end = Exit(ExitReason.EXITED, code=1)
+    for closing in (
+        GateClosing(calls=3, unanswered=3, last_failure="UPSTREAM_UNREACHABLE"),
+        GateClosing(calls=1, unanswered=1, last_failure="REQUEST_FAILS", refused=1),
+        GateClosing(calls=9, unanswered=4, last_failure="REQUEST_FAILS", refused=3, lost=1),
+    ):
+        failure = classify_exit(end, closing, None, [0], Phase.RUNNING)
+        assert failure is not None and not failure.is_gradable
+        assert (failure.reason, failure.caused_by) == ("MODEL_CALL_FAILED", Component.ENGINE)
 
 
 @pytest.mark.requirement("R49", "R74")

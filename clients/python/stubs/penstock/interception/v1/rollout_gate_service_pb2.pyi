@@ -515,6 +515,7 @@ class CallTotals(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     LAST_UNANSWERED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    EXPIRED_SINCE_ANSWER_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     open: _builtins.int
     delivered: _builtins.int
@@ -533,6 +534,10 @@ class CallTotals(_message.Message):
     last_unanswered: _builtins.bool
     """Whether the latest ended call (cancelled ones aside) failed for a transient reason. An agent that ended after it gave
     up, whatever its exit code.
+    """
+    expired_since_answer: _builtins.int
+    """Calls that EXPIRED, and that came after the rollout's last answer: one that came before was behind others that were
+    answered.
     """
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallFailures]:
@@ -557,10 +562,11 @@ class CallTotals(_message.Message):
         refused: _builtins.int = ...,
         last_unanswered: _builtins.bool = ...,
         failures: _abc.Iterable[Global___CallFailures] | None = ...,
+        expired_since_answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "expired_since_answer", b"expired_since_answer", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,22 +581,26 @@ class CallFailures(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     RETRIABLE_FIELD_NUMBER: _builtins.int
+    CALLS_SINCE_ANSWER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Stable, for example UPSTREAM_REFUSED. Empty = several."""
     calls: _builtins.int
     """At least 1."""
     retriable: _builtins.bool
     """Whether a retry may help. A reason can appear twice: an upstream can refuse a request for good, or for now."""
+    calls_since_answer: _builtins.int
+    """Those of `calls` that came after the rollout's last answer."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         calls: _builtins.int = ...,
         retriable: _builtins.bool = ...,
+        calls_since_answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "calls_since_answer", b"calls_since_answer", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
