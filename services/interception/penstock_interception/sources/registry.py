@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.validation import invalid_field
 from penstock_codec import Codec, CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_interception.conversation.codecs import CodecCache
@@ -185,10 +186,6 @@ def check_url(base_url: str) -> None:
     except ValueError:
         good, parts = False, None
     if not good or parts is None or parts.username is not None or parts.query or parts.fragment:
-        raise InvalidArgument(
-            "The upstream's address cannot be used.",
-            reason="UPSTREAM_URL_INVALID",
-            violations=[
-                Violation("source.upstream.caller.base_url", "http(s)://host[:port]/path without credentials or query")
-            ],
+        raise invalid_field(
+            "source.upstream.caller.base_url", "must be http(s)://host[:port]/path without credentials or query"
         )

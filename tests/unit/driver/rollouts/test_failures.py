@@ -167,7 +167,7 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
     [
         ([("MODEL_NOT_ALLOWED", False)], True),
         ([("UPSTREAM_REFUSED", False), ("TEMPLATE_REFUSED", False)], True),
-        ([("GENERATE_REQUEST_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
+        ([("FIELD_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
         ([("UPSTREAM_REFUSED", True)], False),
         ([("MODEL_NOT_ALLOWED", False), ("UPSTREAM_UNREACHABLE", True)], False),
         ([("UPSTREAM_UNREACHABLE", True), ("CONTEXT_EXCEEDED", False)], False),
