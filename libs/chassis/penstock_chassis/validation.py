@@ -24,6 +24,8 @@ PAGE_DEFAULT: Final = 100
 """Items of a page whose size the caller leaves to the service."""
 PAGE_MOST: Final = 1000
 """Most items of a page."""
+MAX_REQUEST_ID: Final = 256
+"""Most characters of a request id."""
 _LISTED: Final = 20
 
 
@@ -46,6 +48,15 @@ def invalid(
 def invalid_field(field: str, problem: str) -> InvalidArgument:
     """Returns `invalid` for one field."""
     return invalid([Violation(field, problem)])
+
+
+def check_request_id(value: str) -> None:
+    """Raises InvalidArgument FIELD_INVALID unless a request that creates something has a usable request id.
+
+    It is required: without one, a client that repeats a call whose answer was lost would create twice.
+    """
+    if not 0 < len(value) <= MAX_REQUEST_ID:
+        raise invalid_field("request_id", f"must have 1 to {MAX_REQUEST_ID} characters: a fresh id for each creation")
 
 
 def page_size(asked: int) -> int:

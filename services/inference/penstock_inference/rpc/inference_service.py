@@ -11,7 +11,7 @@ from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.telemetry.tracing import note_here
-from penstock_chassis.validation import invalid_field
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode, TokenIds
@@ -65,6 +65,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
+        check_request_id(request.request_id)
         info = self._engine.info()
         rendered = request.WhichOneof("prompt") == "chat"
         if not info.capabilities.token_ids:

@@ -11,7 +11,7 @@ import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_chassis.validation import invalid_field
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_inference.engines.base import Engine, PauseMode
 from penstock_inference.engines.optional_features import WeightTransfers, missing_capability
 from penstock_inference.metrics import UPDATE_SECONDS
@@ -50,8 +50,7 @@ class Transfers:
     async def start(self, request_id: str, version: int, mode: PauseMode, idle_s: float | None) -> str:
         """Return the transfer's id; idempotent by request. Raises the errors of `WeightTransfers.start_transfer`."""
         engine = self._offered()
-        if not request_id:
-            raise invalid_field("request_id", "must not be empty")
+        check_request_id(request_id)
         idle = DEFAULT_IDLE_S if idle_s is None else idle_s
         if not 0 < idle <= MAX_IDLE_S:
             raise invalid_field("idle_timeout", f"must be in (0 s, {MAX_IDLE_S:g} s]")

@@ -16,7 +16,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
+from penstock_chassis.validation import check_request_id, foreign_page_token, invalid_field, page_size
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
 from penstock_codec.parsers import GRAMMARS
@@ -130,7 +130,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def IssueToken(  # noqa: N802
         self, request: pb.IssueTokenRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.IssueTokenResponse:
-        check_id("request_id", request.request_id)
+        check_request_id(request.request_id)
         wanted = budgets_and_keys.key_terms_from(request.terms, "terms")
         retire = budgets_and_keys.delay_from(request, "retire_others_after")
         rollout = self._registry.rollout(request.rollout_id)
@@ -235,8 +235,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
 
 def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[RolloutSpec, str | None]:
     """Returns the rollout's spec and the caller's key. Raises InvalidArgument that names the field."""
-    for name, value in (("request_id", request.request_id), ("rollout_id", request.rollout_id)):
-        check_id(name, value)
+    check_request_id(request.request_id)
+    check_id("rollout_id", request.rollout_id)
     mode = _mode_from(request.mode)
     if len(request.labels) > MAX_LABELS:
         raise invalid_field("labels", f"at most {MAX_LABELS}")

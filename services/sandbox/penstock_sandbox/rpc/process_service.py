@@ -31,9 +31,9 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         self._table = table
 
     async def StartProcess(self, request: pb.StartProcessRequest, context: Context) -> pb.StartProcessResponse:  # noqa: N802
-        _, _, processes = self._table.usable(request.sandbox_id)
         if not request.process_id:
             raise invalid_field("process_id", "is required")
+        _, _, processes = self._table.usable(request.sandbox_id)
         spec = ProcessSpec(
             id=request.process_id,
             command=convert.command_from(request.command, "command"),
