@@ -63,7 +63,7 @@ class LaunchContext:
     workdir: str
     toolbox: str
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     model: str
     rollout_id: str
     wall_time_s: float
@@ -85,7 +85,7 @@ class Launch:
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    secret_env: Mapping[str, str]
+    secret_env: Mapping[str, str] = field(repr=False)
     files: tuple[FileToWrite, ...]
     stdin: bytes | None
 
