@@ -25,13 +25,12 @@ from penstock.driver.v1 import terminal_service_pb2 as terminals
 from penstock.inference.v1 import inference_service_pb2 as engine
 from penstock.interception.v1 import interception_pb2 as common
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
+from penstock.ops.v1 import operations_service_pb2 as operations
 from penstock.sandbox.v1 import process_service_pb2 as processes
 from penstock.sandbox.v1 import sandbox_pb2, toolbox_service_pb2
 from penstock.sandbox.v1 import sandbox_service_pb2 as sandboxes
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.validation import MAX_REQUEST_ID
-
-pytestmark = pytest.mark.requirement("R114")
 
 _NEGATIVE: Final = Duration(seconds=-1)
 
@@ -108,17 +107,11 @@ INVALID: Final[Mapping[str, Callable[[], Message]]] = {
         spec=toolbox_service_pb2.ToolboxSpec(npm_packages=["latest"])
     ),
     "penstock.sandbox.v1.ProcessService/StartProcess": processes.StartProcessRequest,
-    "penstock.ops.v1.OperationsService/GetStatus": lambda: _status(),
+    "penstock.ops.v1.OperationsService/GetStatus": lambda: operations.GetStatusRequest(patience=_NEGATIVE),
 }
 """More requests of which a field is invalid."""
 
 PAGED: Final = [name for name, method in METHODS.items() if "page_size" in method.input_type.fields_by_name]
-
-
-def _status() -> Message:
-    request: Any = GetMessageClass(METHODS["penstock.ops.v1.OperationsService/GetStatus"].input_type)()
-    request.patience.FromSeconds(-1)
-    return request
 
 
 def _full(table: Mapping[str, str]) -> list[str]:
@@ -144,6 +137,7 @@ async def existing(stack: Running) -> dict[str, str]:
     return {"rollout_id": rollout_id, "sandbox_id": sandbox.sandbox_id, "path": "/"}
 
 
+@pytest.mark.requirement("R114")
 def test_every_rpc_is_sorted_into_creating_and_not() -> None:
     """A new RPC that creates something has a request_id, or its caller names what it makes."""
     sorted_ = [*CREATES, *CREATES_ON_SOME_ENGINES, *_full(REPEATABLE), *_full(DOES_NOT_CREATE)]
@@ -151,12 +145,14 @@ def test_every_rpc_is_sorted_into_creating_and_not() -> None:
     assert len(PAGED) >= 10
 
 
+@pytest.mark.requirement("R114")
 def test_every_creating_rpc_has_a_request_id_and_others_have_none() -> None:
     """LeaseCalls alone has one that is optional: it creates no lease that the answer does not carry."""
     having = {name for name, method in METHODS.items() if "request_id" in method.input_type.fields_by_name}
     assert having - {"penstock.interception.v1.InterceptService/LeaseCalls"} == CREATES.keys() | CREATES_ON_SOME_ENGINES
 
 
+@pytest.mark.requirement("R114")
 @pytest.mark.parametrize("name", CREATES)
 async def test_a_creating_request_without_a_usable_request_id_is_refused(stack: Running, name: str) -> None:
     """Before anything is created: a client could not repeat it safely."""
@@ -169,6 +165,7 @@ async def test_a_creating_request_without_a_usable_request_id_is_refused(stack: 
         assert await _refused(stack, server, name, request) == ("FIELD_INVALID", ["request_id"])
 
 
+@pytest.mark.requirement("R114")
 @pytest.mark.parametrize("name", [*CREATES, *INVALID])
 async def test_an_invalid_field_has_one_reason_in_every_service(stack: Running, name: str) -> None:
     """The violations name the field."""
@@ -177,6 +174,7 @@ async def test_an_invalid_field_has_one_reason_in_every_service(stack: Running, 
         assert reason == "FIELD_INVALID" and fields and "" not in fields
 
 
+@pytest.mark.requirement("R114")
 @pytest.mark.parametrize("name", PAGED)
 async def test_pages_have_one_rule_in_every_service(stack: Running, existing: dict[str, str], name: str) -> None:
     """A negative size and a token of another list are refused; a size above the maximum is the maximum."""
