@@ -208,7 +208,9 @@ async def test_no_log_and_no_output_shows_a_secret_of_a_real_request(debugging: 
     await sandbox.delete()
     await call("driver", "penstock.driver.v1.AgentService/RegisterAgent", agents.RegisterAgentRequest(spec=QUIET))
     servers = [McpServer(name="tools", args=["true"], secret_env={"KEY": secrets["Stdio.secret_env"]})]
-    task = Task(task_id="quiet", instruction="Do nothing.", setup=[command])
+    task = Task(
+        task_id="quiet", instruction="Do nothing.", setup=[dataclasses.replace(command, shell='test -n "$KEY"')]
+    )
     for name in ("quiet", "shell"):  # the latter has no tool servers, and is refused
         try:
             rollout = await debugging.ps.rollouts.create(
@@ -217,7 +219,9 @@ async def test_no_log_and_no_output_shows_a_secret_of_a_real_request(debugging: 
         except PenstockError as error:
             shown.append(f"{error!r}{error.violations}")
             continue
-        shown.append(repr(await rollout.result()))
+        result = await rollout.result()
+        assert result.outcome.failure is None
+        shown.append(repr(result))
         shown.extend([repr(event) async for event in rollout.events()])
 
     # The command line, whose task has no secret_env, but whose upstream has a key.
