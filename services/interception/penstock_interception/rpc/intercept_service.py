@@ -14,7 +14,7 @@ from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.operations import server_info
-from penstock_chassis.validation import refuse_unknown
+from penstock_chassis.validation import invalid_field, refuse_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
@@ -99,10 +99,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     ) -> pb.LeaseCallsResponse:
         count = request.max_calls or 1
         if not 1 <= count <= MAX_LEASED_AT_ONCE:
-            raise convert.invalid("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
+            raise invalid_field("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
         lease_s = times.seconds(request.lease) if request.HasField("lease") else DEFAULT_LEASE_S
         if not 0 < lease_s <= MAX_LEASE_S:
-            raise convert.invalid("lease", "positive, at most 1 h")
+            raise invalid_field("lease", "positive, at most 1 h")
         wait_s = times.seconds(request.wait) if request.HasField("wait") else DEFAULT_WAIT_S
         remaining = context.time_remaining()
         if remaining is not None:

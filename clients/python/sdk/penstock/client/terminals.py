@@ -136,7 +136,7 @@ class TerminalHandle:
             FailedPrecondition: `EPISODE_ENDED`.
             ResourceExhausted: `STEP_LIMIT`, only an answer is accepted now; `STEPS_PENDING`, too many bytes of this
                 episode's steps wait.
-            InvalidArgument: `STEP_INVALID`.
+            InvalidArgument: `FIELD_INVALID`.
         """
         if isinstance(command, str):
             given = tasks.Command(shell=command)
@@ -219,7 +219,7 @@ class TerminalsClient:
 
         Raises:
             FailedPrecondition: `SETUP_FAILED`, with `output` in its metadata; `CAPABILITY_MISSING`.
-            InvalidArgument: `TERMINAL_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
+            InvalidArgument: `FIELD_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
             ResourceExhausted: `TERMINAL_LIMIT`.
         """
         sandbox = client.sandbox_of(task, sandbox)

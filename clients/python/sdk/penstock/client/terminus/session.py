@@ -52,7 +52,7 @@ _USAGE: Final = (
     'often as you need. When you are done, call it with {"final_answer": "..."}, once.'
 )
 _CLOSED: Final = "the session is closed"
-_POLICYS: Final = frozenset({"EPISODE_ENDED", "STEP_INVALID", "STEP_LIMIT"})
+_POLICYS: Final = frozenset({"EPISODE_ENDED", "FIELD_INVALID", "STEP_LIMIT"})
 """Errors caused by the policy, for the policy to read."""
 
 
