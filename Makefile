@@ -85,6 +85,7 @@ lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos 
 	@$(BIN)/python -m protos.breaking
 	@echo "== generated code"
 	@$(BIN)/python -m protos.generate --check
+	@$(BIN)/python -m clients.sync_client --check
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
 	@echo "== words"
@@ -100,6 +101,7 @@ dashboard: $(PAGE) ## build the dashboard's page, which `penstock up` serves
 .PHONY: protos
 protos: $(DEV_STAMP) $(TS_STAMP) $(GO_STAMP) ## generate the messages and stubs of every client's language from protos/
 	@$(BIN)/python -m protos.generate
+	@$(BIN)/python -m clients.sync_client
 
 .PHONY: credentials
 credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 
 import grpc
+import structlog
 from google.protobuf.message import Message as ProtoMessage
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -32,10 +33,13 @@ from penstock_interception.rpc.polling import CREDIT_BYTES, PollingLeases
 from penstock_interception.store.commits import durable
 from penstock_interception.wire import convert
 
+_log = structlog.get_logger(__name__)
+
 DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
 MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
+_SHOWN_CLIENT = 200
 FEATURES = ("hello.max_message_bytes", "hello.required_features", "top_logprobs")
 """What the gate serves of the contract beyond revision 1."""
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
@@ -81,6 +85,13 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
         session = self._interceptor.join(asked, resume=hello.resume_session_id)
+        _log.info(
+            "a session began",
+            session_id=session.id,
+            identity=hello.identity,
+            client=_client(context),
+            resumed=session.resumed,
+        )
         stream = InterceptStream(session, self._interceptor, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
@@ -192,3 +203,9 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
 
 def _call_id(call: Call) -> str:
     return call.id
+
+
+def _client(context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]) -> str:
+    """The client's name and version as it states them, for the log."""
+    metadata: Iterable[tuple[str, str | bytes]] = context.invocation_metadata() or ()
+    return next((str(value)[:_SHOWN_CLIENT] for name, value in metadata if name == "user-agent"), "")

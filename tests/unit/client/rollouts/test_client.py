@@ -38,7 +38,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
-from penstock.client.rollouts.driver_rpc import Patience
+from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Backoff
 from penstock.driver.v1 import agent_pb2, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb

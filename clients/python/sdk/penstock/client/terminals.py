@@ -16,9 +16,9 @@ from typing import Final, Self
 
 from penstock.client.errors import Unavailable
 from penstock.client.rollouts import client
-from penstock.client.rollouts.driver_rpc import Patience
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
+from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Service
 from penstock.client.types import results
 from penstock.client.types.sandboxes import RunResult
@@ -98,7 +98,7 @@ class TerminalHandle:
     def __init__(self, service: Service, info: Terminal) -> None:
         self._service = service
         self._stub = pb_grpc.TerminalServiceStub(service.channel)
-        self.info = info
+        self.info: Terminal = info
         """The episode as last reported."""
 
     def __repr__(self) -> str:
