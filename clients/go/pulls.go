@@ -3,11 +3,11 @@ package penstock
 import (
 	"context"
 	"os"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
-	chatv1 "penstock.example/penstock/gen/chat/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
 )
 
@@ -27,18 +27,12 @@ type LeaseOptions struct {
 	Messages, Bodies bool
 }
 
-// LeasedCall is a model call that was leased without a session. Answer it before its lease ends, or Extend it.
-type LeasedCall struct {
-	// Message is the call as the gate sent it.
-	Message *interceptionv1.ModelCall
-	client  *Client
-}
-
 // LeaseCalls leases calls that the selector wants, without a session: for programs that would rather not hold a stream. It is
-// empty where none came in time. It may be repeated by itself while the gate is away, and leases no call twice.
+// empty where none came in time. Answer each call before its lease ends, or extend that: ExtendLeases. It is repeated while the
+// gate is away, and leases no call twice.
 //
 // Errors: ErrResourceExhausted, SESSION_LIMIT.
-func (c *Client) LeaseCalls(ctx context.Context, selector Selector, options LeaseOptions) ([]*LeasedCall, error) {
+func (c *Client) LeaseCalls(ctx context.Context, selector Selector, options LeaseOptions) ([]*Call, error) {
 	largest := int64(MaxMessageBytes)
 	request := &interceptionv1.LeaseCallsRequest{
 		RequestId: requestID(), Selector: selector.message(), Identity: options.Identity, MaxCalls: window(options.MaxCalls),
@@ -58,76 +52,48 @@ func (c *Client) LeaseCalls(ctx context.Context, selector Selector, options Leas
 	}
 	// The gate waits for at most 80 % of the call's deadline.
 	answer, err := call(ctx, c.services["interception"], c.intercept.LeaseCalls, request, wait*5/4+callTimeout, true)
-	var calls []*LeasedCall
+	var calls []*Call
 	for _, message := range answer.GetCalls() {
-		calls = append(calls, &LeasedCall{message, c})
+		calls = append(calls, c.leased(message))
 	}
 	return calls, err
 }
 
-// CompleteCalls answers many leased calls in one message, each judged by itself, and extends leases by their length. A result
-// names its call and lease, as LeasedCall.Result does.
-func (c *Client) CompleteCalls(
-	ctx context.Context, results []*interceptionv1.CallResult, extendLeaseIDs ...string,
-) (*interceptionv1.CompleteCallsResponse, error) {
-	request := &interceptionv1.CompleteCallsRequest{Results: results, ExtendLeaseIds: extendLeaseIDs}
-	return call(ctx, c.services["interception"], c.intercept.CompleteCalls, request, callTimeout, true)
-}
-
-// PromptTokenIDs is the whole prompt: see Call.PromptTokenIDs.
-func (l *LeasedCall) PromptTokenIDs() []int32 { return TokenIDs(l.Message.GetPromptTokenIds()) }
-
-// Result is an answer to this call, for CompleteCalls.
-func (l *LeasedCall) Result(completion *chatv1.Completion) *interceptionv1.CallResult {
-	return &interceptionv1.CallResult{
-		CallId: l.Message.GetCallId(), LeaseId: l.Message.GetLeaseId(),
-		Result: &interceptionv1.CallResult_Completion{Completion: completion},
-	}
-}
-
-// Deliver answers the call; it returns when the gate has the completion on disk.
-//
-// Errors, of all answers: those of Call.Deliver, but for ErrSessionLost.
-func (l *LeasedCall) Deliver(ctx context.Context, completion *chatv1.Completion) error {
-	return l.answer(ctx, l.Result(completion))
-}
-
-// Fail says that the trainer cannot answer: see Call.Fail.
-func (l *LeasedCall) Fail(ctx context.Context, reason, message string, retriable bool) error {
-	failure := &interceptionv1.CallFailure{Reason: reason, Message: message, Retriable: retriable}
-	return l.answer(ctx, &interceptionv1.CallResult{Result: &interceptionv1.CallResult_Failure{Failure: failure}})
-}
-
-// Delegate lets the rollout's model source answer: see Call.Delegate.
-func (l *LeasedCall) Delegate(ctx context.Context, sampling *chatv1.Sampling) error {
-	delegation := &interceptionv1.Delegation{SamplingOverride: sampling}
-	return l.answer(ctx, &interceptionv1.CallResult{Result: &interceptionv1.CallResult_Delegation{Delegation: delegation}})
-}
-
-// Release puts the call back into the queue.
-func (l *LeasedCall) Release(ctx context.Context) error {
-	release := &interceptionv1.CallResult_Release{Release: &interceptionv1.Release{}}
-	return l.answer(ctx, &interceptionv1.CallResult{Result: release})
-}
-
-// Extend extends the lease by its length.
-//
-// Errors: ErrNotLeased: the lease has ended.
-func (l *LeasedCall) Extend(ctx context.Context) error {
-	answer, err := l.client.CompleteCalls(ctx, nil, l.Message.GetLeaseId())
-	if err == nil && len(answer.GetLostLeaseIds()) > 0 {
-		return &Error{
-			Kind: ErrNotLeased, Reason: "NOT_LEASED", Message: "The lease of call " + l.Message.GetCallId() + " has ended",
+// leased is a call whose answers go out by CompleteCalls.
+func (c *Client) leased(message *interceptionv1.ModelCall) *Call {
+	leased := &Call{Message: message, ended: make(chan struct{})}
+	leased.send = func(ctx context.Context, result *interceptionv1.CallResult) error {
+		result.LeaseId = message.GetLeaseId()
+		answer, err := c.complete(ctx, &interceptionv1.CompleteCallsRequest{Results: []*interceptionv1.CallResult{result}})
+		if err != nil {
+			return err
 		}
+		for _, rejected := range answer.GetAcknowledged().GetRejected() {
+			failure := rejection(rejected)
+			if !failure.AnswerAgain() {
+				leased.end(failure.Reason)
+			}
+			return failure
+		}
+		leased.end("ANSWERED")
+		return nil
 	}
-	return err
+	return leased
 }
 
-func (l *LeasedCall) answer(ctx context.Context, result *interceptionv1.CallResult) error {
-	result.CallId, result.LeaseId = l.Message.GetCallId(), l.Message.GetLeaseId()
-	answer, err := l.client.CompleteCalls(ctx, []*interceptionv1.CallResult{result})
-	for _, rejected := range answer.GetAcknowledged().GetRejected() {
-		return rejection(rejected)
+// ExtendLeases extends the leases of calls by their length; it returns the calls whose leases have ended.
+func (c *Client) ExtendLeases(ctx context.Context, calls ...*Call) ([]*Call, error) {
+	request := &interceptionv1.CompleteCallsRequest{}
+	for _, leased := range calls {
+		request.ExtendLeaseIds = append(request.ExtendLeaseIds, leased.Message.GetLeaseId())
 	}
-	return err
+	answer, err := c.complete(ctx, request)
+	lost := set(answer.GetLostLeaseIds())
+	return slices.DeleteFunc(slices.Clone(calls), func(call *Call) bool { return !lost[call.Message.GetLeaseId()] }), err
+}
+
+func (c *Client) complete(
+	ctx context.Context, request *interceptionv1.CompleteCallsRequest,
+) (*interceptionv1.CompleteCallsResponse, error) {
+	return call(ctx, c.services["interception"], c.intercept.CompleteCalls, request, callTimeout, true)
 }

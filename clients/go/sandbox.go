@@ -274,4 +274,3 @@ func positive(number int64) *int64 {
 	}
 	return &number
 }
-

@@ -113,8 +113,8 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 		host = "a machine without a name"
 	}
 	s := &Session{
-		service: c.services["interception"],
-		stub:    c.intercept,
+		service:  c.services["interception"],
+		stub:     c.intercept,
 		selector: selector.message(),
 		options: sessionOptions{
 			credits: &interceptionv1.Credits{Calls: 64}, identity: host,
