@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import grpc
@@ -49,6 +50,7 @@ _OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
+    ("grpc.primary_user_agent", f"penstock-python/{version('penstock')}"),
     # A service bounds the calls per connection; a client with more calls opens more connections.
     ("grpc.max_connections_per_subchannel_cap", _MAX_CONNECTIONS),
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {_MAX_CONNECTIONS}}}}}'),
