@@ -8,6 +8,7 @@ import (
 	"iter"
 	"math"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -483,6 +484,8 @@ func (s *Session) write(
 		}
 		select {
 		case <-s.wake:
+			// Whoever is ready to answer too does so first: one frame for many results, and one for what the gate says of them.
+			runtime.Gosched()
 		case <-s.closing:
 		case <-silence.C:
 			heartbeat := &interceptionv1.InterceptRequest_Heartbeat{Heartbeat: &interceptionv1.Heartbeat{}}
