@@ -35,8 +35,9 @@ GO := $(BIN)/python -m tools.golang run
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
-TYPED := libs services clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
-EXAMPLES := $(wildcard examples/*/requirements.txt)
+# With JAX, which nothing else needs.
+DEMO := clients/python/demo
+TYPED := libs services clients/python/demo clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -46,7 +47,7 @@ help: ## say what there is
 
 .PHONY: demo
 demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n repeats a run)
-	@$(BIN)/python examples/grpo/train.py --seed $(SEED)
+	@$(BIN)/penstock demo --seed $(SEED)
 
 .PHONY: test
 test: lint docs site tests ## everything: style, types, protos, layering, links, the site, then all tests
@@ -162,13 +163,13 @@ clean: ## remove the environment, caches and runs
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
 # Node comes along as a wheel, for the agents that are written for it. What only checks and tests need comes last.
-$(STAMP): constraints.txt $(EXAMPLES) $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) services/sandbox)
+$(STAMP): constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) $(DEMO) services/sandbox)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	@echo "== installing into $(VENV) (once; some minutes, most of them downloads)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt hatchling editables
-	@echo "== installing the services, the client and what the examples need"
-	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(EXAMPLES)) $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[docker,node]"
+	@echo "== installing the services, the client and the demo"
+	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(DISTRIBUTIONS) $(DEMO)) -e "./services/sandbox[docker,node]"
 	@touch $@
 
 $(DEV_STAMP): $(STAMP) requirements-dev.txt
