@@ -86,6 +86,8 @@ lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos 
 	@$(BIN)/python -m protos.breaking
 	@echo "== generated code"
 	@$(BIN)/python -m protos.generate --check
+	@echo "== names"
+	@$(BIN)/python -m tools.names --check
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
 	@echo "== words"
@@ -101,6 +103,20 @@ dashboard: $(PAGE) ## build the dashboard's page, which `penstock up` serves
 .PHONY: protos
 protos: $(DEV_STAMP) $(TS_STAMP) $(GO_STAMP) ## generate the messages and stubs of every client's language from protos/
 	@$(BIN)/python -m protos.generate
+
+.PHONY: dist
+dist: $(DEV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## build all that is published into dist/ (docs/releasing.md)
+	@$(BIN)/python -m tools.dist dist
+
+.PHONY: dist-check
+dist-check: dist ## install dist/ in a fresh environment; the demo's first steps are those of the checkout
+	@$(BIN)/python -m tools.dist_check dist
+
+.PHONY: images
+images: ## build the images of docker-compose.yml, and print their sizes
+	@COMPOSE_PROFILES=dashboard docker compose build --quiet
+	@COMPOSE_PROFILES=dashboard docker compose config --images | xargs docker image inspect --format '{{.Size}} {{index .RepoTags 0}}' \
+		| awk '/penstock|dashboard|driver|inference|interception|sandbox/ {printf "%8.1f MB  %s\n", $$1 / 1e6, $$2}'
 
 .PHONY: credentials
 credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)

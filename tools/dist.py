@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,12 +43,21 @@ def build(folder: Path) -> None:
     for place in PYTHON:
         argv = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel"]
         _run(argv, ROOT / place, environment)
-    typescript = ROOT / "clients" / "typescript"
-    _run(["npm", "pack", "--silent", "--pack-destination", str(folder)], typescript, nodejs.environment())
+    _npm_package(folder)
     go_module(folder)
     (folder / BILL).write_text(json.dumps(sbom.bill(folder), indent=2) + "\n", encoding="utf-8")
     made = sorted(path for path in folder.iterdir() if path.name != SUMS)
     (folder / SUMS).write_text("".join(f"{digest(path)}  {path.name}\n" for path in made), encoding="utf-8")
+
+
+def _npm_package(folder: Path) -> None:
+    """Packs a copy of the TypeScript client: its build overwrites what others may be reading."""
+    source = ROOT / "clients" / "typescript"
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "client"
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("node_modules", "dist"))
+        (copy / "node_modules").symlink_to(source / "node_modules")
+        _run(["npm", "pack", "--silent", "--pack-destination", str(folder)], copy, nodejs.environment())
 
 
 def go_module(folder: Path) -> Path:
@@ -78,7 +88,7 @@ def _run(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> N
     command = [shutil.which(argv[0], path=environment.get("PATH")) or argv[0], *argv[1:]]
     done = subprocess.run(command, cwd=folder, env=dict(environment), capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(argv)} failed in {folder.relative_to(ROOT)}/:\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(argv)} failed in {folder}:\n{done.stdout}{done.stderr}")
 
 
 if __name__ == "__main__":

@@ -97,22 +97,24 @@ def apply() -> list[str]:
     changed = []
     wanted = names()
     replacements = [
-        (re.compile(pattern, re.MULTILINE), wanted[name.key])
+        (_now(name), re.compile(pattern, re.MULTILINE), wanted[name.key])
         for name in NAMES
+        if _now(name) != wanted[name.key]
         for pattern in name.uses(re.escape(_now(name)))
     ]
     for path in _files():
         text = new = path.read_text(encoding="utf-8")
-        for pattern, value in replacements:
-            new = pattern.sub(value, new)
+        for old, pattern, value in replacements:
+            if old in new:
+                new = pattern.sub(value, new)
         if new != text:
             path.write_text(new, encoding="utf-8")
             changed.append(path.relative_to(ROOT).as_posix())
-    text = (ROOT / "LICENSE").read_bytes()
+    licence = (ROOT / "LICENSE").read_bytes()
     for place in LICENSED:
         path = ROOT / place / "LICENSE"
-        if not path.is_file() or path.read_bytes() != text:
-            path.write_bytes(text)
+        if not path.is_file() or path.read_bytes() != licence:
+            path.write_bytes(licence)
             changed.append(path.relative_to(ROOT).as_posix())
     return changed
 
@@ -130,15 +132,15 @@ def problems() -> list[str]:
             found.append(f"{path.relative_to(ROOT)} lacks {expected}")
     for place in PYTHON:
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        expected = {names()["python"], *(f"{names()['python']}-{part}" for part in PARTS)}
-        if project["name"] not in expected:
+        distributions = {names()["python"], *(f"{names()['python']}-{part}" for part in PARTS)}
+        if project["name"] not in distributions:
             found.append(f"{place}/pyproject.toml names the distribution {project['name']}")
         if any(not url.startswith(names()["repository"]) for url in project["urls"].values()):
             found.append(f"{place}/pyproject.toml has a URL outside of {names()['repository']}")
-    text = (ROOT / "LICENSE").read_bytes()
+    licence = (ROOT / "LICENSE").read_bytes()
     for place in LICENSED:
         path = ROOT / place / "LICENSE"
-        if not path.is_file() or path.read_bytes() != text:
+        if not path.is_file() or path.read_bytes() != licence:
             found.append(f"{place}/LICENSE is not the repository's")
     return found
 

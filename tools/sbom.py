@@ -26,17 +26,17 @@ def version() -> str:
 
 def bill(folder: Path) -> dict[str, Any]:
     """Returns the bill of the archives in the folder."""
-    ours = {canonicalize_name(_project(place)["name"]): _project(place) for place in PYTHON}
+    ours = [str(canonicalize_name(_project(place)["name"])) for place in PYTHON]
     components: dict[str, dict[str, Any]] = {}
     depends: dict[str, list[str]] = {}
-    waiting = list(ours)
+    waiting = [*ours]
     while waiting:
         name = waiting.pop()
         reference = _python(name)
         if reference in depends:
             continue
         components[reference] = _component(name, reference, folder if name in ours else None)
-        needed = sorted({canonicalize_name(item.name) for item in _requirements(name, extras=name in ours)})
+        needed = sorted({str(canonicalize_name(item.name)) for item in _requirements(name, extras=name in ours)})
         depends[reference] = [_python(item) for item in needed]
         waiting += needed
     for reference, component, needed in (_npm(folder), _go(folder)):
@@ -82,13 +82,13 @@ def _installed(name: str) -> bool:
 
 def _component(name: str, reference: str, folder: Path | None) -> dict[str, Any]:
     found = metadata.metadata(name)
-    licence = found.get("License-Expression") or found.get("License") or ""
+    (expression,), (licence,) = (found.get_all(key) or [""] for key in ("License-Expression", "License"))
     made: dict[str, Any] = {"type": "library", "bom-ref": reference, "purl": reference, "name": name}
     made["version"] = metadata.version(name)
-    if licence and "\n" not in licence:
-        made["licenses"] = (
-            [{"expression": licence}] if found.get("License-Expression") else [{"license": {"name": licence}}]
-        )
+    if expression:
+        made["licenses"] = [{"expression": expression}]
+    elif licence and "\n" not in licence:
+        made["licenses"] = [{"license": {"name": licence}}]
     if folder is not None:
         made["externalReferences"] = [_archive(path) for path in sorted(folder.glob(f"{name.replace('-', '_')}-*"))]
     return made

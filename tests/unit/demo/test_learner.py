@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_demo import model
-from penstock_demo import tasks
-from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages
 from penstock_codec import Codec
+from penstock_demo import model, tasks
+from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages
 from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
 from penstock_inference.engines.numpy import NumpyEngine
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import penstock_driver
-from penstock_demo import tasks
 from penstock_codec import Codec, Continuation
+from penstock_demo import tasks
 from penstock_demo.tasks import BASH, STOCK_FILE, STOCK_WORD, TASKS, CopyTask
 
 TASK = CopyTask("grove", "b.txt")

@@ -5,8 +5,8 @@
 Each step starts 8 groups of 8 rollouts. A rollout is a real agent process in its own sandbox; its model calls wait at
 the gate until this program answers them with what the inference service samples; a verifier in the sandbox makes the
 reward. The captured tokens and logprobs become one GRPO update, and the new weights are pushed back, one policy version
-later. What a run leaves behind is in runs/demo/latest of the working directory. The seed decides everything: weights, tasks, and each sampled
-token, whatever the order in which calls arrive.
+later. What a run leaves behind is in runs/demo/latest of the working directory. The seed decides everything: weights,
+tasks, and each sampled token, whatever the order in which calls arrive.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock_demo import model
-from penstock_demo.display import Display, Figures, Metrics, recent, save_picture
-from penstock_demo.learner import Learner, Row, advantages
 from penstock.analysis.export import Table, write_jsonl
 from penstock.client import (
     Budgets,
@@ -42,6 +39,9 @@ from penstock.client import (
 )
 from penstock.local.stack import LocalStack
 from penstock_codec import Codec
+from penstock_demo import model
+from penstock_demo.display import Display, Figures, Metrics, recent, save_picture
+from penstock_demo.learner import Learner, Row, advantages
 from penstock_demo.tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8

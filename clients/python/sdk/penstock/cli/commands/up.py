@@ -95,14 +95,20 @@ def up(
         settings=_settings(settings or []),
     )
     shown = None if not dashboard else 0 if free_ports and dashboard_port == DEFAULT_DASHBOARD_PORT else dashboard_port
-    task = demo_package() if small and choice.given else None
-    run(_up(choice, state_dir, free_ports, shown, as_json, "FILE" if task is None else str(task / "task.yaml")))
+    package = demo_package() if small and choice.given else None
+    example = "FILE" if package is None else str(package / "task.yaml")
+    run(_up(choice, state_dir, free_ports, shown, as_json, example))
 
 
 async def _up(
-    choice: ModelChoice, state_dir: Path | None, free_ports: bool, dashboard_port: int | None, as_json: bool, task: str
+    choice: ModelChoice,
+    state_dir: Path | None,
+    free_ports: bool,
+    dashboard_port: int | None,
+    as_json: bool,
+    example: str,
 ) -> int:
-    """Runs until stopped; without a `dashboard_port` there is no dashboard. `task` is a file to try a rollout with."""
+    """Runs until stopped; without a `dashboard_port` there is no dashboard. `example` is a task to try."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     stopped = False
@@ -133,7 +139,7 @@ async def _up(
                 if dashboard_port is not None:
                     dashboard = beside(stack.endpoints, stack.trainer_token, dashboard_port)
                     link = await beside_it.enter_async_context(dashboard)
-                _say_where(stack, connection, link, as_json, task)
+                _say_where(stack, connection, link, as_json, example)
                 await stack.wait()
         except BaseException as error:
             connection.unlink(missing_ok=True)
@@ -151,8 +157,8 @@ def _show_restart(restart: ServiceRestart) -> None:
     err.print(f"[{colour}]{escape(clean(str(restart)))}[/]", soft_wrap=True)
 
 
-def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, task: str) -> None:
-    """Prints the addresses, and how to try `task`; `link` opens the dashboard, if there is one."""
+def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, example: str) -> None:
+    """Prints the addresses, and how to try the task `example`; `link` opens the dashboard, if there is one."""
     if as_json:
         where = {name: stack.endpoints.address(name) or None for name in SERVICES}
         places = {"ingress": f"http://{stack.ingress_address}", "dashboard": link or None, "logs": str(stack.log_dir)}
@@ -176,7 +182,7 @@ def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, ta
     where_to = (
         "" if connection == connection_file().absolute() else f" --state-dir {shlex.quote(str(connection.parent))}"
     )
-    tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task {shlex.quote(task)}"
+    tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task {shlex.quote(example)}"
     err.print(f"try: {escape(tries)} in another terminal", soft_wrap=True)
 
 

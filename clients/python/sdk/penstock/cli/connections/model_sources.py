@@ -25,7 +25,7 @@ LOCAL_EXTRA: Final = "pip install 'penstock[local]'"
 
 
 def demo_package() -> Path | None:
-    """Returns the directory of the demo's package, which has the small model and a task for it; None = not installed."""
+    """Returns the directory of the demo's package, with a task for the small model; None = not installed."""
     spec = importlib.util.find_spec("penstock_demo")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
