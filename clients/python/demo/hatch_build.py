@@ -11,7 +11,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE: Final = Path(__file__).resolve().parent
 PACKED: Final = HERE / "penstock_demo" / "model"
-BUILT: Final = HERE.parents[2] / "build" / "tiny-model"
+# Relative: a source archive may be unpacked anywhere.
+BUILT: Final = HERE / ".." / ".." / ".." / "build" / "tiny-model"
 
 
 class ModelHook(BuildHookInterface[Any]):
@@ -23,4 +24,4 @@ class ModelHook(BuildHookInterface[Any]):
             return
         if not (BUILT / "model.safetensors").is_file():
             sys.exit("The demo's small model is not trained: run `make dist` in a checkout, which builds this package.")
-        build_data["force_include"][str(BUILT)] = "penstock_demo/model"
+        build_data["force_include"][str(BUILT.resolve())] = "penstock_demo/model"
