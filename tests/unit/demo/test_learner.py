@@ -80,7 +80,7 @@ def test_a_cached_warm_start_leaves_the_learner_where_a_fresh_one_does(
     codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is repeated by its seed, the second time from the cache."""
-    monkeypatch.setattr("learner.WARM_STEPS", WARM_CHUNK)
+    monkeypatch.setattr("penstock_demo.learner.WARM_STEPS", WARM_CHUNK)
     ends, said = [], list[str]()
     for _ in range(2):
         learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=5)
