@@ -19,6 +19,7 @@ import (
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	inferencev1 "penstock.example/penstock/gen/inference/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
 )
 
 // MaxMessageBytes is the largest message either way, as the services have it.
@@ -31,11 +32,18 @@ type Client struct {
 	Rollouts *Rollouts
 	// Groups does the same for groups of rollouts whose rewards are compared.
 	Groups *Groups
-	// Inference generates with the inference service.
+	// Agents has the agents that rollouts may run.
+	Agents *Agents
+	// Terminals opens episodes in which the policy itself types the commands.
+	Terminals *Terminals
+	// Sandboxes makes sandboxes of your own, without agents or models.
+	Sandboxes *Sandboxes
+	// Inference generates with the inference service, and gives it new weights.
 	Inference *Inference
 
 	services    map[string]*service
 	connections []*pool
+	planes      dataPlanes
 	closing     sync.Once
 	driver      driverv1.RolloutServiceClient
 	intercept   interceptionv1.InterceptServiceClient
@@ -107,7 +115,7 @@ func Connect(opts ...Option) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{services: map[string]*service{}}
+	c := &Client{services: map[string]*service{}, planes: dataPlanes{tls: found.tls}}
 	for _, name := range services {
 		address := *found.addresses.of(name)
 		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address, token: found.token}
@@ -124,6 +132,9 @@ func Connect(opts ...Option) (*Client, error) {
 	c.intercept = interceptionv1.NewInterceptServiceClient(c.services["interception"].conn)
 	c.inference = inferencev1.NewInferenceServiceClient(c.services["inference"].conn)
 	c.Rollouts, c.Groups, c.Inference = &Rollouts{c}, &Groups{c}, &Inference{c}
+	c.Agents = &Agents{c.services["driver"], driverv1.NewAgentServiceClient(c.services["driver"].conn)}
+	c.Terminals = &Terminals{c.services["driver"], driverv1.NewTerminalServiceClient(c.services["driver"].conn)}
+	c.Sandboxes = &Sandboxes{c, sandboxv1.NewSandboxServiceClient(c.services["sandbox"].conn)}
 	return c, nil
 }
 
@@ -134,6 +145,7 @@ func (c *Client) Close() error {
 		for _, connection := range c.connections {
 			failures = append(failures, connection.Close())
 		}
+		failures = append(failures, c.planes.close())
 	})
 	return errors.Join(failures...)
 }
@@ -143,9 +155,13 @@ func (c *Client) Close() error {
 func (c *Client) Conn(service string) grpc.ClientConnInterface {
 	found, ok := c.services[service]
 	if !ok {
-		return nowhere{configuration("TARGET", "There is no service %q; services: sandbox, driver, interception, inference", service)}
+		return nowhere{noService(service)}
 	}
 	return found.conn
+}
+
+func noService(name string) *Error {
+	return configuration("TARGET", "There is no service %q; services: sandbox, driver, interception, inference", name)
 }
 
 // nobody stands for a service that there is none of.
@@ -186,6 +202,7 @@ func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
 	dialing := []grpc.DialOption{
 		grpc.WithTransportCredentials(secure),
 		grpc.WithNoProxy(),
+		grpc.WithUserAgent("penstock-go/" + Version),
 		grpc.WithDefaultCallOptions(
 			grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes),
 		),

@@ -157,6 +157,20 @@ func (l *leases) answer(result *interceptionv1.CallResult) (<-chan error, error)
 	return item.accepted, nil
 }
 
+// deliver is answer, and waits for its verdict.
+func (l *leases) deliver(ctx context.Context, result *interceptionv1.CallResult) error {
+	accepted, err := l.answer(result)
+	if err != nil {
+		return err
+	}
+	select {
+	case err := <-accepted:
+		return err
+	case <-ctx.Done():
+		return fromRPC(ctx, ctx.Err(), anyone)
+	}
+}
+
 // callIDs are the calls that are here and not over.
 func (l *leases) callIDs() []string {
 	l.mu.Lock()
@@ -174,7 +188,7 @@ func (l *leases) leased(message *interceptionv1.ModelCall) {
 	defer l.mu.Unlock()
 	item := l.held[message.GetCallId()]
 	if item == nil {
-		call := newCall(message, l)
+		call := &Call{Message: message, send: l.deliver, ended: make(chan struct{})}
 		l.held[message.GetCallId()] = &held{call: call, leaseID: message.GetLeaseId()}
 		l.inbox = append(l.inbox, call)
 		l.rouse(1)
@@ -312,16 +326,6 @@ func (l *leases) nudge() {
 	select {
 	case l.wake <- struct{}{}:
 	default:
-	}
-}
-
-// end marks a call as over. Only leases call it, which hold their lock.
-func (c *Call) end(reason string) {
-	select {
-	case <-c.ended:
-	default:
-		c.why = reason
-		close(c.ended)
 	}
 }
 

@@ -101,7 +101,8 @@ export function tokenAdvice({ token, tokenOrigin }: Endpoints): string {
   return `The token that was sent is from ${tokenOrigin}: ${advice}`;
 }
 
-function checked(
+/** Endpoints of addresses that were given. Throws ConfigurationError TARGET, TOKEN, TOKEN_IN_CLEAR. */
+export function checked(
   given: Readonly<Record<string, string>>,
   { token, origin }: FoundToken,
   tls: Tls | undefined,

@@ -14,6 +14,7 @@ import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-no
 import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
 import { Cancelled, ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
 import { Pool } from "./pool.js";
+import { VERSION } from "./runtime.js";
 import { fromTransport, type SentToken } from "./statuses.js";
 
 /** Largest message either way, as the services have it. */
@@ -79,6 +80,7 @@ export class Service {
     this.#connections = new Pool(() => new Http2SessionManager(baseUrl, pings, options));
     const { token } = endpoints;
     const authorise: Interceptor = (next) => (request) => {
+      request.header.set("user-agent", `penstock-typescript/${VERSION}`);
       if (token !== undefined) {
         request.header.set("authorization", `Bearer ${token}`);
       }
@@ -146,6 +148,22 @@ export class Service {
   /** All messages of a short server stream; repeated as a read when the service is not there. */
   async collect<A>(method: (options: CallOptions) => AsyncIterable<A>, signal?: AbortSignal): Promise<A[]> {
     return this.repeat(() => Array.fromAsync(this.stream(method, signal)), signal);
+  }
+
+  /** The items of a list, page by page, each asked for when it is needed. */
+  async *pages<A extends { readonly nextPageToken: string }, T>(
+    method: (pageToken: string, options: CallOptions) => Promise<A>,
+    items: (page: A) => readonly T[],
+    signal?: AbortSignal,
+  ): AsyncGenerator<T, void> {
+    for (let pageToken = ""; ; ) {
+      const page = await this.call((call) => method(pageToken, call), { signal, repeatable: true });
+      yield* items(page);
+      if (!page.nextPageToken) {
+        return;
+      }
+      pageToken = page.nextPageToken;
+    }
   }
 
   /** What `attempt` gives; done again, from its beginning, when the service is not there. */

@@ -19,10 +19,11 @@ from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis import times
 from penstock_chassis.auth import Role, caller
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import Violation
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S
 from penstock_chassis.telemetry import metrics
 from penstock_chassis.telemetry.loop_lag import LoopLag
+from penstock_chassis.validation import invalid
 
 SERVICE: Final = "penstock.ops.v1.OperationsService"
 ROLES: Final = {SERVICE: frozenset(Role)}
@@ -125,11 +126,7 @@ class Operations(rpc.OperationsServiceServicer):
         least = request.min_free_bytes if request.HasField("min_free_bytes") else DEFAULT_MIN_FREE
         below = [name for name, value in (("patience", patience), ("min_free_bytes", least)) if value < 0]
         if below:
-            raise InvalidArgument(
-                f"{' and '.join(below)} must be at least 0",
-                reason="STATUS_REQUEST_INVALID",
-                violations=[Violation(name, "must be at least 0") for name in below],
-            )
+            raise invalid([Violation(name, "must be at least 0") for name in below])
         answer = pb.GetStatusResponse(
             service=self._name,
             version=_version(self._name),

@@ -192,7 +192,7 @@ class ServiceSettings(BaseSettings):
         """Reads flags (`argv`, by default the process's own), environment and file.
 
         Raises:
-            InvalidArgument: `INVALID_SETTINGS`, with a violation for each invalid setting; values are not repeated,
+            InvalidArgument: `SETTINGS_INVALID`, with a violation for each invalid setting; values are not repeated,
                 since they may be secrets.
             SystemExit: `--help` was given, or a flag is unknown.
         """
@@ -334,7 +334,7 @@ def _read_table(name: str) -> dict[str, Any]:
 def _invalid(violations: typing.Iterable[Violation]) -> InvalidArgument:
     found = tuple(violations)
     text = "; ".join(f"{item.field}: {item.description}" for item in found)
-    return InvalidArgument(f"Invalid settings: {text}", reason="INVALID_SETTINGS", violations=found)
+    return InvalidArgument(f"Invalid settings: {text}", reason="SETTINGS_INVALID", violations=found)
 
 
 def _suggestion(name: str, known: set[str]) -> str:

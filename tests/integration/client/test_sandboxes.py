@@ -140,4 +140,4 @@ async def test_a_refusal_names_the_sandbox_and_the_limit_that_cannot_hold(ps: Pe
         await ps.sandboxes.attach("nobody-made-this")
     with pytest.raises((InvalidArgument, FailedPrecondition)) as caught:
         await ps.sandboxes.create(SandboxSpec(resources=Resources(memory_bytes=10**15)))
-    assert caught.value.reason in ("INVALID_SPEC", "CAPABILITY_MISSING")  # the latter where no limit can be held
+    assert caught.value.reason in ("FIELD_INVALID", "CAPABILITY_MISSING")  # the latter where no limit can be held

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import yaml
 
-from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound
 from penstock_chassis.journal import Journal
+from penstock_chassis.validation import invalid_field
 from penstock_driver.agents.specs import AgentSpec, parse_spec
 
 MIGRATION: Final = """
@@ -150,17 +151,15 @@ def load_spec(text: str, siblings: Mapping[str, Any]) -> AgentSpec:
     try:
         data = yaml.load(text, _LOADER)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
-        raise InvalidArgument(f"the agent spec is not YAML: {error}", reason="SPEC_INVALID") from None
+        raise invalid_field("spec", f"is not YAML: {error}") from None
     if not isinstance(data, dict):
-        raise InvalidArgument("the agent spec is not a mapping", reason="SPEC_INVALID")
+        raise invalid_field("spec", "is not a mapping")
     toolbox = data.get("toolbox")
     packages = toolbox.get("python_packages") if isinstance(toolbox, dict) else None
     if isinstance(toolbox, dict) and isinstance(packages, dict):
         source = siblings.get(str(packages.get("from")))
         if source is None or len(packages) != 1:
-            raise InvalidArgument(
-                "toolbox.python_packages: from names a requirements file beside the spec", reason="SPEC_INVALID"
-            )
+            raise invalid_field("toolbox.python_packages", "from names a requirements file beside the spec")
         toolbox["python_packages"] = requirements(source.read_text("utf-8"))
     files = toolbox.get("files") if isinstance(toolbox, dict) else None
     for file in files if isinstance(files, list) else []:
@@ -169,9 +168,7 @@ def load_spec(text: str, siblings: Mapping[str, Any]) -> AgentSpec:
         if "from" in file:
             source = siblings.get(str(file.pop("from")))
             if source is None or "content" in file:
-                raise InvalidArgument(
-                    "toolbox.files: from names a file beside the spec, instead of content", reason="SPEC_INVALID"
-                )
+                raise invalid_field("toolbox.files", "from names a file beside the spec, instead of content")
             file["content"] = base64.b64encode(source.read_bytes())
         elif isinstance(file.get("content"), str):
             file["content"] = base64.b64encode(file["content"].encode())

@@ -27,12 +27,11 @@ _OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE", "SESSIO
 """Reasons why a call failed that the conversation causes: a policy could fill it to avoid being graded."""
 _OF_THE_REQUEST: Final = frozenset(
     {
-        "GENERATE_REQUEST_INVALID",
+        "FIELD_INVALID",
         "IMAGE_UNSUPPORTED",
         "MESSAGES_EMPTY",
         "MODEL_NOT_ALLOWED",
         "REQUEST_FAILS",
-        "REQUEST_INVALID",
         "TEMPLATE_REFUSED",
         "TEMPLATE_WITHOUT_TOOLS",
         "TEXT_NOT_UNICODE",

@@ -68,7 +68,7 @@ class Command:
     argv: tuple[str, ...] = ()
     shell: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    secret_env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str = ""
     user: str = ""
     timeout_s: float | None = None

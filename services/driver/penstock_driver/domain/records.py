@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.auth import DEFAULT_NAMESPACE
+from penstock_chassis.validation import check_request_id
 from penstock_driver.domain.rollout import Phase, RolloutSpec
 
 
@@ -30,9 +31,13 @@ class RequestKey:
 
     @classmethod
     def of(cls, namespace: str, request_id: str, request: Message, prefix: bytes = b"") -> RequestKey:
-        """The key of a request; a fresh id if it has none. A digest, so that no secret of a spec is stored."""
+        """The key of a request. A digest, so that no secret of a spec is stored.
+
+        Raises InvalidArgument FIELD_INVALID without a request id.
+        """
+        check_request_id(request_id)
         data = prefix + request.SerializeToString(deterministic=True)
-        return cls(request_id or new_id("q"), hashlib.sha256(data).hexdigest(), namespace)
+        return cls(request_id, hashlib.sha256(data).hexdigest(), namespace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class RolloutUseCases:
         if known is None:
             found = Violations()
             check_group(plan, found)
-            found.refuse_group()
+            found.refuse()
             spec = rollout_spec(request, self._agents, key.namespace)
             count = plan.size + plan.spares
             check_chosen_id(group_id, "group_id")

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
 from penstock_chassis import auth
-from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
+from penstock_chassis.errors import InvalidArgument, PenstockError
+from penstock_chassis.validation import invalid_field, page_size
 from penstock_driver.agents.check import remarks
 from penstock_driver.agents.launch import check_command
 from penstock_driver.agents.registry import AgentRegistry
@@ -16,7 +17,7 @@ from penstock_driver.agents.specs import AgentSpec
 from penstock_driver.domain.ports import Command, CommandReport, PreparedToolbox, Sandboxes, SandboxTerms, SnapshotSpec
 from penstock_driver.environments.prepare import CHECK_TIMEOUT_S
 from penstock_driver.wire.agents import agent_to_proto, spec_from_proto
-from penstock_driver.wire.converters import page_size, page_token
+from penstock_driver.wire.converters import page_token
 
 _PROGRESS: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_PROGRESS
 _OK: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_OK
@@ -54,7 +55,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     ) -> agent_service_pb2.RegisterAgentResponse:
         """Checks and stores the spec."""
         if not request.HasField("spec"):
-            raise InvalidArgument("spec is required", reason="SPEC_INVALID", violations=[Violation("spec", "required")])
+            raise invalid_field("spec", "is required")
         agent = await self._registry.register(auth.caller().home, spec_from_proto(request.spec))
         return agent_service_pb2.RegisterAgentResponse(agent=agent_to_proto(agent))
 
@@ -70,9 +71,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     ) -> AsyncIterator[agent_service_pb2.CheckAgentResponse]:
         """Checks the spec, installs the agent and runs its check command in a new sandbox."""
         if request.name and request.HasField("spec"):
-            raise InvalidArgument(
-                "give name or spec, not both", reason="SPEC_INVALID", violations=[Violation("spec", "with a name")]
-            )
+            raise invalid_field("spec", "give a name or a spec, not both")
         try:
             if request.HasField("spec"):
                 spec = spec_from_proto(request.spec)

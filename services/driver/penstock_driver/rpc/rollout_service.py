@@ -9,6 +9,7 @@ from typing import Any, Final
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock_chassis import auth, times
 from penstock_chassis.auth import Owned
+from penstock_chassis.validation import page_size
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, RequestKey
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rollouts.use_cases import HEARTBEAT_S, RolloutUseCases
@@ -16,7 +17,7 @@ from penstock_driver.rpc.row_stream import watch_rows
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.store.summaries import Summaries
-from penstock_driver.wire.converters import page_size, page_token
+from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, rollout_to_proto
 
 WAIT_SHARE: Final = 0.8

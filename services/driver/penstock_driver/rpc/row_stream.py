@@ -12,7 +12,8 @@ from typing import Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
 from penstock_chassis import times
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import Violation
+from penstock_chassis.validation import invalid
 from penstock_driver.domain.records import Filter
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.summaries import RolloutRow, Summaries
@@ -94,8 +95,7 @@ def _terms(request: rollout_service_pb2.WatchRolloutsRequest) -> tuple[int, floa
     if not _INTERVAL_S[0] <= interval_s <= _INTERVAL_S[1]:
         violations.append(Violation("interval", "expected 100 ms to 1 min"))
     if violations:
-        summary = "; ".join(f"{item.field}: {item.description}" for item in violations)
-        raise InvalidArgument(summary, reason="FIELD_INVALID", violations=violations)
+        raise invalid(violations)
     return ended_limit, interval_s
 
 

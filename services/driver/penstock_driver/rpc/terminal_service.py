@@ -9,7 +9,7 @@ from typing import Any, Final
 from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
 from penstock_chassis import auth, times
 from penstock_chassis.auth import Owned
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import invalid_field
 from penstock_driver.domain.records import RequestKey, new_id
 from penstock_driver.domain.terminal_episode import Step
 from penstock_driver.domain.validation import id_problem
@@ -67,19 +67,19 @@ def owned(records: TerminalRecords) -> Mapping[str, Owned]:
 
 def _same_terminal(known: str, given: str) -> str:
     if not (known or given):
-        raise _invalid("terminal_id", "is required on the first message")
+        raise invalid_field("terminal_id", "is required on the first message")
     if known and given not in ("", known):
-        raise _invalid("terminal_id", "a stream is for one terminal only: open another stream")
+        raise invalid_field("terminal_id", "a stream is for one terminal only: open another stream")
     return known or given
 
 
 def _step(request: terminal_service_pb2.StepRequest) -> Step:
     if request.step_id and (problem := id_problem(request.step_id)):
-        raise _invalid("step_id", problem)
+        raise invalid_field("step_id", problem)
     if request.WhichOneof("action") is None:
-        raise _invalid("action", "is required: a command or the final answer")
+        raise invalid_field("action", "is required: a command or the final answer")
     if len(request.final_answer.encode()) > MAX_ANSWER_BYTES:
-        raise _invalid("final_answer", f"at most {MAX_ANSWER_BYTES} bytes are allowed")
+        raise invalid_field("final_answer", f"at most {MAX_ANSWER_BYTES} bytes are allowed")
     kept = terminal_service_pb2.StepRequest()
     kept.CopyFrom(request)
     kept.ClearField("terminal_id")
@@ -111,7 +111,3 @@ def terminal_to_proto(record: TerminalRecord) -> terminal_service_pb2.Terminal:
     if outcome.HasField("failure"):
         wire.failure.CopyFrom(outcome.failure)
     return wire
-
-
-def _invalid(field: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {problem}", reason="STEP_INVALID", violations=[Violation(field, problem)])

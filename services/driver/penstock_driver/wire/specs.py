@@ -34,7 +34,7 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
         found.add("spec.agent.name", "is required")
     if request.mode not in interception_pb2.Mode.values()[1:]:
         found.add("spec.mode", "is required: MODE_BLACK_BOX, MODE_TRANSPARENT_PROXY or MODE_INTERCEPTION_GATE")
-    found.refuse_rollout()
+    found.refuse()
     agent = agents.get(namespace, request.agent.name, request.agent.spec_sha256)
     limits = _limits(request.limits)
     if not request.limits.HasField("agent"):
@@ -59,17 +59,17 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
         namespace=namespace,
     )
     validation.check_rollout(spec, found)
-    found.refuse_rollout()
+    found.refuse()
     check_choice(agent.spec, spec.choice, spec.task.instruction)
     return spec
 
 
 def terminal_spec(request: terminal_service_pb2.OpenTerminalRequest, namespace: str) -> TerminalSpec:
-    """The spec of a terminal episode, checked; InvalidArgument (TERMINAL_INVALID) with every wrong field."""
+    """The spec of a terminal episode, checked; InvalidArgument (FIELD_INVALID) with every wrong field."""
     found = Violations()
     if not request.HasField("task"):
         found.add("task", "is required")
-    found.refuse_terminal()
+    found.refuse()
     spec = TerminalSpec(
         task=_task(request.task, "", found),
         sandbox=_sandbox_terms(request.sandbox),
@@ -83,17 +83,17 @@ def terminal_spec(request: terminal_service_pb2.OpenTerminalRequest, namespace: 
         namespace=namespace,
     )
     validation.check_terminal(spec, found)
-    found.refuse_terminal()
+    found.refuse()
     return spec
 
 
 def step_action(request: terminal_service_pb2.StepRequest) -> Action:
-    """A step's action, which must be set; InvalidArgument (STEP_INVALID) for a command that cannot run."""
+    """A step's action, which must be set; InvalidArgument (FIELD_INVALID) for a command that cannot run."""
     if request.WhichOneof("action") == "final_answer":
         return Answer(request.final_answer)
     found, command = Violations(), command_from_proto(request.command)
     validation.check_step_command(command, found)
-    found.refuse_step()
+    found.refuse()
     return command
 
 

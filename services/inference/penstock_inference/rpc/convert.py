@@ -11,7 +11,8 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import numbers, reader, to_proto, writer
 from penstock_chassis import times
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, Violation
+from penstock_chassis.validation import invalid, invalid_field
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -60,7 +61,7 @@ _FORMAT: Final = "response_format_json"
 def token_ids(data: bytes, field: str) -> TokenIds:
     """Little-endian int32."""
     if len(data) % 4:
-        raise invalid(field, f"has {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
+        raise invalid_field(field, f"has {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
@@ -107,11 +108,7 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
     if message.HasField("top_k") and message.top_k < 1:
         violations.append(Violation("sampling.top_k", "must be at least 1; leave it unset for off"))
     if violations:
-        raise InvalidArgument(
-            f"{violations[0].field} {violations[0].description}",
-            reason="GENERATE_REQUEST_INVALID",
-            violations=violations,
-        )
+        raise invalid(violations)
     # A prompt that fills the context leaves no token; the engine reports that error.
     given: dict[str, Any] = {"max_tokens": max(1, info.max_context_tokens - prompt_tokens)}
     given |= {name: getattr(message, name) for name in _NUMBERS if message.HasField(name)}  # type: ignore[arg-type]
@@ -308,10 +305,5 @@ def pause_mode(mode: int, default: PauseMode | None = None) -> PauseMode:
     """Raises InvalidArgument for an unspecified mode without a default."""
     found = _PAUSE_MODES.get(mode) or default
     if found is None:
-        raise invalid("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
+        raise invalid_field("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
     return found
-
-
-def invalid(field: str, text: str) -> InvalidArgument:
-    """The violation of one field."""
-    return InvalidArgument(f"{field} {text}", reason="REQUEST_INVALID", violations=[Violation(field, text)])

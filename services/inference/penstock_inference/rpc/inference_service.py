@@ -11,6 +11,7 @@ from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.telemetry.tracing import note_here
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode, TokenIds
@@ -64,6 +65,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
+        check_request_id(request.request_id)
         info = self._engine.info()
         rendered = request.WhichOneof("prompt") == "chat"
         if not info.capabilities.token_ids:
@@ -85,7 +87,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             raise missing_capability("score")
         ids = convert.token_ids(request.token_ids, "token_ids")
         if not 1 <= request.start < max(ids.size, 2):
-            raise convert.invalid("start", f"must be in [1, {ids.size}): the first token has no logprob")
+            raise invalid_field("start", f"must be in [1, {ids.size}): the first token has no logprob")
         temperature = request.temperature if request.HasField("temperature") else 1.0
         scores = await self._engine.score(ids, temperature, request.adapter)
         if request.HasField("exact_version") and scores.policy_version != request.exact_version:
@@ -105,7 +107,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             or (target == "all" and not request.all)
             or (target == "session_id" and not request.session_id)
         ):
-            raise convert.invalid("target", "must name requests, a session, or all = true")
+            raise invalid_field("target", "must name requests, a session, or all = true")
         count = await self._engine.abort(
             request_ids=request.requests.request_ids,
             session_id=request.session_id if target == "session_id" else None,
@@ -143,7 +145,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.WatchStatsResponse]:
         interval = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
         if not _MIN_INTERVAL_S <= interval <= _MAX_INTERVAL_S:
-            raise convert.invalid("interval", f"must be in [{_MIN_INTERVAL_S:g} s, {_MAX_INTERVAL_S:g} s]")
+            raise invalid_field("interval", f"must be in [{_MIN_INTERVAL_S:g} s, {_MAX_INTERVAL_S:g} s]")
         while True:
             yield convert.stats_response(self._engine.stats(), self._gaps.all())
             await asyncio.sleep(interval)
@@ -204,7 +206,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        return weight_updates.adapters_page(self._adapters.engine().adapters(), request.page_size, request.page_token)
+        return weight_updates.adapters_page(self._adapters.in_force(), request.page_size, request.page_token)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
         add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import writer
+from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
 from penstock_inference.engines.base import PauseMode, UpdateFormat
 from penstock_inference.engines.optional_features import AdapterInfo
 from penstock_inference.rpc import convert
@@ -17,7 +18,6 @@ _FORMATS: dict[int, UpdateFormat] = {
     pb.WEIGHT_FORMAT_SAFETENSORS: UpdateFormat.FULL,
     pb.WEIGHT_FORMAT_SAFETENSORS_PARTIAL: UpdateFormat.DELTA,
 }
-_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 
 
 async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncIterator[UpdateFrame]:
@@ -31,7 +31,7 @@ async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> Async
         elif kind == "begin":
             begin = message.begin
             if begin.format not in _FORMATS:
-                raise convert.invalid(
+                raise invalid_field(
                     "begin.format", "must be WEIGHT_FORMAT_SAFETENSORS or WEIGHT_FORMAT_SAFETENSORS_PARTIAL"
                 )
             yield UpdateBegin(
@@ -43,7 +43,7 @@ async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> Async
                 path=begin.path,
             )
         else:
-            raise convert.invalid("frame", "is not set")
+            raise invalid_field("frame", "is not set")
 
 
 async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncIterator[AdapterFrame]:
@@ -64,22 +64,24 @@ async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncI
                 mode=convert.pause_mode(begin.mode, PauseMode.KEEP),
             )
         else:
-            raise convert.invalid("frame", "is not set")
+            raise invalid_field("frame", "is not set")
 
 
 adapter = writer(AdapterInfo, pb.Adapter)
 """One adapter in force."""
 
 
-def adapters_page(found: tuple[AdapterInfo, ...], page_size: int, page_token: str) -> pb.ListAdaptersResponse:
-    """The adapters after the token, which is the last name of the previous page."""
-    if not 0 <= page_size <= _MAX_PAGE:
-        raise convert.invalid("page_size", f"must be in [0, {_MAX_PAGE}]")
-    size = page_size or _DEFAULT_PAGE
-    left = [info for info in found if not page_token or info.name > page_token]
+def adapters_page(found: tuple[AdapterInfo, ...], asked: int, page_token: str) -> pb.ListAdaptersResponse:
+    """The adapters after the token, which has the last name of the previous page."""
+    size = page_size(asked)
+    try:
+        after = bytes.fromhex(page_token).decode()
+    except ValueError:
+        raise foreign_page_token() from None
+    left = [info for info in found if not after or info.name > after]
     return pb.ListAdaptersResponse(
         adapters=[adapter(info) for info in left[:size]],
-        next_page_token=left[size - 1].name if len(left) > size else "",
+        next_page_token=left[size - 1].name.encode().hex() if len(left) > size else "",
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.disk import on_disk
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import Violation
+from penstock_chassis.validation import invalid
 from penstock_inference.engines.base import Engine, PauseMode
 from penstock_inference.engines.optional_features import AdapterInfo, Adapters, AdapterSource, missing_capability
 from penstock_inference.weights.uploads import Commit, Uploads, frame_invalid, under
@@ -67,6 +68,10 @@ class AdapterUploads:
         if not self._engine.info().capabilities.adapters or not isinstance(self._engine, Adapters):
             raise missing_capability("adapters")
         return self._engine
+
+    def in_force(self) -> tuple[AdapterInfo, ...]:
+        """Every adapter; none with an engine that does not support them."""
+        return self.engine().adapters() if self._engine.info().capabilities.adapters else ()
 
     async def load(self, frames: AsyncIterator[AdapterFrame]) -> AdapterInfo:
         """Read one adapter to its end and put it in force.
@@ -152,5 +157,4 @@ def _check(begin: AdapterBegin) -> None:
     if bool(begin.path) == bool(begin.config_json):
         violations.append(Violation("begin.adapter_config_json", "must be set, or a path: exactly one of them"))
     if violations:
-        first = violations[0]
-        raise InvalidArgument(f"{first.field} {first.description}", reason="REQUEST_INVALID", violations=violations)
+        raise invalid(violations)

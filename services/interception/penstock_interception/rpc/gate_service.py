@@ -18,6 +18,7 @@ from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import auth
 from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.validation import check_request_id, foreign_page_token, invalid_field, page_size
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
 from penstock_codec.parsers import GRAMMARS
@@ -133,7 +134,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def IssueToken(  # noqa: N802
         self, request: pb.IssueTokenRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.IssueTokenResponse:
-        check_id("request_id", request.request_id)
+        check_request_id(request.request_id)
         wanted = budgets_and_keys.key_terms_from(request.terms, "terms")
         retire = budgets_and_keys.delay_from(request, "retire_others_after")
         rollout = self._registry.rollout(request.rollout_id)
@@ -258,16 +259,16 @@ def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
 
 def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[RolloutSpec, str | None]:
     """Returns the rollout's spec and the caller's key. Raises InvalidArgument that names the field."""
-    for name, value in (("request_id", request.request_id), ("rollout_id", request.rollout_id)):
-        check_id(name, value)
+    check_request_id(request.request_id)
+    check_id("rollout_id", request.rollout_id)
     mode = _mode_from(request.mode)
     if len(request.labels) > MAX_LABELS:
-        raise convert.invalid("labels", f"at most {MAX_LABELS}")
+        raise invalid_field("labels", f"at most {MAX_LABELS}")
     dialects = []
     for index, number in enumerate(request.dialects):
         dialect = convert.DIALECTS_BACK.get(number)
         if dialect is None or dialect not in known:
-            raise convert.invalid(f"dialects[{index}]", "not spoken here")
+            raise invalid_field(f"dialects[{index}]", "not spoken here")
         dialects.append(dialect)
     source, caller_key = _source_from(request.source)
     hints = request.hints
@@ -303,19 +304,17 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
 def check_id(name: str, value: str) -> None:
     """Raises InvalidArgument for an invalid identifier."""
     if not _ID.fullmatch(value):
-        raise convert.invalid(name, "an identifier: 1 to 128 of a-z A-Z 0-9 _ . -, the first a letter or digit")
+        raise invalid_field(name, "an identifier: 1 to 128 of a-z A-Z 0-9 _ . -, the first a letter or digit")
 
 
 def paged(items: Sequence[T], size: int, token: str, position: Callable[[T], str]) -> tuple[Sequence[T], str]:
     """Returns one page of an ordered list; the token names the last item of the previous page."""
-    if size < 0:
-        raise convert.invalid("page_size", "not negative")
-    count = min(size or 100, 1000)
+    count = page_size(size)
     start = 0
     if token:
         start = next((index + 1 for index, item in enumerate(items) if position(item) == token), -1)
         if start < 0:
-            raise convert.invalid("page_token", "unknown")
+            raise foreign_page_token()
     page = items[start : start + count]
     more = start + count < len(items)
     return page, position(page[-1]) if more and page else ""
@@ -328,7 +327,7 @@ def _position(rollout: Rollout) -> str:
 def _mode_from(value: interception_pb2.Mode.ValueType) -> Mode:
     mode = _MODES.get(value)
     if mode is None:
-        raise convert.invalid("mode", "unspecified")
+        raise invalid_field("mode", "unspecified")
     return mode
 
 
@@ -338,7 +337,7 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
         case "upstream":
             if choice != CodecChoice():
                 field = "tool_call_parser" if choice.parser else "control_tokens"
-                raise convert.invalid(f"source.{field}", "not allowed for an upstream, which makes its own prompts")
+                raise invalid_field(f"source.{field}", "not allowed for an upstream, which makes its own prompts")
             upstream = source.upstream
             if upstream.WhichOneof("endpoint") == "caller":
                 return CallerUpstream(upstream.caller.base_url, upstream.model), upstream.caller.api_key or None
@@ -353,7 +352,7 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
 def _choice_from(source: interception_pb2.ModelSource) -> CodecChoice:
     control_tokens = _CONTROL_TOKENS.get(source.control_tokens)
     if control_tokens is None:
-        raise convert.invalid("source.control_tokens", "not a known value")
+        raise invalid_field("source.control_tokens", "not a known value")
     if source.tool_call_parser and source.tool_call_parser not in GRAMMARS:
         known = f"there are: {', '.join(sorted(GRAMMARS))}"
         raise InvalidArgument(
@@ -368,13 +367,13 @@ def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) ->
     if not request.HasField("run_budgets"):
         return None
     if not request.run_id:
-        raise convert.invalid("run_budgets", "needs run_id")
+        raise invalid_field("run_budgets", "needs run_id")
     return budgets_and_keys.run_budgets_from(request.run_budgets)
 
 
 def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:
     if policy.HasField("max_staleness") and policy.max_staleness < 0:
-        raise convert.invalid("policy.max_staleness", "not negative")
+        raise invalid_field("policy.max_staleness", "not negative")
     return PolicyBounds(
         policy.min_version if policy.HasField("min_version") else None,
         policy.max_staleness if policy.HasField("max_staleness") else None,

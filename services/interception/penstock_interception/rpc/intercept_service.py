@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 
 import grpc
+import structlog
 from google.protobuf.message import Message as ProtoMessage
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -15,7 +16,7 @@ from penstock_chassis import auth, times
 from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.operations import server_info
-from penstock_chassis.validation import refuse_unknown
+from penstock_chassis.validation import invalid_field, refuse_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
@@ -33,10 +34,13 @@ from penstock_interception.rpc.polling import CREDIT_BYTES, PollingLeases
 from penstock_interception.store.commits import durable
 from penstock_interception.wire import convert
 
+_log = structlog.get_logger(__name__)
+
 DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
 MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
+_SHOWN_CLIENT = 200
 FEATURES = ("hello.max_message_bytes", "hello.required_features", "top_logprobs")
 """What the gate serves of the contract beyond revision 1."""
 SERVICE = "penstock.interception.v1.InterceptService"
@@ -83,6 +87,13 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
         session = self._interceptor.join(asked, resume=hello.resume_session_id)
+        _log.info(
+            "a session began",
+            session_id=session.id,
+            identity=hello.identity,
+            client=_client(context),
+            resumed=session.resumed,
+        )
         stream = InterceptStream(session, self._interceptor, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
@@ -101,10 +112,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     ) -> pb.LeaseCallsResponse:
         count = request.max_calls or 1
         if not 1 <= count <= MAX_LEASED_AT_ONCE:
-            raise convert.invalid("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
+            raise invalid_field("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
         lease_s = times.seconds(request.lease) if request.HasField("lease") else DEFAULT_LEASE_S
         if not 0 < lease_s <= MAX_LEASE_S:
-            raise convert.invalid("lease", "positive, at most 1 h")
+            raise invalid_field("lease", "positive, at most 1 h")
         wait_s = times.seconds(request.wait) if request.HasField("wait") else DEFAULT_WAIT_S
         remaining = context.time_remaining()
         if remaining is not None:
@@ -214,3 +225,9 @@ def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
 
 def _call_id(call: Call) -> str:
     return call.id
+
+
+def _client(context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]) -> str:
+    """The client's name and version as it states them, for the log."""
+    metadata: Iterable[tuple[str, str | bytes]] = context.invocation_metadata() or ()
+    return next((str(value)[:_SHOWN_CLIENT] for name, value in metadata if name == "user-agent"), "")

@@ -14,6 +14,7 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import auth, times
 from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded, FailedPrecondition
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
+from penstock_chassis.validation import invalid_field
 from penstock_interception.domain.results import Accepted, Rejection
 from penstock_interception.domain.state import (
     DEFAULT_CREDIT_BYTES,
@@ -26,7 +27,6 @@ from penstock_interception.domain.state import (
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools
 from penstock_interception.rpc.frames import CallWriter, frames_of
-from penstock_interception.wire import convert
 
 DEFAULT_PAUSE_S = 600.0
 UNREAD_REPLIES = 64
@@ -244,9 +244,9 @@ def credits_from(credit: pb.Credits, *, least: int, bytes_now: int = DEFAULT_CRE
     Raises InvalidArgument that names the field.
     """
     if credit.calls < least:
-        raise convert.invalid("credits.calls", f"at least {least}")
+        raise invalid_field("credits.calls", f"at least {least}")
     if credit.HasField("bytes") and credit.bytes < 1:
-        raise convert.invalid("credits.bytes", "at least 1")
+        raise invalid_field("credits.bytes", "at least 1")
     return Credits(credit.calls, credit.bytes if credit.HasField("bytes") else bytes_now)
 
 
@@ -257,7 +257,7 @@ def view_from(request: pb.Hello | pb.LeaseCallsRequest) -> View:
     """
     limit = request.max_message_bytes if request.HasField("max_message_bytes") else DEFAULT_MESSAGE_BYTES
     if not DEFAULT_MESSAGE_BYTES <= limit <= MAX_MESSAGE_BYTES:
-        raise convert.invalid("max_message_bytes", f"{DEFAULT_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
+        raise invalid_field("max_message_bytes", f"{DEFAULT_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
     return View(messages=request.view.messages, body=request.view.body, max_message_bytes=limit)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.validation import invalid_field
 from penstock_codec import Codec, CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_interception.conversation.codecs import CodecCache
@@ -41,7 +42,7 @@ class Endpoint:
     """An upstream that the operator configured."""
 
     base_url: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     models: tuple[str, ...] = ("*",)
 
 
@@ -192,10 +193,6 @@ def check_url(base_url: str) -> None:
     except ValueError:
         good, parts = False, None
     if not good or parts is None or parts.username is not None or parts.query or parts.fragment:
-        raise InvalidArgument(
-            "The upstream's address cannot be used.",
-            reason="UPSTREAM_URL_INVALID",
-            violations=[
-                Violation("source.upstream.caller.base_url", "http(s)://host[:port]/path without credentials or query")
-            ],
+        raise invalid_field(
+            "source.upstream.caller.base_url", "must be http(s)://host[:port]/path without credentials or query"
         )

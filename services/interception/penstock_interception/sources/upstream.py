@@ -127,7 +127,7 @@ class UpstreamSource(ModelSource):
         try:
             written = orjson.dumps(body)
         except TypeError as error:  # a field that is only passed on: orjson parses deeper nesting than it writes
-            raise SourceError("REQUEST_INVALID", "nested too deeply", retriable=False) from error
+            raise SourceError("FIELD_INVALID", "nested too deeply", retriable=False) from error
         return await self._ask(written)
 
     async def answers_others(self, call: Call) -> bool:

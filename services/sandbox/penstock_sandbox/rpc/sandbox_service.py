@@ -15,6 +15,7 @@ from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock.sandbox.v1 import sandbox_service_pb2_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import PenstockError
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_sandbox import files
 from penstock_sandbox.domain.model import Snapshot
 from penstock_sandbox.rpc import convert
@@ -39,8 +40,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         self._snapshots = snapshots
 
     async def CreateSandbox(self, request: pb.CreateSandboxRequest, context: Context) -> pb.CreateSandboxResponse:  # noqa: N802
-        if not request.request_id:
-            raise convert.refuse("request_id", "is required")
+        check_request_id(request.request_id)
         sandbox = await self._sandboxes.create(
             request.request_id, convert.spec_from(request.spec), wait_s=_may_wait(context)
         )
@@ -125,14 +125,13 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     async def ForkSandboxes(  # noqa: N802
         self, request: pb.ForkSandboxesRequest, context: Context
     ) -> AsyncIterator[pb.ForkSandboxesResponse]:
-        if not request.request_id:
-            raise convert.refuse("request_id", "is required")
+        check_request_id(request.request_id)
         if not 1 <= request.count <= _MOST_CHILDREN:
-            raise convert.refuse("count", f"must be 1 to {_MOST_CHILDREN}")
+            raise invalid_field("count", f"must be 1 to {_MOST_CHILDREN}")
         spec = request.spec
         taken = ("backend", "base", "resources", "toolbox_ids", "user", "own_kernel")
         if any(field.name in taken for field, _ in spec.ListFields()):
-            raise convert.refuse("spec", f"{', '.join(taken)} come from the source and must be unset")
+            raise invalid_field("spec", f"{', '.join(taken)} come from the source and must be unset")
         asked, wait_s = convert.spec_from(spec), _may_wait(context)
         if request.WhichOneof("source") == "sandbox_id":
             children = self._forks.of_sandbox(request.request_id, request.sandbox_id, request.count, asked, wait_s)

@@ -10,8 +10,8 @@ import grpc
 from penstock.sandbox.v1 import toolbox_service_pb2 as pb
 from penstock.sandbox.v1 import toolbox_service_pb2_grpc
 from penstock.values import reader, writer
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
-from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.toolboxes.manager import Toolboxes
 
@@ -48,7 +48,7 @@ class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
 def _spec(spec: pb.ToolboxSpec) -> ToolboxSpec:
     for index, runtime in enumerate(spec.runtimes):
         if runtime.kind not in _RUNTIMES:
-            raise convert.refuse(f"spec.runtimes[{index}].kind", "must be PYTHON or NODE")
+            raise invalid_field(f"spec.runtimes[{index}].kind", "must be PYTHON or NODE")
     return _read_spec(spec)
 
 

@@ -29,13 +29,12 @@ from penstock_chassis.aio.retry import Pause
 from penstock_chassis.errors import (
     Aborted,
     FailedPrecondition,
-    InvalidArgument,
     PenstockError,
     Unavailable,
-    Violation,
 )
 from penstock_chassis.journal import Journal
 from penstock_chassis.times import even_time
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox import metrics
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SealedLayer
 from penstock_sandbox.domain.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
@@ -127,7 +126,7 @@ class Sandboxes:
         ``wait_s`` limits the wait for a slot, in addition to the operator's limit. A ``shared`` sandbox belongs to the
         service and counts towards no owner.
 
-        Raises InvalidArgument (INVALID_SPEC), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
+        Raises InvalidArgument (FIELD_INVALID), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
         (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN),
         ResourceExhausted (SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE), Unavailable (DRAINING,
         CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
@@ -344,9 +343,7 @@ class Sandboxes:
     async def delete_labelled(self, labels: Mapping[str, str]) -> list[str]:
         """Deletes every sandbox with all of ``labels`` (at least one); returns their ids. Raises as ``delete`` does."""
         if not labels:
-            raise InvalidArgument(
-                "at least one label is required", reason="INVALID_LABELS", violations=[Violation("labels", "is empty")]
-            )
+            raise invalid_field("labels", "must name at least one")
         found = [view.id for view in self.table.matching(labels)]
         outcomes = await asyncio.gather(*(self.delete(sandbox_id) for sandbox_id in found), return_exceptions=True)
         for outcome in outcomes:

@@ -27,7 +27,8 @@ from pathlib import Path
 import structlog
 
 from penstock_chassis.aio.shared_work import SharedWork
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
+from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
+from penstock_chassis.validation import invalid
 from penstock_sandbox.backends.local import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
@@ -309,8 +310,4 @@ def _check(spec: ToolboxSpec) -> None:
         if not _inside(folder) or ":" in folder:
             problems.append(Violation(f"spec.path_directories[{index}]", "must be relative, inside, and without ':'"))
     if problems:
-        raise InvalidArgument(
-            "; ".join(f"{problem.field} {problem.description}" for problem in problems),
-            reason="INVALID_TOOLBOX",
-            violations=problems,
-        )
+        raise invalid(problems)

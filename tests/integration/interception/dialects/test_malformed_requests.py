@@ -31,10 +31,9 @@ OF_THE_REQUEST: Final = frozenset(
     {
         "CALL_TOO_LARGE",
         "CONTEXT_EXCEEDED",
-        "GENERATE_REQUEST_INVALID",
+        "FIELD_INVALID",
         "IMAGE_UNSUPPORTED",
         "MESSAGES_EMPTY",
-        "REQUEST_INVALID",
         "TEMPLATE_REFUSED",
         "TEMPLATE_WITHOUT_TOOLS",
         "TEXT_NOT_UNICODE",

@@ -37,7 +37,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 def refusal(data: dict[str, Any]) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as caught:
         parse_spec(data)
-    assert caught.value.reason == "SPEC_INVALID"
+    assert caught.value.reason == "FIELD_INVALID"
     return caught.value
 
 

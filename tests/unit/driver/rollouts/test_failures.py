@@ -167,7 +167,7 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
     [
         ([("MODEL_NOT_ALLOWED", False)], True),
         ([("UPSTREAM_REFUSED", False), ("TEMPLATE_REFUSED", False)], True),
-        ([("GENERATE_REQUEST_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
+        ([("FIELD_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
         ([("REQUEST_FAILS", True)], True),
         ([("REQUEST_FAILS", False), ("REQUEST_FAILS", True)], True),
         ([("REQUEST_FAILS", True), ("UPSTREAM_REFUSED", True)], False),
@@ -458,7 +458,7 @@ async def test_a_cancelled_create_of_the_service_leaves_a_rollout_that_ends(driv
 
     servicer = _servicer(driver, driver.gate, Slow(driver.journal))
     spec = _order()
-    request = pb.CreateRolloutRequest(rollout_id="r1", spec=spec)
+    request = pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=spec)
     call = asyncio.ensure_future(servicer.CreateRollout(request, None))
     await asyncio.wait([call, asyncio.ensure_future(remembering.wait())], return_when=asyncio.FIRST_COMPLETED)
     assert not call.done(), call.exception()
@@ -476,7 +476,9 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
     room = driver.manager._max_live = 3
     servicer = _servicer(driver, driver.gate)
     spec = _order()
-    requests = [pb.CreateRolloutRequest(rollout_id=f"r{index}", spec=spec) for index in range(6)]
+    requests = [
+        pb.CreateRolloutRequest(request_id=name, rollout_id=name, spec=spec) for name in map("r{}".format, range(6))
+    ]
     answers = await asyncio.gather(
         *(servicer.CreateRollout(request, None) for request in requests), return_exceptions=True
     )
@@ -484,7 +486,8 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
     assert len(answers) - len(refused) == room
     assert {error.reason for error in refused} == {"ROLLOUT_LIMIT"}
     await driver.manager.cancel("r0", "")
-    assert (await servicer.CreateRollout(pb.CreateRolloutRequest(rollout_id="r9", spec=spec), None)).rollout.rollout_id
+    more = pb.CreateRolloutRequest(request_id="r9", rollout_id="r9", spec=spec)
+    assert (await servicer.CreateRollout(more, None)).rollout.rollout_id
 
 
 @pytest.mark.requirement("R49", "R50", "R146")
@@ -709,7 +712,8 @@ async def test_an_id_is_not_given_again_while_a_deletion_of_it_runs(driver: Driv
     """The slower of two deletions would take the new rollout's events and its capture."""
     slow = asyncio.Event()
     servicer = _servicer(driver, driver.gate, captures=(captures := _Captures(slow)))
-    await servicer.CreateRollout(create := pb.CreateRolloutRequest(rollout_id="r1", spec=_order()), None)
+    create = pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=_order())
+    await servicer.CreateRollout(create, None)
     await eventually_async(lambda: driver.is_over("r1"), "it has ended")
     delete = pb.DeleteRolloutRequest(rollout_id="r1")
     slower = asyncio.ensure_future(servicer.DeleteRollout(delete, None))
@@ -740,7 +744,7 @@ async def test_a_rollout_that_is_recorded_and_not_started_is_waited_for_and_canc
 
     servicer = _servicer(driver, driver.gate, Slow(driver.journal))
     creation = asyncio.ensure_future(
-        servicer.CreateRollout(pb.CreateRolloutRequest(rollout_id="r1", spec=_order()), None)
+        servicer.CreateRollout(pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=_order()), None)
     )
     await recorded.wait()
     waiting = asyncio.ensure_future(driver.manager.wait("r1", GUARD_S))

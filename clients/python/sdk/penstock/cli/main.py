@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from importlib import metadata
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
 from rich.markup import escape
@@ -111,6 +111,7 @@ def completion(
 
 _add(up.up)
 _add(up.serve, _PASSED_ON)
+_add(up.demo, _PASSED_ON)
 _add(dashboard.dashboard)
 _add(rollout.rollout)
 _add(watch.watch)
@@ -130,11 +131,15 @@ _add(conformance.conformance)
 _add(completion)
 
 
+DISTRIBUTIONS: Final = "penstock"
+"""How the names of the distributions begin that `--version` lists."""
+
+
 def _print_versions(asked: bool) -> None:
     if not asked:
         return
     names = sorted(
-        {item.name for item in metadata.distributions() if item.name and item.name.lower().startswith("penstock")}
+        {item.name for item in metadata.distributions() if item.name and item.name.lower().startswith(DISTRIBUTIONS)}
     )
     for name in names:
         out.print(f"{name} {metadata.version(name)}")

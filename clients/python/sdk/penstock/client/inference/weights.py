@@ -143,7 +143,7 @@ class WeightTransfer:
         self._service = service
         self._stub: Any = stub
         self._over = False
-        self.id = transfer_id
+        self.id: str = transfer_id
 
     async def tensors(
         self, descriptor: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, timeout: float | None = 600.0

@@ -29,7 +29,7 @@ class ModelCall:
         self._answer = answer
         self._ended = asyncio.Event()
         self._span: CallSpan | None = None
-        self.end_reason = ""
+        self.end_reason: str = ""
         """Why the call needs no answer any more: CANCELLED, ROLLOUT_CLOSED, ...; empty while it does."""
 
     def __repr__(self) -> str:

@@ -8,6 +8,8 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import grpc
@@ -281,11 +283,21 @@ class _Source(Generic[Q]):
             raise
 
 
+@cache
+def user_agent() -> str:
+    """Returns the client's name and version, with which each request begins its metadata `user-agent`."""
+    try:
+        return f"penstock-python/{metadata.version('penstock')}"
+    except metadata.PackageNotFoundError:  # sources without an installation
+        return "penstock-python"
+
+
 def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent()))
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     try:
         ca, key, cert = (None if file is None else file.read_bytes() for file in (tls.ca, tls.key, tls.cert))
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}", reason="TLS_FILE") from None
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=_OPTIONS)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)

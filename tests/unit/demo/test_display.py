@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from display import Display, Metrics, save_picture
+from penstock_demo.display import Display, Metrics, save_picture
 
 
 def metrics(step: int, seconds: float = 1.0) -> Metrics:

@@ -8,7 +8,7 @@ to a stock file; so it succeeds now and then, and reinforcement has something to
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,20 +118,21 @@ def encode(codec: Codec, messages: Sequence[Message]) -> tuple[np.ndarray, np.nd
 
 
 class Corpus:
-    """The supervised examples, in the shares of EXAMPLES."""
+    """The supervised examples; `shares` has the kinds' as EXAMPLES does, which add up to 1."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, shares: Mapping[tuple[bool, bool], float] = EXAMPLES) -> None:
+        self._shares = list(shares.values())
         self._rows = [
             [
                 encode(codec, episode(task, task.word if word else STOCK_WORD, task.file if file else STOCK_FILE))
                 for task in TASKS
             ]
-            for word, file in EXAMPLES
+            for word, file in shares
         ]
 
     def draw(self, rng: np.random.Generator, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """`count` pairs of ids and mask."""
-        kinds = rng.choice(len(EXAMPLES), size=count, p=list(EXAMPLES.values()))
+        kinds = rng.choice(len(self._rows), size=count, p=self._shares)
         return [self._rows[kind][task] for kind, task in zip(kinds, rng.integers(len(TASKS), size=count), strict=True)]
 
     def all(self) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import penstock_driver
-import tasks
 from penstock_codec import Codec, Continuation
-from tasks import BASH, STOCK_FILE, STOCK_WORD, TASKS, CopyTask
+from penstock_demo import tasks
+from penstock_demo.tasks import BASH, STOCK_FILE, STOCK_WORD, TASKS, CopyTask
 
 TASK = CopyTask("grove", "b.txt")
 

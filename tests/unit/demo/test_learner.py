@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import model
-import tasks
-from learner import WARM_CHUNK, Learner, Row, advantages
 from penstock_codec import Codec
+from penstock_demo import model, tasks
+from penstock_demo.learner import WARM_CHUNK, Learner, Row, advantages
 from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
 from penstock_inference.engines.numpy import NumpyEngine
 
@@ -81,7 +80,7 @@ def test_a_cached_warm_start_leaves_the_learner_where_a_fresh_one_does(
     codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is repeated by its seed, the second time from the cache."""
-    monkeypatch.setattr("learner.WARM_STEPS", WARM_CHUNK)
+    monkeypatch.setattr("penstock_demo.learner.WARM_STEPS", WARM_CHUNK)
     ends, said = [], list[str]()
     for _ in range(2):
         learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=5)

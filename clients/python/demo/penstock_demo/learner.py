@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-import model
-from model import Batch, ModelConfig
-from tasks import Corpus
+from penstock_demo import model
+from penstock_demo.model import Batch, ModelConfig
+from penstock_demo.tasks import Corpus
 
 WARM_STEPS, WARM_CHUNK, WARM_BATCH = 500, 50, 8
 WARM_LR, WARM_LR_END = 3e-3, 3e-4

@@ -1,0 +1,517 @@
+"""The rest of the Python client's subject: sandboxes, terminals, agents, weights, host tools, calls without a session.
+
+What the client has no method for is called by the generated stub, on the client's own channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from google.protobuf import duration_pb2
+
+from penstock.client import HostTool, HostToolCall, Penstock, ToolFailed
+from penstock.client.errors import (
+    AlreadyDelivered,
+    CallEnded,
+    FailedPrecondition,
+    InvalidCompletion,
+    NotLeased,
+    ResultRejected,
+    StalePolicy,
+    UnknownCall,
+)
+from penstock.client.intercept.calls import ModelCall
+from penstock.client.sandboxes.handle import SandboxHandle
+from penstock.client.tasks.spec import Command, SeedFile
+from penstock.client.transport.rpc import Service
+from penstock.client.types.results import Exit
+from penstock.client.types.sandboxes import SandboxSpec
+from penstock.client.wire import results as wire_results
+from penstock.client.wire import specs
+from penstock.interception.v1 import intercept_service_pb2 as intercept
+from penstock.interception.v1 import intercept_service_pb2_grpc
+from penstock.ops.v1 import operations_service_pb2 as ops
+from penstock.ops.v1 import operations_service_pb2_grpc
+from penstock.sandbox.v1 import file_service_pb2 as files
+from penstock.sandbox.v1 import file_service_pb2_grpc, process_service_pb2_grpc
+from penstock.sandbox.v1 import process_service_pb2 as processes
+
+if TYPE_CHECKING:
+    from tests.conformance.clients.python_subject import Subject
+
+Json = dict[str, Any]
+
+_REJECTIONS: Final[Mapping[int, type[ResultRejected]]] = {
+    intercept.ResultRejected.REASON_UNKNOWN_CALL: UnknownCall,
+    intercept.ResultRejected.REASON_ALREADY_DELIVERED: AlreadyDelivered,
+    intercept.ResultRejected.REASON_CALL_ENDED: CallEnded,
+    intercept.ResultRejected.REASON_NOT_LEASED: NotLeased,
+    intercept.ResultRejected.REASON_INVALID: InvalidCompletion,
+    intercept.ResultRejected.REASON_STALE_POLICY: StalePolicy,
+}
+
+
+async def _sandbox(subject: Subject, given: Json) -> SandboxHandle:
+    kept = subject.kept("sandboxes")
+    if given["sandbox_id"] not in kept:
+        kept[given["sandbox_id"]] = await _ps(subject, given).sandboxes.attach(given["sandbox_id"])
+    handle: SandboxHandle = kept[given["sandbox_id"]]
+    return handle
+
+
+def _ps(subject: Subject, given: Json) -> Penstock:
+    return subject.client(given)
+
+
+def _data(subject: Subject, given: Json) -> tuple[Service, Any, Any]:
+    """The sandbox service, with its stubs for processes and files."""
+    service: Service = _ps(subject, given)._services["sandbox"]
+    return (
+        service,
+        process_service_pb2_grpc.ProcessServiceStub(service.channel),
+        file_service_pb2_grpc.FileServiceStub(service.channel),
+    )
+
+
+def _exit(end: Exit) -> Json:
+    return {"reason": end.reason, "code": end.code}
+
+
+# Sandboxes.
+
+
+async def sandbox_create(subject: Subject, given: Json) -> Json:
+    spec = SandboxSpec(labels=given.get("labels", {}), lease=given.get("lease_s"))
+    made = await _ps(subject, given).sandboxes.create(spec)
+    subject.kept("sandboxes")[made.sandbox_id] = made
+    return {"sandbox_id": made.sandbox_id}
+
+
+async def sandbox_attach(subject: Subject, given: Json) -> Json:
+    return {"sandbox_id": (await _ps(subject, given).sandboxes.attach(given["sandbox_id"])).sandbox_id}
+
+
+async def sandbox_list(subject: Subject, given: Json) -> Json:
+    listed = _ps(subject, given).sandboxes.list(labels=given["labels"])
+    return {"sandbox_ids": [sandbox_id async for sandbox_id, _ in listed]}
+
+
+async def sandbox_run(subject: Subject, given: Json) -> Json:
+    sandbox = await _sandbox(subject, given)
+    ran = await sandbox.run(Command(shell=given["shell"]), stdin=given.get("stdin", "").encode())
+    return {**_exit(ran.exit), "stdout": ran.stdout.decode(), "stderr": ran.stderr.decode()}
+
+
+async def process_start(subject: Subject, given: Json) -> Json:
+    service, run, _ = _data(subject, given)
+    request = processes.StartProcessRequest(
+        sandbox_id=given["sandbox_id"],
+        process_id=secrets.token_hex(16),
+        command=specs.command(Command(shell=given["shell"])),
+        stdin=given.get("stdin", False),
+    )
+    answer = await service.call(run.StartProcess, request, repeatable=True)
+    return {"process_id": answer.process.process_id}
+
+
+async def process_write(subject: Subject, given: Json) -> None:
+    (service, run, _), frame = _data(subject, given), processes.WriteStdinRequest
+    offsets = subject.kept("stdin offsets")
+    where: Json = {"sandbox_id": given["sandbox_id"], "process_id": given["process_id"]}
+
+    async def frames() -> Any:
+        yield frame(start=frame.StdinStart(**where, offset=offsets.get(given["process_id"], 0)))
+        yield frame(data=given["text"].encode())
+        if given.get("last"):
+            yield frame(end=frame.StdinEnd())
+
+    answer = await service.push(run.WriteStdin, frames)
+    offsets[given["process_id"]] = answer.offset
+
+
+async def process_output(subject: Subject, given: Json) -> Json:
+    service, run, _ = _data(subject, given)
+    request = processes.WatchProcessRequest(sandbox_id=given["sandbox_id"], process_id=given["process_id"])
+    outputs = {1: b"", 2: b""}
+    ended: Json = {}
+    async for event in service.stream(run.WatchProcess, request):
+        if event.HasField("chunk"):
+            outputs[event.chunk.stream] += event.chunk.data
+        elif event.HasField("exit"):
+            ended = _exit(wire_results.exit_from(event.exit))
+    return {**ended, "stdout": outputs[1].decode(), "stderr": outputs[2].decode()}
+
+
+async def process_wait(subject: Subject, given: Json) -> Json:
+    service, run, _ = _data(subject, given)
+    request = processes.WaitProcessRequest(sandbox_id=given["sandbox_id"], process_id=given["process_id"])
+    answer = await service.call(run.WaitProcess, request)
+    return _exit(wire_results.exit_from(answer.process.exit))
+
+
+async def process_kill(subject: Subject, given: Json) -> Json:
+    service, run, _ = _data(subject, given)
+    request = processes.KillProcessRequest(sandbox_id=given["sandbox_id"], process_id=given["process_id"])
+    answer = await service.call(run.KillProcess, request, repeatable=True)
+    return _exit(wire_results.exit_from(answer.exit))
+
+
+async def file_write(subject: Subject, given: Json) -> None:
+    sandbox = await _sandbox(subject, given)
+    await sandbox.write_file(given["path"], given["text"].encode(), mode=given.get("mode"))
+
+
+async def file_read(subject: Subject, given: Json) -> Json:
+    return {"text": (await (await _sandbox(subject, given)).read_file(given["path"])).decode()}
+
+
+async def file_list(subject: Subject, given: Json) -> Json:
+    sandbox = await _sandbox(subject, given)
+    return {"names": [item.name async for item in sandbox.files(given["path"])]}
+
+
+async def file_stat(subject: Subject, given: Json) -> Json:
+    service, _, tree = _data(subject, given)
+    request = files.StatRequest(sandbox_id=given["sandbox_id"], path=given["path"])
+    info = (await service.call(tree.Stat, request, repeatable=True)).info
+    return {"kind": files.FileKind.Name(info.kind)[10:].lower(), "size": info.size_bytes, "mode": info.mode}
+
+
+async def file_remove(subject: Subject, given: Json) -> None:
+    await (await _sandbox(subject, given)).remove(given["path"], recursive=given.get("recursive", False))
+
+
+async def make_directory(subject: Subject, given: Json) -> None:
+    service, _, tree = _data(subject, given)
+    request = files.MakeDirectoryRequest(sandbox_id=given["sandbox_id"], path=given["path"])
+    await service.call(tree.MakeDirectory, request, repeatable=True)
+
+
+async def tree_read(subject: Subject, given: Json) -> Json:
+    service, _, tree = _data(subject, given)
+    request = files.ReadTreeRequest(sandbox_id=given["sandbox_id"], path=given["path"])
+    parts = await service.collect(tree.ReadTree, request)
+    return {"tar": b"".join(part.tar_chunk for part in parts).hex()}
+
+
+async def tree_write(subject: Subject, given: Json) -> None:
+    (service, _, tree), frame = _data(subject, given), files.WriteTreeRequest
+
+    async def frames() -> Any:
+        yield frame(start=frame.WriteTreeStart(sandbox_id=given["sandbox_id"], path=given["path"]))
+        yield frame(tar_chunk=bytes.fromhex(given["tar"]))
+        yield frame(end=frame.WriteTreeEnd())
+
+    await service.push(tree.WriteTree, frames)
+
+
+async def sandbox_renew(subject: Subject, given: Json) -> Json:
+    end = await (await _sandbox(subject, given)).renew(given["lease_s"])
+    return {"expire_time": end.timestamp()}
+
+
+async def sandbox_pause(subject: Subject, given: Json) -> None:
+    await (await _sandbox(subject, given)).pause()
+
+
+async def sandbox_resume(subject: Subject, given: Json) -> None:
+    await (await _sandbox(subject, given)).resume()
+
+
+async def sandbox_diff(subject: Subject, given: Json) -> Json:
+    found = await (await _sandbox(subject, given)).diff()
+    return {"tar": found.tar.hex(), "deleted": list(found.deleted_paths)}
+
+
+async def sandbox_prepare(subject: Subject, given: Json) -> Json:
+    try:
+        snapshot = await _ps(subject, given).sandboxes.prepare(
+            files=[SeedFile(path, text.encode()) for path, text in given["files"].items()],
+            setup=[Command(shell=line) for line in given["setup"]],
+        )
+    except FailedPrecondition as error:
+        told = "\n".join((error.message, *getattr(error, "__notes__", ())))
+        raise FailedPrecondition(told, reason=error.reason, metadata=error.metadata) from error
+    return {"snapshot_id": snapshot.snapshot_id}
+
+
+async def sandbox_fork(subject: Subject, given: Json) -> Json:
+    if "snapshot_id" in given:
+        children = _ps(subject, given).sandboxes.fork(given["snapshot_id"], given["count"])
+    else:
+        children = (await _sandbox(subject, given)).fork(given["count"])
+    made = {fork.index: fork.made() async for fork in children}
+    for sandbox in made.values():
+        subject.kept("sandboxes")[sandbox.sandbox_id] = sandbox
+    return {"sandbox_ids": [made[index].sandbox_id for index in sorted(made)]}
+
+
+async def snapshot_list(subject: Subject, given: Json) -> Json:
+    return {"snapshot_ids": [item.snapshot_id async for item in _ps(subject, given).sandboxes.snapshots()]}
+
+
+async def snapshot_delete(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).sandboxes.delete_snapshot(given["snapshot_id"])
+
+
+async def sandbox_delete(subject: Subject, given: Json) -> None:
+    await (await _sandbox(subject, given)).delete()
+
+
+# Terminals and agents.
+
+
+async def terminal_open(subject: Subject, given: Json) -> Json:
+    opened = await _ps(subject, given).terminals.open(subject.task(given["spec"]))
+    subject.kept("terminals")[opened.terminal_id] = opened
+    return {"terminal_id": opened.terminal_id}
+
+
+async def terminal_run(subject: Subject, given: Json) -> Json:
+    seen = await subject.kept("terminals")[given["terminal_id"]].run(given["shell"])
+    return {"stdout": seen.result.stdout.decode(), "code": seen.result.exit.code, "ended": seen.ended}
+
+
+async def terminal_answer(subject: Subject, given: Json) -> Json:
+    seen = await subject.kept("terminals")[given["terminal_id"]].answer(given["text"])
+    return {"ended": seen.ended, "reward": None if seen.reward is None else seen.reward.value}
+
+
+async def terminal_get(subject: Subject, given: Json) -> Json:
+    seen = (await _ps(subject, given).terminals.attach(given["terminal_id"])).info
+    return {"step_count": seen.step_count, "ended": seen.ended}
+
+
+async def terminal_close(subject: Subject, given: Json) -> None:
+    await subject.kept("terminals")[given["terminal_id"]].close()
+
+
+async def agent_list(subject: Subject, given: Json) -> Json:
+    return {"names": [item.name async for item in _ps(subject, given).agents.list()]}
+
+
+async def agent_get(subject: Subject, given: Json) -> Json:
+    found = await _ps(subject, given).agents.get(given["name"])
+    return {"name": found.name, "built_in": found.built_in}
+
+
+async def agent_register(subject: Subject, given: Json) -> Json:
+    """Under another name, the spec of an agent that there is."""
+    ps = _ps(subject, given)
+    spec = (await ps.agents.get(given["like"])).spec
+    spec.name = given["name"]
+    made = await ps.agents.register(spec)
+    return {"name": made.name, "built_in": made.built_in}
+
+
+async def agent_delete(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).agents.delete(given["name"])
+
+
+async def agent_check(subject: Subject, given: Json) -> Json:
+    findings = _ps(subject, given).agents.check(given["name"], spec_only=given["spec_only"])
+    return {"findings": [{"step": item.step, "outcome": item.outcome} async for item in findings]}
+
+
+# Weights.
+
+
+def _tensors(given: Json) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: np.full(item["shape"], item["fill"], np.float32) for name, item in given["tensors"].items()}
+
+
+async def policy_version(subject: Subject, given: Json) -> Json:
+    return {"policy_version": (await _ps(subject, given).inference.info()).policy_version}
+
+
+async def update_weights(subject: Subject, given: Json) -> Json:
+    """Of the version after `after`."""
+    update = await _ps(subject, given).inference.update_weights(
+        given["after"] + 1, _tensors(given), partial=given.get("partial", False)
+    )
+    return {"policy_version": update.policy_version}
+
+
+async def update_weights_from(subject: Subject, given: Json) -> Json:
+    update = await _ps(subject, given).inference.update_weights_from(given["after"] + 1, given["path"])
+    return {"policy_version": update.policy_version}
+
+
+async def init_transfer(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).inference.init_transfer(given["backend"], given["options"])
+
+
+async def transfer(subject: Subject, given: Json) -> Json:
+    """Start, tensors, and commit or abandon."""
+    started = await _ps(subject, given).inference.start_transfer(given["after"] + 1)
+    await started.tensors(given["descriptor"])
+    finished = await (started.commit() if given["commit"] else started.give_up())
+    return {"policy_version": finished.policy_version}
+
+
+async def load_adapter(subject: Subject, given: Json) -> Json:
+    loaded = await _ps(subject, given).inference.load_adapter(
+        given["name"], given["version"], _tensors(given), given["config"]
+    )
+    return {"name": loaded.name, "policy_version": loaded.policy_version, "rank": loaded.rank}
+
+
+async def load_adapter_from(subject: Subject, given: Json) -> Json:
+    loaded = await _ps(subject, given).inference.load_adapter_from(given["name"], given["version"], given["path"])
+    return {"name": loaded.name, "policy_version": loaded.policy_version, "rank": loaded.rank}
+
+
+async def adapter_list(subject: Subject, given: Json) -> Json:
+    return {"names": [item.name for item in await _ps(subject, given).inference.adapters()]}
+
+
+async def unload_adapter(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).inference.unload_adapter(given["name"])
+
+
+async def pause_engine(subject: Subject, given: Json) -> Json:
+    """And resume it."""
+    engine = _ps(subject, given).inference
+    in_flight = await engine.pause(given["mode"])
+    await engine.resume()
+    return {"in_flight": in_flight}
+
+
+# Host tools.
+
+
+class _Tool:
+    """What a tool does when it is called is in its description."""
+
+    def __init__(self, does: str) -> None:
+        self.does = does
+        self.runs = 0
+        self.called = asyncio.Event()
+        self.let = asyncio.Event()
+
+    async def run(self, call: HostToolCall[Any]) -> object:
+        self.runs += 1
+        self.called.set()
+        match self.does:
+            case "text":
+                return f"the word is {call.arguments['word']}"
+            case "fails":
+                raise ToolFailed("There is no such word.")
+            case "breaks":
+                raise RuntimeError("a secret of the host")
+            case "waits":
+                await self.let.wait()
+        return {"word": call.arguments.get("word"), "runs": self.runs}
+
+
+async def offer_tools(subject: Subject, given: Json) -> None:
+    made = {item["name"]: _Tool(item["does"]) for item in given["tools"]}
+    subject.kept("tools").update(made)
+    offered = [
+        HostTool(name=item["name"], function=made[item["name"]].run, parameters=item.get("parameters"))
+        for item in given["tools"]
+    ]
+    await subject.kept("sessions")[given["session"]].offer_tools(offered)
+
+
+async def tool_called(subject: Subject, given: Json) -> Json:
+    tool = subject.kept("tools")[given["name"]]
+    await tool.called.wait()
+    return {"runs": tool.runs}
+
+
+async def let_tool(subject: Subject, given: Json) -> None:
+    subject.kept("tools")[given["name"]].let.set()
+
+
+# Calls without a session, watches, exports, what a service says of itself.
+
+
+async def lease_calls(subject: Subject, given: Json) -> Json:
+    service = _ps(subject, given)._services["interception"]
+    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
+    request = intercept.LeaseCallsRequest(
+        request_id=secrets.token_hex(16),
+        selector=intercept.CallSelector(run_id=given["run_id"]),
+        max_calls=given.get("max_calls", 1),
+        wait=duration_pb2.Duration(seconds=given.get("wait_s", 20)),
+        max_message_bytes=64 << 20,
+    )
+    answer = await service.call(stub.LeaseCalls, request, timeout=60.0, repeatable=True)
+
+    async def send(result: intercept.CallResult) -> None:
+        result.lease_id = lease_ids[result.call_id]
+        complete = intercept.CompleteCallsRequest(results=[result])
+        said = (await service.call(stub.CompleteCalls, complete, repeatable=True)).acknowledged
+        for rejected in said.rejected:
+            kind = _REJECTIONS.get(rejected.reason, ResultRejected)
+            reason = intercept.ResultRejected.Reason.Name(rejected.reason).removeprefix("REASON_")
+            raise kind(rejected.message, reason=reason)
+
+    lease_ids = {message.call_id: message.lease_id for message in answer.calls}
+    calls = [ModelCall(message, send) for message in answer.calls]
+    subject.kept("calls").update({call.call_id: call for call in calls})
+    return {"calls": [subject.observed_call(call) for call in calls]}
+
+
+async def extend_leases(subject: Subject, given: Json) -> Json:
+    service = _ps(subject, given)._services["interception"]
+    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
+    by_lease = {subject.kept("calls")[call_id]._message.lease_id: call_id for call_id in given["call_ids"]}
+    request = intercept.CompleteCallsRequest(extend_lease_ids=by_lease)
+    answer = await service.call(stub.CompleteCalls, request, repeatable=True)
+    return {"lost": [by_lease[lease_id] for lease_id in answer.lost_lease_ids]}
+
+
+async def watch_rollouts(subject: Subject, given: Json) -> Json:
+    """Until all that there are were given."""
+    found: list[str] = []
+    async for changes in _ps(subject, given).rollouts.watch(run_id=given["run_id"]):
+        found += [item.rollout_id for item in changes.rollouts]
+        if changes.complete:
+            break
+    return {"rollout_ids": sorted(found)}
+
+
+async def export(subject: Subject, given: Json) -> Json:
+    exported = [item async for item in _ps(subject, given).rollouts.export(run_id=given["run_id"])]
+    told = [
+        {
+            "rollout_id": trajectory.rollout_id,
+            "samples": len(trajectory.samples),
+            "reward": None if outcome.reward is None else outcome.reward.value,
+        }
+        for trajectory, outcome in exported
+    ]
+    return {"rollouts": sorted(told, key=lambda item: str(item["rollout_id"]))}
+
+
+async def server_info(subject: Subject, given: Json) -> Json:
+    name = given["service"]
+    service = _ps(subject, given)._services[name]
+    stub = operations_service_pb2_grpc.OperationsServiceStub(service.channel)
+    server = (await service.call(stub.GetServerInfo, ops.GetServerInfoRequest(), repeatable=True)).server
+    return {
+        "service": server.service,
+        "revision": server.contract_revision,
+        "max_message_bytes": server.max_message_bytes,
+    }
+
+
+COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]] = {
+    function.__name__: function
+    for function in (
+        sandbox_create, sandbox_attach, sandbox_list, sandbox_run, process_start, process_write, process_output,
+        process_wait, process_kill, file_write, file_read, file_list, file_stat, file_remove, make_directory, tree_read,
+        tree_write, sandbox_renew, sandbox_pause, sandbox_resume, sandbox_diff, sandbox_prepare, sandbox_fork,
+        snapshot_list, snapshot_delete, sandbox_delete, terminal_open, terminal_run, terminal_answer, terminal_get,
+        terminal_close, agent_list, agent_get, agent_register, agent_delete, agent_check, policy_version,
+        update_weights, update_weights_from, init_transfer, transfer, load_adapter, load_adapter_from, adapter_list,
+        unload_adapter, pause_engine, offer_tools, tool_called, let_tool, lease_calls, extend_leases, watch_rollouts,
+        export, server_info,
+    )
+}  # fmt: skip
