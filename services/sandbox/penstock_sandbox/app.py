@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -20,7 +21,7 @@ from penstock.sandbox.v1 import (
     sandbox_service_pb2_grpc,
     toolbox_service_pb2_grpc,
 )
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Owned, Role, named
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
@@ -32,6 +33,7 @@ from penstock_sandbox.rpc.file_service import FileServicer
 from penstock_sandbox.rpc.process_service import ProcessServicer
 from penstock_sandbox.rpc.sandbox_service import SandboxServicer
 from penstock_sandbox.rpc.toolbox_service import ToolboxServicer
+from penstock_sandbox.sandboxes import layer_refs, table
 from penstock_sandbox.sandboxes.manager import Sandboxes
 from penstock_sandbox.sandboxes.policy import Limits
 from penstock_sandbox.settings import SandboxSettings
@@ -59,6 +61,28 @@ ROLES = {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES} | {
 }
 """Roles beside the operator that may call each method. Not for observers: outputs and files, which may hold what
 agents were given."""
+
+_OF_SANDBOXES = (
+    *(
+        f"SandboxService/{method}"
+        for method in (
+            *("GetSandbox", "GetDataPlane", "WatchSandbox", "RenewLease", "SetNetworkPolicy"),
+            *("PauseSandbox", "ResumeSandbox", "GetStats", "DiffSandbox"),
+        )
+    ),
+    *(
+        f"ProcessService/{method}"
+        for method in (
+            *("StartProcess", "WatchProcess", "SignalProcess", "KillProcess", "ResizePty"),
+            *("GetProcess", "ListProcesses", "WaitProcess", "Run"),
+        )
+    ),
+    *(f"FileService/{method}" for method in ("ReadFile", "ReadTree", "Stat", "List", "MakeDirectory", "Remove")),
+)
+"""Methods whose request names a sandbox. DeleteSandbox and ForkSandboxes are not among them: deleting an unknown
+sandbox succeeds, and a repeated fork may name one that is gone."""
+_IN_STREAMS = ("ProcessService/WriteStdin", "FileService/WriteFile", "FileService/WriteTree")
+"""Methods whose first message names a sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +162,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 min_free_bytes=settings.min_free_bytes,
                 min_free_inodes=settings.min_free_inodes,
                 max_resources=settings.max_resources,
+                quotas=settings.quotas(),
             ),
         )
         await sandboxes.open()
@@ -174,9 +199,36 @@ def servicers(app: App, health: Health) -> Service:
             (ToolboxServicer(app.toolboxes), toolbox_service_pb2_grpc.add_ToolboxServiceServicer_to_server),
         ),
         roles=ROLES,
+        owned=_owned(app),
         drain=drain,
         troubles=health.troubles,
     )
+
+
+def _owned(app: App) -> dict[str, Owned]:
+    """Returns the methods whose requests name a sandbox or a snapshot, all but those for which an unknown one is fine.
+
+    A caller of one namespace gets the error for an unknown id before anything else of its request is checked. So an
+    invalid request does not show whether an id exists in another namespace.
+    """
+
+    async def of_sandbox(sandbox_id: str) -> str:
+        live = app.sandboxes.table.find(sandbox_id)
+        return "" if live is None else live.view.namespace
+
+    async def of_snapshot(snapshot_id: str) -> str:
+        snapshot = app.snapshots.find(snapshot_id)
+        return "" if snapshot is None else snapshot.namespace
+
+    def first(request: Any) -> tuple[str]:
+        return (request.start.sandbox_id,)
+
+    sandbox = Owned(named("sandbox_id"), of_sandbox, table.unknown)
+    stream = Owned(first, of_sandbox, table.unknown)
+    snapshot = Owned(named("snapshot_id"), of_snapshot, layer_refs.unknown)
+    found = dict.fromkeys((f"{_PACKAGE}.{method}" for method in _OF_SANDBOXES), sandbox)
+    found |= dict.fromkeys((f"{_PACKAGE}.{method}" for method in _IN_STREAMS), stream)
+    return found | {f"{_PACKAGE}.SandboxService/GetSnapshot": snapshot}
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.domain.backend import Backend
@@ -44,6 +45,8 @@ class Limits:
     min_free_bytes: int = 0
     min_free_inodes: int = 0
     max_resources: Resources = _NONE
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Most concurrent sandboxes by namespace, for the namespaces that have a limit."""
 
 
 class Policy:
