@@ -145,8 +145,8 @@ class Sandboxes:
 
         Raises InvalidArgument (INVALID_SPEC), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
         (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN),
-        ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE), Unavailable (DRAINING,
-        CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
+        ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE),
+        Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
         """
         owner = None if shared else f"{namespace}/{spec.labels.get(self._limits.owner_label, '')}"
 

@@ -9,7 +9,8 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.domain.backend import Backend
@@ -45,7 +46,7 @@ class Limits:
     min_free_bytes: int = 0
     min_free_inodes: int = 0
     max_resources: Resources = _NONE
-    quotas: Mapping[str, int] = field(default_factory=dict)
+    quotas: Mapping[str, int] = MappingProxyType({})
     """Most concurrent sandboxes by namespace, for the namespaces that have a limit."""
 
 
