@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import writer
 from penstock_inference.engines.base import PauseMode, UpdateFormat
 from penstock_inference.engines.optional_features import AdapterInfo
+from penstock_inference.namespaces import parted
 from penstock_inference.rpc import convert
 from penstock_inference.weights.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.weights.manager import UpdateBegin, UpdateFrame, UpdateResult
@@ -67,19 +69,30 @@ async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncI
             raise convert.invalid("frame", "is not set")
 
 
-adapter = writer(AdapterInfo, pb.Adapter)
-"""One adapter in force."""
+_adapter = writer(AdapterInfo, pb.Adapter)
 
 
-def adapters_page(found: tuple[AdapterInfo, ...], page_size: int, page_token: str) -> pb.ListAdaptersResponse:
-    """The adapters after the token, which is the last name of the previous page."""
+def adapter(info: AdapterInfo) -> pb.Adapter:
+    """One adapter in force."""
+    namespace, name = parted(info.name)
+    shown = _adapter(replace(info, name=name))
+    shown.namespace = namespace
+    return shown
+
+
+def adapters_page(
+    found: tuple[AdapterInfo, ...], namespace: str | None, page_size: int, page_token: str
+) -> pb.ListAdaptersResponse:
+    """A namespace's adapters (None: all) after the token, which names the last one of the previous page."""
     if not 0 <= page_size <= _MAX_PAGE:
         raise convert.invalid("page_size", f"must be in [0, {_MAX_PAGE}]")
     size = page_size or _DEFAULT_PAGE
-    left = [info for info in found if not page_token or info.name > page_token]
+    shown = sorted((f"{one.namespace}/{one.name}", one) for one in map(adapter, found))
+    left = [
+        (key, one) for key, one in shown if namespace in (None, one.namespace) and (not page_token or key > page_token)
+    ]
     return pb.ListAdaptersResponse(
-        adapters=[adapter(info) for info in left[:size]],
-        next_page_token=left[size - 1].name if len(left) > size else "",
+        adapters=[one for _, one in left[:size]], next_page_token=left[size - 1][0] if len(left) > size else ""
     )
 
 

@@ -275,7 +275,8 @@ class Snapshots:
     async def delete(self, snapshot_id: str, namespace: str | None = None) -> None:
         """Removes a snapshot. Sandboxes made from it live on; its files go with the last.
 
-        Succeeds if a namespace (None: any) has no such snapshot. Raises Unavailable (DELETE_PENDING) if its backend could not remove it yet.
+        Succeeds if a namespace (None: any) has no such snapshot. Raises Unavailable (DELETE_PENDING) if its backend
+        could not remove it yet.
         """
         snapshot = self.find(snapshot_id)
         if snapshot is None or namespace not in (None, snapshot.namespace):

@@ -179,7 +179,9 @@ class Toolboxes:
     def mounted(
         self, toolbox_id: str, namespace: str = DEFAULT_NAMESPACE, *, host_programs: bool = True
     ) -> MountedToolbox:
-        """Returns the mounts of a namespace's toolbox; without ``host_programs`` in the sandbox, prefers mountable runtimes.
+        """Returns the mounts of a namespace's toolbox.
+
+        Without ``host_programs`` in the sandbox, prefers mountable runtimes.
 
         Raises NotFound (TOOLBOX_UNKNOWN)."""
         known = self._known.get(toolbox_id)
