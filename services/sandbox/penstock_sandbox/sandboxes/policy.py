@@ -10,7 +10,6 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.domain.backend import Backend
@@ -46,7 +45,7 @@ class Limits:
     min_free_bytes: int = 0
     min_free_inodes: int = 0
     max_resources: Resources = _NONE
-    quotas: Mapping[str, int] = MappingProxyType({})
+    quotas: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Most concurrent sandboxes by namespace, for the namespaces that have a limit."""
 
 
