@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,22 +85,25 @@ class Team:
 
     async def create(self, request_id: str = "", **spec: Any) -> sandbox_pb2.Sandbox:
         request = ss.CreateSandboxRequest(request_id=request_id or secrets.token_hex(8), spec=box_spec(**spec))
-        return (await self.boxes.CreateSandbox(request)).sandbox
+        made: sandbox_pb2.Sandbox = (await self.boxes.CreateSandbox(request)).sandbox
+        return made
 
     async def snapshot(self, **spec: Any) -> ss.Snapshot:
         request = ss.PrepareSnapshotRequest(spec=ss.SnapshotSpec(sandbox=box_spec(**spec)))
-        return [event async for event in self.boxes.PrepareSnapshot(request)][-1].snapshot
+        made: ss.Snapshot = [event async for event in self.boxes.PrepareSnapshot(request)][-1].snapshot
+        return made
 
     async def toolbox(self, name: str) -> tb.Toolbox:
         files = [tb.ToolboxFile(path="bin/tool", content=b"#!/bin/sh\necho tool\n")]
         request = tb.PrepareToolboxRequest(spec=tb.ToolboxSpec(name=name, files=files))
-        return [event async for event in self.tools.PrepareToolbox(request)][-1].toolbox
+        made: tb.Toolbox = [event async for event in self.tools.PrepareToolbox(request)][-1].toolbox
+        return made
 
     async def fork(self, request_id: str = "", count: int = 1, **source: str) -> list[ss.ForkSandboxesResponse]:
         request = ss.ForkSandboxesRequest(request_id=request_id or secrets.token_hex(8), count=count, **source)  # type: ignore[arg-type]
         return [answer async for answer in self.boxes.ForkSandboxes(request)]
 
-    async def listed(self, *, everything: bool = False, **labels: str) -> set[str]:
+    async def listed(self, labels: Mapping[str, str] | None = None, *, everything: bool = False) -> set[str]:
         request = ss.ListSandboxesRequest(labels=labels, all_namespaces=everything, page_size=1000)
         return {one.sandbox_id for one in (await self.boxes.ListSandboxes(request)).sandboxes}
 
@@ -215,9 +218,9 @@ async def test_deletes_leave_another_teams_resources_alone(teams: Teams) -> None
 async def test_selections_are_of_the_callers_namespace(teams: Teams) -> None:
     label = {"run": secrets.token_hex(8)}
     theirs, own = await teams.a.create(labels=label), await teams.b.create(labels=label)
-    assert await teams.b.listed(**label) == {own.sandbox_id}
-    assert await teams.operator.listed(**label) == set(), "an operator who names no namespace selects in the default"
-    assert await teams.operator.listed(everything=True, **label) == {own.sandbox_id, theirs.sandbox_id}
+    assert await teams.b.listed(label) == {own.sandbox_id}
+    assert await teams.operator.listed(label) == set(), "an operator who names no namespace selects in the default"
+    assert await teams.operator.listed(label, everything=True) == {own.sandbox_id, theirs.sandbox_id}
     watch = teams.b.boxes.WatchSandboxes(ss.WatchSandboxesRequest(labels=label))
     async for shown in watch:
         assert shown.count == 1
@@ -226,7 +229,7 @@ async def test_selections_are_of_the_callers_namespace(teams: Teams) -> None:
     watch.cancel()
     deleted = await teams.b.boxes.DeleteSandboxes(ss.DeleteSandboxesRequest(labels=label))
     assert list(deleted.sandbox_ids) == [own.sandbox_id]
-    assert await teams.a.listed(**label) == {theirs.sandbox_id}
+    assert await teams.a.listed(label) == {theirs.sandbox_id}
 
 
 async def test_lists_show_no_snapshot_or_toolbox_of_another_team(teams: Teams) -> None:
@@ -251,7 +254,7 @@ async def test_a_team_may_not_select_in_all_namespaces(teams: Teams, method: str
 
 
 async def test_what_a_spec_or_fork_names_must_be_the_teams_own(teams: Teams) -> None:
-    """Also a live fork's layer, which a record shows, and also under a namespace's own operator."""
+    """Also a live fork's layer, which a record shows. An operator has to name the namespace."""
     box, snapshot, toolbox = await teams.a.create(), await teams.a.snapshot(), await teams.a.toolbox("guessed")
     (child,) = await teams.a.fork(sandbox_id=box.sandbox_id)
     assert child.sandbox.namespace == "team-a", child
@@ -271,8 +274,10 @@ async def test_what_a_spec_or_fork_names_must_be_the_teams_own(teams: Teams) -> 
 
 async def test_forks_by_an_operator_stay_with_their_source(teams: Teams) -> None:
     box, snapshot = await teams.a.create(), await teams.a.snapshot()
-    for source in ({"sandbox_id": box.sandbox_id}, {"snapshot_id": snapshot.snapshot_id}):
-        (child,) = await teams.operator.fork(**source)
+    for (child,) in (
+        await teams.operator.fork(sandbox_id=box.sandbox_id),
+        await teams.operator.fork(snapshot_id=snapshot.snapshot_id),
+    ):
         assert child.sandbox.namespace == "team-a"
         assert child.sandbox.sandbox_id in await teams.a.listed()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import writer
@@ -69,15 +68,12 @@ async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncI
             raise convert.invalid("frame", "is not set")
 
 
-_adapter = writer(AdapterInfo, pb.Adapter)
-
-
-def adapter(info: AdapterInfo) -> pb.Adapter:
-    """One adapter in force."""
-    namespace, name = parted(info.name)
-    shown = _adapter(replace(info, name=name))
-    shown.namespace = namespace
-    return shown
+adapter = writer(
+    AdapterInfo,
+    pb.Adapter,
+    by={"namespace": lambda info: parted(info.name)[0], "name": lambda info: parted(info.name)[1]},
+)
+"""One adapter in force."""
 
 
 def adapters_page(
