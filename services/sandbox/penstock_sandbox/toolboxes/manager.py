@@ -250,7 +250,10 @@ def _read_record(folder: Path) -> _Installed:
     )
     size, created_at = int(content["size"]), float(content["created_at"])
     box = Toolbox(folder.name, spec.name, _mount_path(spec), size, created_at)
-    return _Installed(box, spec, content.get("python", ""), frozenset(content.get("namespaces", [DEFAULT_NAMESPACE])))
+    namespaces = frozenset(content.get("namespaces", [DEFAULT_NAMESPACE]))
+    if not namespaces:
+        raise ValueError("a toolbox without a namespace")
+    return _Installed(box, spec, content.get("python", ""), namespaces)
 
 
 def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
