@@ -1,4 +1,4 @@
-"""The namespace of what outlives a service: sandboxes, snapshots and toolboxes; what was made before it is default's."""
+"""The namespace of what outlives a service: sandboxes, snapshots, toolboxes. What has none is of the default one."""
 
 from __future__ import annotations
 
