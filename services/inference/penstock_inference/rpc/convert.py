@@ -34,6 +34,7 @@ from penstock_inference.engines.base import (
 from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest, missing_capability
 from penstock_inference.engines.response_format import ResponseFormat
 from penstock_inference.logprob_diff import Gap
+from penstock_inference.namespaces import scoped
 from penstock_inference.rpc import messages
 from penstock_inference.weights.model_files import TokenizerDirectory
 
@@ -65,20 +66,25 @@ def token_ids(data: bytes, field: str) -> TokenIds:
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo) -> GenerateRequest:
-    """Raises InvalidArgument or Unsupported for errors that the message alone shows."""
+def generate_request(
+    message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo, namespace: str
+) -> GenerateRequest:
+    """A generation of a caller in a namespace.
+
+    Raises InvalidArgument or Unsupported for errors that the message alone shows.
+    """
     if message.adapter and not info.capabilities.adapters:
         raise missing_capability("adapters")
     version = message.version
     return GenerateRequest(
-        request_id=message.request_id,
+        request_id=scoped(namespace, message.request_id),
         prompt_token_ids=prompt,
         sampling=sampling(message.sampling, info, prompt.size),
-        session_id=message.session_id,
+        session_id=scoped(namespace, message.session_id),
         stream=message.stream,
         min_policy_version=version.min_version if version.HasField("min_version") else None,
         exact_policy_version=version.exact_version if version.HasField("exact_version") else None,
-        adapter=message.adapter,
+        adapter=scoped(namespace, message.adapter),
     )
 
 
@@ -117,20 +123,20 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
     return Sampling(stop_token_ids=tuple(message.stop_token_ids), stop=tuple(message.stop), **given)
 
 
-def chat_request(message: pb.GenerateRequest, info: EngineInfo, options: dict[str, Any]) -> ChatRequest:
+def chat_request(message: pb.GenerateRequest, info: EngineInfo, options: dict[str, Any], namespace: str) -> ChatRequest:
     """A conversation for an engine without token ids; raises the errors of `generate_request`."""
     if message.adapter:
         raise missing_capability("adapters")
     if message.version.HasField("min_version") or message.version.HasField("exact_version"):
         raise FailedPrecondition("policy versions are unknown without token ids", reason="POLICY_VERSION_UNAVAILABLE")
     return ChatRequest(
-        request_id=message.request_id,
+        request_id=scoped(namespace, message.request_id),
         messages=tuple(messages.messages_from(message.chat.messages)),
         tools=tuple(messages.tools_from(message.chat.tools)),
         sampling=sampling(message.sampling, info, 0),
         limited=message.sampling.HasField("max_tokens"),
         template_options=options,
-        session_id=message.session_id,
+        session_id=scoped(namespace, message.session_id),
     )
 
 

@@ -9,6 +9,7 @@ from penstock.values import writer
 from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
 from penstock_inference.engines.base import PauseMode, UpdateFormat
 from penstock_inference.engines.optional_features import AdapterInfo
+from penstock_inference.namespaces import parted
 from penstock_inference.rpc import convert
 from penstock_inference.weights.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.weights.manager import UpdateBegin, UpdateFrame, UpdateResult
@@ -67,21 +68,28 @@ async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncI
             raise invalid_field("frame", "is not set")
 
 
-adapter = writer(AdapterInfo, pb.Adapter)
+adapter = writer(
+    AdapterInfo,
+    pb.Adapter,
+    by={"namespace": lambda info: parted(info.name)[0], "name": lambda info: parted(info.name)[1]},
+)
 """One adapter in force."""
 
 
-def adapters_page(found: tuple[AdapterInfo, ...], asked: int, page_token: str) -> pb.ListAdaptersResponse:
-    """The adapters after the token, which has the last name of the previous page."""
+def adapters_page(
+    found: tuple[AdapterInfo, ...], namespace: str | None, asked: int, page_token: str
+) -> pb.ListAdaptersResponse:
+    """A namespace's adapters (None: all) after the token, which names the last one of the previous page."""
     size = page_size(asked)
     try:
         after = bytes.fromhex(page_token).decode()
     except ValueError:
         raise foreign_page_token() from None
-    left = [info for info in found if not after or info.name > after]
+    shown = sorted((f"{one.namespace}/{one.name}", one) for one in map(adapter, found))
+    left = [(key, one) for key, one in shown if namespace in (None, one.namespace) and (not after or key > after)]
     return pb.ListAdaptersResponse(
-        adapters=[adapter(info) for info in left[:size]],
-        next_page_token=left[size - 1].name.encode().hex() if len(left) > size else "",
+        adapters=[one for _, one in left[:size]],
+        next_page_token=left[size - 1][0].encode().hex() if len(left) > size else "",
     )
 
 

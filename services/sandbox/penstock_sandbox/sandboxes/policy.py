@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock_chassis.errors import FailedPrecondition, Violation
@@ -45,6 +46,8 @@ class Limits:
     min_free_bytes: int = 0
     min_free_inodes: int = 0
     max_resources: Resources = _NONE
+    quotas: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Most concurrent sandboxes by namespace, for the namespaces that have a limit."""
 
 
 class Policy:
