@@ -25,9 +25,11 @@ const (
 
 // See CreateRollout.
 type CreateRolloutRequest struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	Spec      *RolloutSpec           `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+	// Remembered as long as the driver keeps its state, beyond the rollout's deletion.
+	RequestId string       `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Spec      *RolloutSpec `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
 	// Client-chosen identifier, never used before. With one, a trainer's session can select the rollout in advance. Empty =
 	// the service assigns one.
 	RolloutId     string `protobuf:"bytes,3,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
@@ -998,9 +1000,10 @@ func (*DeleteRolloutResponse) Descriptor() ([]byte, []int) {
 
 // See CreateGroup.
 type CreateGroupRequest struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	Spec      *RolloutSpec           `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Required, and remembered as in CreateRolloutRequest.
+	RequestId string       `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Spec      *RolloutSpec `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
 	// 1 to 256.
 	Size int32 `protobuf:"varint,3,opt,name=size,proto3" json:"size,omitempty"`
 	// 0 to size.

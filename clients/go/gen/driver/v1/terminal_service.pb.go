@@ -177,10 +177,12 @@ func (x *Terminal) GetEndTime() *timestamppb.Timestamp {
 
 // See OpenTerminal.
 type OpenTerminalRequest struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	Task      *Task                  `protobuf:"bytes,2,opt,name=task,proto3" json:"task,omitempty"`
-	Sandbox   *SandboxChoice         `protobuf:"bytes,3,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+	// Remembered as long as the driver keeps its state; not after a failed call.
+	RequestId string         `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Task      *Task          `protobuf:"bytes,2,opt,name=task,proto3" json:"task,omitempty"`
+	Sandbox   *SandboxChoice `protobuf:"bytes,3,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
 	// From READY to the final answer. At its end, the episode fails with EPISODE_TIMED_OUT (cause TIMEOUT). Unset = 30 min.
 	WallTime *durationpb.Duration `protobuf:"bytes,4,opt,name=wall_time,json=wallTime,proto3" json:"wall_time,omitempty"`
 	// For each command. Unset = 2 min.

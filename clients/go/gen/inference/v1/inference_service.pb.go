@@ -642,7 +642,7 @@ func (x *PolicyVersionBound) GetExactVersion() int64 {
 // See Generate.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Client-chosen identifier.
+	// Required: fresh among the requests in flight, for Abort. Not remembered: a repeat after the end samples again.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Requests of one session go to one replica and reuse its cache. Empty = none.
 	SessionId string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
@@ -2020,9 +2020,11 @@ func (*InitTransferResponse) Descriptor() ([]byte, []int) {
 
 // See StartTransfer.
 type StartTransferRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	RequestId     string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	PolicyVersion int64                  `protobuf:"varint,2,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+	// Remembered while the transfer is open: a repeat returns its transfer_id.
+	RequestId     string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	PolicyVersion int64  `protobuf:"varint,2,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
 	// Unspecified = KEEP.
 	Mode PauseMode `protobuf:"varint,3,opt,name=mode,proto3,enum=penstock.inference.v1.PauseMode" json:"mode,omitempty"`
 	// The transfer is given up after this long without TransferTensors. Unset = 5 min.

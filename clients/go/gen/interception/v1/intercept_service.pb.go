@@ -99,11 +99,13 @@ func (ResultRejected_Reason) EnumDescriptor() ([]byte, []int) {
 // set. Empty = all rollouts. A condition that the service does not know is refused (INVALID_ARGUMENT, FIELD_UNKNOWN): it is
 // never ignored, because that would select more.
 type CallSelector struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	RunId         *string                `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
-	GroupId       *string                `protobuf:"bytes,2,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
-	RolloutIds    []string               `protobuf:"bytes,3,rep,name=rollout_ids,json=rolloutIds,proto3" json:"rollout_ids,omitempty"`
-	Labels        map[string]string      `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// An empty string that is set matches rollouts that were opened with an empty one, not those that have none.
+	RunId *string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3,oneof" json:"run_id,omitempty"`
+	// As run_id.
+	GroupId       *string           `protobuf:"bytes,2,opt,name=group_id,json=groupId,proto3,oneof" json:"group_id,omitempty"`
+	RolloutIds    []string          `protobuf:"bytes,3,rep,name=rollout_ids,json=rolloutIds,proto3" json:"rollout_ids,omitempty"`
+	Labels        map[string]string `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -967,7 +969,8 @@ func (x *Delegation) GetSamplingOverride() *v1.Sampling {
 
 // PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
 // dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
-// ResumeCalls, Goodbye, max_duration or the session.
+// ResumeCalls, Goodbye, max_duration or the session. A second one of the session replaces the duration. Each session ends
+// its own pause only: calls that several sessions pause are held until the last of these pauses ends.
 type PauseCalls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// For the logs, for example "weight sync".
@@ -2669,7 +2672,8 @@ type LeaseCallsRequest struct {
 	// How long a lease lasts unless the call is answered or the lease extended. Unset = 5 min; at most 1 h.
 	Lease *durationpb.Duration `protobuf:"bytes,5,opt,name=lease,proto3" json:"lease,omitempty"`
 	View  *CallView            `protobuf:"bytes,6,opt,name=view,proto3" json:"view,omitempty"`
-	// A repeated id with an equal selector returns the same calls, if they are still leased.
+	// Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
+	// remembered. Without one, calls whose answer was lost stay leased until their lease ends.
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// See PolicyAnnounced.
 	PolicyVersion *int64 `protobuf:"varint,8,opt,name=policy_version,json=policyVersion,proto3,oneof" json:"policy_version,omitempty"`

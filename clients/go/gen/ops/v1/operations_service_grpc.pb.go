@@ -31,7 +31,7 @@ const (
 type OperationsServiceClient interface {
 	// GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
 	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	GetStatus(ctx context.Context, in *GetStatusRequest, opts ...grpc.CallOption) (*GetStatusResponse, error)
 	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
@@ -71,7 +71,7 @@ func (c *operationsServiceClient) GetServerInfo(ctx context.Context, in *GetServ
 type OperationsServiceServer interface {
 	// GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
 	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	GetStatus(context.Context, *GetStatusRequest) (*GetStatusResponse, error)
 	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)

@@ -26,7 +26,9 @@ const (
 // See CreateSandbox.
 type CreateSandboxRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// UUID or any identifier that the caller will not use again.
+	// Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+	// Remembered for an hour after the first call, at most until the sandbox is deleted or the service restarts; of more
+	// than 65,536 ids the oldest is forgotten first.
 	RequestId     string       `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	Spec          *SandboxSpec `protobuf:"bytes,2,opt,name=spec,proto3" json:"spec,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1513,8 +1515,9 @@ func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
 
 // See ForkSandboxes.
 type ForkSandboxesRequest struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Required, and remembered as in CreateSandboxRequest.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Types that are valid to be assigned to Source:
 	//
 	//	*ForkSandboxesRequest_SnapshotId

@@ -477,7 +477,8 @@ type Call struct {
 	CaptureLevel CaptureLevel   `protobuf:"varint,13,opt,name=capture_level,json=captureLevel,proto3,enum=penstock.trajectory.v1.CaptureLevel" json:"capture_level,omitempty"`
 	// As requested by the agent, after normalisation. Completion.sampling_used has the values used.
 	SamplingRequested *v1.Sampling `protobuf:"bytes,14,opt,name=sampling_requested,json=samplingRequested,proto3" json:"sampling_requested,omitempty"`
-	// What the service changed or ignored in the request, one sentence each. Empty = nothing.
+	// What the service changed or ignored in the request, one sentence each, for people: the wording may change. Empty =
+	// nothing.
 	Normalisations []string `protobuf:"bytes,15,rep,name=normalisations,proto3" json:"normalisations,omitempty"`
 	// Set on the first call of a trajectory with these tools. Later ones carry tools_sha256 only.
 	Tools []*v1.Tool `protobuf:"bytes,16,rep,name=tools,proto3" json:"tools,omitempty"`
@@ -493,7 +494,7 @@ type Call struct {
 	HttpAttempts int32 `protobuf:"varint,21,opt,name=http_attempts,json=httpAttempts,proto3" json:"http_attempts,omitempty"`
 	// How often it was leased to an answerer.
 	Leases int32 `protobuf:"varint,22,opt,name=leases,proto3" json:"leases,omitempty"`
-	// Whether the agent got a Completion.message without a span, or one that differs from the parsed span (R21). Its tokens,
+	// Whether the agent got a Completion.message without a span, or one that differs from the parsed span. Its tokens,
 	// if any, are masked 0.
 	Injected    bool                   `protobuf:"varint,23,opt,name=injected,proto3" json:"injected,omitempty"`
 	ReceiveTime *timestamppb.Timestamp `protobuf:"bytes,24,opt,name=receive_time,json=receiveTime,proto3" json:"receive_time,omitempty"`
@@ -921,7 +922,7 @@ type Branch struct {
 	SharedCount uint32 `protobuf:"varint,4,opt,name=shared_count,json=sharedCount,proto3" json:"shared_count,omitempty"`
 	// Its calls in order.
 	CallIds []string `protobuf:"bytes,5,rep,name=call_ids,json=callIds,proto3" json:"call_ids,omitempty"`
-	// Why it opened, for example "history rewritten at message 4".
+	// Why it opened, for people, for example "history edited after message 3". Programs read branch_class.
 	Reason        string `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1392,8 +1393,8 @@ func (x *Reward) GetComponents() map[string]float64 {
 	return nil
 }
 
-// Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (protobuf MergeFrom), they give the
-// message. A call is never split. With its body, a fragment can reach 40 MiB.
+// Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (MergeFrom, or their bytes joined and
+// parsed as one message), they give the message. A call is never split. With its body, a fragment can reach 40 MiB.
 type Trajectory struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RolloutId string                 `protobuf:"bytes,1,opt,name=rollout_id,json=rolloutId,proto3" json:"rollout_id,omitempty"`
@@ -1403,7 +1404,7 @@ type Trajectory struct {
 	Calls     []*Call                `protobuf:"bytes,5,rep,name=calls,proto3" json:"calls,omitempty"`
 	Branches  []*Branch              `protobuf:"bytes,6,rep,name=branches,proto3" json:"branches,omitempty"`
 	Samples   []*Sample              `protobuf:"bytes,7,rep,name=samples,proto3" json:"samples,omitempty"`
-	// Unset = not graded by a verifier, which is not zero (R74).
+	// Unset = not graded by a verifier, which is not zero.
 	Reward       *Reward      `protobuf:"bytes,8,opt,name=reward,proto3,oneof" json:"reward,omitempty"`
 	Grade        Grade        `protobuf:"varint,9,opt,name=grade,proto3,enum=penstock.trajectory.v1.Grade" json:"grade,omitempty"`
 	Findings     []*Finding   `protobuf:"bytes,10,rep,name=findings,proto3" json:"findings,omitempty"`

@@ -223,7 +223,7 @@ class Task(_message.Message):
     task_id: _builtins.str
     """Client-chosen identifier, the same in every rollout of the task."""
     instruction: _builtins.str
-    """Any text of up to 1 MiB. It reaches the agent byte for byte (R67)."""
+    """Any text of up to 1 MiB. It reaches the agent byte for byte."""
     keep_diff: _builtins.bool
     """Keep the agent's changes in its working directory as an artifact `changes.diff`: a unified diff of at most 256 KiB,
     made before anything is verified. It is for people, on every backend, and no grade depends on it. A directory of more
@@ -241,7 +241,7 @@ class Task(_message.Message):
     @_builtins.property
     def setup(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
         """Run once, in order, when the prepared state that all rollouts of this content share is made. Setup sees neither the
-        gate nor the agent's configuration. If a command fails, the rollout ends (R57, R58). On a backend that cannot share,
+        gate nor the agent's configuration. If a command fails, the rollout ends. On a backend that cannot share,
         setup runs in each rollout.
         """
 
@@ -322,7 +322,7 @@ class Verifier(_message.Message):
     CHANGES_BELOW_FIELD_NUMBER: _builtins.int
     COMPONENT_RANGES_FIELD_NUMBER: _builtins.int
     range_min: _builtins.float
-    """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier (R73)."""
+    """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier."""
     range_max: _builtins.float
     fresh_fork: _builtins.bool
     """True = grade in a fresh fork of the prepared state plus the agent's changes. False = grade in the agent's sandbox,
@@ -337,7 +337,7 @@ class Verifier(_message.Message):
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
-        """Written after the agent's death. What was at their paths, links included, is removed first (R75, R76)."""
+        """Written after the agent's death. What was at their paths, links included, is removed first."""
 
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
@@ -355,7 +355,7 @@ class Verifier(_message.Message):
     def restore(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Paths to restore from the prepared state before grading; the agent's additions there are removed. Paths are relative to
         the working directory, absolute, or begin with "~/". `*`, `?` and `[...]` match within a name, `**` any number of
-        directories. A directory stands for all its content. Both in place and with fresh_fork (R76).
+        directories. A directory stands for all its content. Both in place and with fresh_fork.
         """
 
     @_builtins.property
@@ -611,7 +611,7 @@ Global___McpServer: _TypeAlias = McpServer  # noqa: Y015
 
 @_typing.final
 class SandboxChoice(_message.Message):
-    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy (R54). Whatever it chooses,
+    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy. Whatever it chooses,
     a running agent reaches its model endpoint only.
     """
 
@@ -746,7 +746,7 @@ class RolloutSpec(_message.Message):
     run_id: _builtins.str
     """Groups rollouts of one training run."""
     seed: _builtins.int
-    """Value of the agent's option "seed"; refused if its spec has none (R63). In a group, seed + index."""
+    """Value of the agent's option "seed"; refused if its spec has none. In a group, seed + index."""
     max_attempts: _builtins.int
     """The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
     empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
@@ -867,7 +867,7 @@ Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class AgentExit(_message.Message):
-    """AgentExit is the end of an agent's process, as observed by the sandbox (R59)."""
+    """AgentExit is the end of an agent's process, as observed by the sandbox."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1586,7 +1586,7 @@ Global___CommandFinished: _TypeAlias = CommandFinished  # noqa: Y015
 
 @_typing.final
 class AgentEvent(_message.Message):
-    """AgentEvent is an event that an agent reported, parsed by its spec while it runs (R71)."""
+    """AgentEvent is an event that an agent reported, parsed by its spec while it runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

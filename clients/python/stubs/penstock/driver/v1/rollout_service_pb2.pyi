@@ -31,6 +31,9 @@ class CreateRolloutRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered as long as the driver keeps its state, beyond the rollout's deletion.
+    """
     rollout_id: _builtins.str
     """Client-chosen identifier, never used before. With one, a trainer's session can select the rollout in advance. Empty =
     the service assigns one.
@@ -532,6 +535,7 @@ class CreateGroupRequest(_message.Message):
     STRAGGLERS_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required, and remembered as in CreateRolloutRequest."""
     size: _builtins.int
     """1 to 256."""
     spares: _builtins.int

@@ -167,6 +167,9 @@ class OpenTerminalRequest(_message.Message):
     OUTPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered as long as the driver keeps its state; not after a failed call.
+    """
     output_limit_bytes: _builtins.int
     """The most bytes of each stream in an observation. Of longer output, it has the first half and the last half of the
     limit. Unset = 64 KiB; at most 1 MiB.

@@ -325,7 +325,7 @@ class GenerateRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Client-chosen identifier."""
+    """Required: fresh among the requests in flight, for Abort. Not remembered: a repeat after the end samples again."""
     session_id: _builtins.str
     """Requests of one session go to one replica and reuse its cache. Empty = none."""
     token_ids: _builtins.bytes
@@ -1013,6 +1013,9 @@ class StartTransferRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered while the transfer is open: a repeat returns its transfer_id.
+    """
     policy_version: _builtins.int
     mode: Global___PauseMode.ValueType
     """Unspecified = KEEP."""

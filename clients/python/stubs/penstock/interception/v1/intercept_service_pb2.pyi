@@ -60,7 +60,9 @@ class CallSelector(_message.Message):
     ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    """An empty string that is set matches rollouts that were opened with an empty one, not those that have none."""
     group_id: _builtins.str
+    """As run_id."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -449,7 +451,8 @@ Global___Delegation: _TypeAlias = Delegation  # noqa: Y015
 class PauseCalls(_message.Message):
     """PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
     dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
-    ResumeCalls, Goodbye, max_duration or the session.
+    ResumeCalls, Goodbye, max_duration or the session. A second one of the session replaces the duration. Each session ends
+    its own pause only: calls that several sessions pause are held until the last of these pauses ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1359,7 +1362,9 @@ class LeaseCallsRequest(_message.Message):
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
     request_id: _builtins.str
-    """A repeated id with an equal selector returns the same calls, if they are still leased."""
+    """Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
+    remembered. Without one, calls whose answer was lost stay leased until their lease ends.
+    """
     policy_version: _builtins.int
     """See PolicyAnnounced."""
     max_message_bytes: _builtins.int

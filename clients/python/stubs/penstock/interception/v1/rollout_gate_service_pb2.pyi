@@ -192,6 +192,9 @@ class OpenRolloutRequest(_message.Message):
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
+    """
     rollout_id: _builtins.str
     """Client-chosen identifier, never used before."""
     group_id: _builtins.str
@@ -398,7 +401,9 @@ class GateRollout(_message.Message):
     state: Global___GateRolloutState.ValueType
     model_name: _builtins.str
     exhausted_budget: _builtins.str
-    """Name of the used-up budget, for example "max_calls", or "run.max_calls" for the run's. Empty = none."""
+    """Name of the used-up budget: a field of Budgets, "run." and a field of RunBudgets for the run's, or "journal_bytes", the
+    operator's. Empty = none.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -688,6 +693,9 @@ class IssueTokenRequest(_message.Message):
     TERMS_FIELD_NUMBER: _builtins.int
     RETIRE_OTHERS_AFTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered with the rollout, as in OpenRolloutRequest.
+    """
     rollout_id: _builtins.str
     @_builtins.property
     def terms(self) -> _interception_pb2.TokenTerms: ...

@@ -27,10 +27,20 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OperationsServiceStub:
-    """OperationsService is served by each of the four services.
+    """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+    - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+    - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+      are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+      ErrorInfo is from the transport.
+    - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+      their limit is raised.
+    - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+    - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+      names, or for its own limit. A cancelled call leaves nothing half made.
+    - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
     """
 
     @_typing.overload
@@ -40,33 +50,53 @@ class OperationsServiceStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_operations_service_pb2.GetStatusRequest, _operations_service_pb2.GetStatusResponse]
     """GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
     has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-    Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+    Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_operations_service_pb2.GetServerInfoRequest, _operations_service_pb2.GetServerInfoResponse]
     """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
 
 @_typing.type_check_only
 class OperationsServiceAsyncStub(OperationsServiceStub):
-    """OperationsService is served by each of the four services.
+    """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+    - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+    - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+      are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+      ErrorInfo is from the transport.
+    - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+      their limit is raised.
+    - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+    - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+      names, or for its own limit. A cancelled call leaves nothing half made.
+    - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_operations_service_pb2.GetStatusRequest, _operations_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
     has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-    Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+    Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_operations_service_pb2.GetServerInfoRequest, _operations_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
-    """OperationsService is served by each of the four services.
+    """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+    - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+    - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+      are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+      ErrorInfo is from the transport.
+    - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+      their limit is raised.
+    - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+    - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+      names, or for its own limit. A cancelled call leaves nothing half made.
+    - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
     """
 
     @_abc_1.abstractmethod
@@ -77,7 +107,7 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_operations_service_pb2.GetStatusResponse, _abc.Awaitable[_operations_service_pb2.GetStatusResponse]]:
         """GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
         has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-        Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+        Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
 
     @_abc_1.abstractmethod

@@ -502,7 +502,7 @@ class Sandbox(_message.Message):
     """Home directory and working directory of the sandbox's user."""
     workdir: _builtins.str
     lost_reason: _builtins.str
-    """Why it is LOST: a stable UPPER_SNAKE reason."""
+    """Why it is LOST: a stable UPPER_SNAKE reason, one of those in docs/errors.md; a newer service may have others."""
     ended_inside: _builtins.bool
     """With LOST: a program in the sandbox ended it. False = unknown. Calls refused with SANDBOX_LOST then have `ended_inside`
     = "true" in their metadata.

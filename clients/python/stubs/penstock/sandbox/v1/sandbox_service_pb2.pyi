@@ -31,7 +31,10 @@ class CreateSandboxRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """UUID or any identifier that the caller will not use again."""
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered for an hour after the first call, at most until the sandbox is deleted or the service restarts; of more
+    than 65,536 ids the oldest is forgotten first.
+    """
     @_builtins.property
     def spec(self) -> _sandbox_pb2.SandboxSpec: ...
     def __init__(
@@ -826,6 +829,7 @@ class ForkSandboxesRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required, and remembered as in CreateSandboxRequest."""
     snapshot_id: _builtins.str
     sandbox_id: _builtins.str
     count: _builtins.int

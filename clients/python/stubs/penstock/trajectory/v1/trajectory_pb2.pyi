@@ -299,7 +299,7 @@ class Call(_message.Message):
     leases: _builtins.int
     """How often it was leased to an answerer."""
     injected: _builtins.bool
-    """Whether the agent got a Completion.message without a span, or one that differs from the parsed span (R21). Its tokens,
+    """Whether the agent got a Completion.message without a span, or one that differs from the parsed span. Its tokens,
     if any, are masked 0.
     """
     chain_sha256: _builtins.bytes
@@ -321,7 +321,9 @@ class Call(_message.Message):
 
     @_builtins.property
     def normalisations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the service changed or ignored in the request, one sentence each. Empty = nothing."""
+        """What the service changed or ignored in the request, one sentence each, for people: the wording may change. Empty =
+        nothing.
+        """
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
@@ -482,7 +484,7 @@ class Branch(_message.Message):
     shared_count: _builtins.int
     """Tokens shared with that call's prompt and completion."""
     reason: _builtins.str
-    """Why it opened, for example "history rewritten at message 4"."""
+    """Why it opened, for people, for example "history edited after message 3". Programs read branch_class."""
     @_builtins.property
     def call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Its calls in order."""
@@ -735,8 +737,8 @@ Global___Reward: _TypeAlias = Reward  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
-    """Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (protobuf MergeFrom), they give the
-    message. A call is never split. With its body, a fragment can reach 40 MiB.
+    """Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (MergeFrom, or their bytes joined and
+    parsed as one message), they give the message. A call is never split. With its body, a fragment can reach 40 MiB.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -817,7 +819,7 @@ class Trajectory(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     @_builtins.property
     def reward(self) -> Global___Reward:
-        """Unset = not graded by a verifier, which is not zero (R74)."""
+        """Unset = not graded by a verifier, which is not zero."""
 
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]: ...

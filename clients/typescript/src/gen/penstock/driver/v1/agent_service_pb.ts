@@ -337,14 +337,16 @@ export const CheckAgentResponse_OutcomeSchema: GenEnum<CheckAgentResponse_Outcom
 /**
  * AgentService is the registry of agents.
  *
+ * OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+ *
  * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
- * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
  *
  * @generated from service penstock.driver.v1.AgentService
  */
 export const AgentService: GenService<{
   /**
-   * ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
+   * ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these.
    *
    * @generated from rpc penstock.driver.v1.AgentService.ListAgents
    */
@@ -390,7 +392,7 @@ export const AgentService: GenService<{
   /**
    * CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
    * finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-   * Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+   * Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
    *
    * @generated from rpc penstock.driver.v1.AgentService.CheckAgent
    */

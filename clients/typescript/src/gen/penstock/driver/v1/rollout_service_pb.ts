@@ -25,6 +25,9 @@ export const file_penstock_driver_v1_rollout_service: GenFile = /*@__PURE__*/
  */
 export type CreateRolloutRequest = Message<"penstock.driver.v1.CreateRolloutRequest"> & {
   /**
+   * Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+   * Remembered as long as the driver keeps its state, beyond the rollout's deletion.
+   *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
@@ -475,6 +478,8 @@ export const DeleteRolloutResponseSchema: GenMessage<DeleteRolloutResponse> = /*
  */
 export type CreateGroupRequest = Message<"penstock.driver.v1.CreateGroupRequest"> & {
   /**
+   * Required, and remembered as in CreateRolloutRequest.
+   *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
@@ -946,8 +951,10 @@ export const ExportTrajectoriesResponseSchema: GenMessage<ExportTrajectoriesResp
 /**
  * RolloutService runs rollouts and groups of them.
  *
+ * OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+ *
  * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
- * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
  *
  * @generated from service penstock.driver.v1.RolloutService
  */
@@ -1017,6 +1024,7 @@ export const RolloutService: GenService<{
   },
   /**
    * WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+   * Without a deadline it waits for the end.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WaitRollout
@@ -1127,7 +1135,7 @@ export const RolloutService: GenService<{
     output: typeof DeleteGroupResponseSchema;
   },
   /**
-   * GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+   * GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
    * was opened).
    *

@@ -123,6 +123,9 @@ export const TerminalSchema: GenMessage<Terminal> = /*@__PURE__*/
  */
 export type OpenTerminalRequest = Message<"penstock.driver.v1.OpenTerminalRequest"> & {
   /**
+   * Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+   * Remembered as long as the driver keeps its state; not after a failed call.
+   *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
@@ -367,7 +370,7 @@ export const GetTerminalResponseSchema: GenMessage<GetTerminalResponse> = /*@__P
 /**
  * TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
  *
- * An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+ * An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
  * final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
  * death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
  * whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -381,7 +384,7 @@ export const TerminalService: GenService<{
    * OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
    * failed call has made nothing and may be repeated with the same id.
    * Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-   * BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+   * BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
    * DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
    *
    * @generated from rpc penstock.driver.v1.TerminalService.OpenTerminal
@@ -393,14 +396,14 @@ export const TerminalService: GenService<{
   },
   /**
    * Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-   * gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+   * gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
    * the commands are dead before the verifier starts. Steps of several streams run one after another.
    *
    * The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
    * sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
    * shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
    * background processes run on, except after a timeout. Its standard input is empty.
-   * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+   * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
    * ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
    * episode that run or wait have more than 8 MiB together).
    *

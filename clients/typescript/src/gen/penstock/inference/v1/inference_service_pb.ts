@@ -317,7 +317,7 @@ export const PolicyVersionBoundSchema: GenMessage<PolicyVersionBound> = /*@__PUR
  */
 export type GenerateRequest = Message<"penstock.inference.v1.GenerateRequest"> & {
   /**
-   * Client-chosen identifier.
+   * Required: fresh among the requests in flight, for Abort. Not remembered: a repeat after the end samples again.
    *
    * @generated from field: string request_id = 1;
    */
@@ -1044,6 +1044,9 @@ export const InitTransferResponseSchema: GenMessage<InitTransferResponse> = /*@_
  */
 export type StartTransferRequest = Message<"penstock.inference.v1.StartTransferRequest"> & {
   /**
+   * Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+   * Remembered while the transfer is open: a repeat returns its transfer_id.
+   *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
@@ -1873,8 +1876,10 @@ export const WeightFormatSchema: GenEnum<WeightFormat> = /*@__PURE__*/
 /**
  * InferenceService is one engine with one model.
  *
+ * OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+ *
  * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
- * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
  * not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
  * dead engine, with no live replica, restarts with the weights and the version that it had.
  *
@@ -1915,7 +1920,7 @@ export const InferenceService: GenService<{
    * stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
    * during one request.
    * Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-   * INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+   * INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Generate
    */
@@ -1927,7 +1932,7 @@ export const InferenceService: GenService<{
   /**
    * Score returns logprobs of given tokens under the present weights.
    * Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-   * (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+   * (FIELD_INVALID, ADAPTER_UNKNOWN).
    *
    * @generated from rpc penstock.inference.v1.InferenceService.Score
    */

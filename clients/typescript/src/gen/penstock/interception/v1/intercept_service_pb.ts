@@ -31,11 +31,15 @@ export const file_penstock_interception_v1_intercept_service: GenFile = /*@__PUR
  */
 export type CallSelector = Message<"penstock.interception.v1.CallSelector"> & {
   /**
+   * An empty string that is set matches rollouts that were opened with an empty one, not those that have none.
+   *
    * @generated from field: optional string run_id = 1;
    */
   runId?: string | undefined;
 
   /**
+   * As run_id.
+   *
    * @generated from field: optional string group_id = 2;
    */
   groupId?: string | undefined;
@@ -435,7 +439,8 @@ export const DelegationSchema: GenMessage<Delegation> = /*@__PURE__*/
 /**
  * PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
  * dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
- * ResumeCalls, Goodbye, max_duration or the session.
+ * ResumeCalls, Goodbye, max_duration or the session. A second one of the session replaces the duration. Each session ends
+ * its own pause only: calls that several sessions pause are held until the last of these pauses ends.
  *
  * @generated from message penstock.interception.v1.PauseCalls
  */
@@ -1399,7 +1404,8 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
   view?: CallView | undefined;
 
   /**
-   * A repeated id with an equal selector returns the same calls, if they are still leased.
+   * Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
+   * remembered. Without one, calls whose answer was lost stay leased until their lease ends.
    *
    * @generated from field: string request_id = 7;
    */

@@ -25,7 +25,9 @@ export const file_penstock_sandbox_v1_sandbox_service: GenFile = /*@__PURE__*/
  */
 export type CreateSandboxRequest = Message<"penstock.sandbox.v1.CreateSandboxRequest"> & {
   /**
-   * UUID or any identifier that the caller will not use again.
+   * Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+   * Remembered for an hour after the first call, at most until the sandbox is deleted or the service restarts; of more
+   * than 65,536 ids the oldest is forgotten first.
    *
    * @generated from field: string request_id = 1;
    */
@@ -744,6 +746,8 @@ export const DeleteSnapshotResponseSchema: GenMessage<DeleteSnapshotResponse> = 
  */
 export type ForkSandboxesRequest = Message<"penstock.sandbox.v1.ForkSandboxesRequest"> & {
   /**
+   * Required, and remembered as in CreateSandboxRequest.
+   *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
@@ -1225,8 +1229,10 @@ export const DiffSandboxResponse_DiffEndSchema: GenMessage<DiffSandboxResponse_D
 /**
  * SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
  *
+ * OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+ *
  * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
- * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
  * service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
  * KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
  *
@@ -1237,7 +1243,7 @@ export const SandboxService: GenService<{
    * CreateSandbox creates a sandbox and returns once it is READY.
    *
    * If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-   * `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+   * `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
    * between owners.
    *
    * Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -1300,7 +1306,7 @@ export const SandboxService: GenService<{
   },
   /**
    * WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-   * Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+   * Errors: INVALID_ARGUMENT (FIELD_INVALID).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.WatchSandboxes
    */
@@ -1337,7 +1343,7 @@ export const SandboxService: GenService<{
    * RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
    * READY) if that is sooner. It returns the end that was granted.
    * Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-   * SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+   * SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.RenewLease
    */

@@ -112,7 +112,8 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   samplingRequested?: Sampling | undefined;
 
   /**
-   * What the service changed or ignored in the request, one sentence each. Empty = nothing.
+   * What the service changed or ignored in the request, one sentence each, for people: the wording may change. Empty =
+   * nothing.
    *
    * @generated from field: repeated string normalisations = 15;
    */
@@ -168,7 +169,7 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
   leases: number;
 
   /**
-   * Whether the agent got a Completion.message without a span, or one that differs from the parsed span (R21). Its tokens,
+   * Whether the agent got a Completion.message without a span, or one that differs from the parsed span. Its tokens,
    * if any, are masked 0.
    *
    * @generated from field: bool injected = 23;
@@ -365,7 +366,7 @@ export type Branch = Message<"penstock.trajectory.v1.Branch"> & {
   callIds: string[];
 
   /**
-   * Why it opened, for example "history rewritten at message 4".
+   * Why it opened, for people, for example "history edited after message 3". Programs read branch_class.
    *
    * @generated from field: string reason = 6;
    */
@@ -643,8 +644,8 @@ export const RewardSchema: GenMessage<Reward> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 6);
 
 /**
- * Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (protobuf MergeFrom), they give the
- * message. A call is never split. With its body, a fragment can reach 40 MiB.
+ * Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (MergeFrom, or their bytes joined and
+ * parsed as one message), they give the message. A call is never split. With its body, a fragment can reach 40 MiB.
  *
  * @generated from message penstock.trajectory.v1.Trajectory
  */
@@ -685,7 +686,7 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
   samples: Sample[];
 
   /**
-   * Unset = not graded by a verifier, which is not zero (R74).
+   * Unset = not graded by a verifier, which is not zero.
    *
    * @generated from field: optional penstock.trajectory.v1.Reward reward = 8;
    */
