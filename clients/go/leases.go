@@ -151,19 +151,9 @@ func (l *leases) finish() {
 
 // answer puts a result under way; its verdict is nil when the gate accepted it, else why not.
 func (l *leases) answer(result *interceptionv1.CallResult) (*answer, error) {
-	// The stream ends where one of its frames has no form on the wire: one result would take all the others with it.
 	size, err := writable(result)
 	if err != nil {
-		return nil, &Error{
-			Kind: ErrInvalidCompletion, Reason: "RESULT_NOT_SENDABLE", cause: err,
-			Message: fmt.Sprintf("The result cannot be sent: %v", err),
-		}
-	}
-	if size > MaxResultBytes {
-		return nil, &Error{
-			Kind: ErrInvalidCompletion, Reason: "RESULT_TOO_LARGE",
-			Message: fmt.Sprintf("A result must have at most %d bytes, not %d", MaxResultBytes, size),
-		}
+		return nil, err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -193,15 +183,31 @@ func (l *leases) answer(result *interceptionv1.CallResult) (*answer, error) {
 // scratch are buffers for results that are written to see that they can be.
 var scratch = sync.Pool{New: func() any { return new([]byte) }}
 
-// writable is the size of a result on the wire, or why it has no form there.
+// writable is the size of a result on the wire.
+//
+// Errors: ErrInvalidCompletion: RESULT_TOO_LARGE; RESULT_NOT_SENDABLE: it has no form there. A stream ends where one of its
+// frames has none, and one result would take all the others with it.
 func writable(result *interceptionv1.CallResult) (int, error) {
 	buffer := scratch.Get().(*[]byte)
 	written, err := proto.MarshalOptions{}.MarshalAppend((*buffer)[:0], result)
+	size := len(written)
 	if cap(written) <= frameBytes {
 		*buffer = written[:0]
 		scratch.Put(buffer)
 	}
-	return len(written), err
+	if err != nil {
+		return 0, &Error{
+			Kind: ErrInvalidCompletion, Reason: "RESULT_NOT_SENDABLE", cause: err,
+			Message: fmt.Sprintf("The result cannot be sent: %v", err),
+		}
+	}
+	if size > MaxResultBytes {
+		return 0, &Error{
+			Kind: ErrInvalidCompletion, Reason: "RESULT_TOO_LARGE",
+			Message: fmt.Sprintf("A result must have at most %d bytes, not %d", MaxResultBytes, size),
+		}
+	}
+	return size, nil
 }
 
 // deliver is answer, and waits for its verdict.
