@@ -32,6 +32,7 @@ WEB_SOURCES := $(shell find clients/web/src clients/web/public clients/typescrip
 PAGE := clients/python/sdk/penstock/dashboard/static/index.html
 GO_STAMP := clients/go/.toolchain/.installed
 GO := $(BIN)/python -m tools.golang run
+COMPOSE ?= docker compose
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
@@ -116,9 +117,10 @@ dist-check: dist ## install dist/ in a fresh environment; the demo's first steps
 
 .PHONY: images
 images: ## build the images of docker-compose.yml, and print their sizes
-	@COMPOSE_PROFILES=dashboard docker compose build --quiet
-	@COMPOSE_PROFILES=dashboard docker compose config --images | xargs docker image inspect --format '{{.Size}} {{index .RepoTags 0}}' \
-		| awk '/penstock|dashboard|driver|inference|interception|sandbox/ {printf "%8.1f MB  %s\n", $$1 / 1e6, $$2}'
+	@COMPOSE_PROFILES=dashboard PENSTOCK_MODEL_DIR=$${PENSTOCK_MODEL_DIR:-.} $(COMPOSE) build --quiet
+	@for name in inference interception sandbox driver dashboard; do \
+		image="$${PENSTOCK_IMAGES:-penstock}/$$name:$${PENSTOCK_VERSION:-0.1.0}"; \
+		echo "$$(($$(docker image inspect --format '{{.Size}}' "$$image") / 1000000)) MB  $$image"; done
 
 .PHONY: credentials
 credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)

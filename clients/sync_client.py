@@ -9,11 +9,13 @@ asynchronous generators become generators, public attributes become properties. 
 
 import ast
 import builtins
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -100,9 +102,20 @@ class _Annotation(ast.NodeTransformer):
         return self._named(self._module.name, node.id)
 
     def _named(self, module: str, name: str) -> ast.Name:
+        found = getattr(import_module(module), name)
         if name not in self._live or not module.startswith("penstock.client"):
+            if (
+                module.startswith("penstock.client")
+                and isinstance(found, type)
+                and any(map(_waits, vars(found).values()))
+            ):
+                sys.exit(f"{module}.{name} has methods to await: add it to penstock.client.sync.LIVE")
             self._imports.use(module, name)
         return ast.Name(name)
+
+
+def _waits(member: object) -> bool:
+    return inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
 
 
 def _module_of(live: type) -> _Module:

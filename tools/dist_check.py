@@ -56,7 +56,9 @@ def _trains(dist: Path, folder: Path) -> None:
     installed = folder / "environment"
     _run([sys.executable, "-m", "venv", str(installed)], folder, os.environ)
     python = str(installed / "bin" / "python")
-    wheels = [f"{path}[local]" if path.name.startswith("penstock-") else str(path) for path in dist.glob("*.whl")]
+    wheels = [
+        f"{path}[local]" if path.name.startswith("penstock-") else str(path) for path in sorted(dist.glob("*.whl"))
+    ]
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     _run([*pip, "-c", str(ROOT / "constraints.txt"), *wheels], folder, os.environ)
     figures = []

@@ -137,6 +137,12 @@ def problems() -> list[str]:
             found.append(f"{place}/pyproject.toml names the distribution {project['name']}")
         if any(not url.startswith(names()["repository"]) for url in project["urls"].values()):
             found.append(f"{place}/pyproject.toml has a URL outside of {names()['repository']}")
+    label = f'org.opencontainers.image.source="{names()["repository"]}"'
+    found += [
+        f"{path.relative_to(ROOT)} has no label {label}"
+        for path in (*ROOT.glob("services/*/Dockerfile"), ROOT / "clients/python/sdk/Dockerfile")
+        if label not in path.read_text(encoding="utf-8")
+    ]
     licence = (ROOT / "LICENSE").read_bytes()
     for place in LICENSED:
         path = ROOT / place / "LICENSE"

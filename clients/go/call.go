@@ -35,7 +35,7 @@ func (c *Call) Index() int { return int(c.Message.GetIndex()) }
 // PromptTokenIDs is the whole prompt: the conversation exactly as it was sampled, then the tokens of the new messages.
 // Give it to an engine as it is, and do not change it. Empty where the rollout's source has no tokenizer.
 func (c *Call) PromptTokenIDs() []int32 {
-	c.decode.Do(func() { c.prompt = TokenIDs(c.Message.GetPromptTokenIds()) })
+	c.decode.Do(func() { c.prompt = viewedTokenIDs(c.Message.GetPromptTokenIds()) })
 	return c.prompt
 }
 

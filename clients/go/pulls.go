@@ -64,6 +64,9 @@ func (c *Client) leased(message *interceptionv1.ModelCall) *Call {
 	leased := &Call{Message: message, ended: make(chan struct{})}
 	leased.send = func(ctx context.Context, result *interceptionv1.CallResult) error {
 		result.LeaseId = message.GetLeaseId()
+		if _, err := writable(result); err != nil {
+			return err
+		}
 		answer, err := c.complete(ctx, &interceptionv1.CompleteCallsRequest{Results: []*interceptionv1.CallResult{result}})
 		if err != nil {
 			return err

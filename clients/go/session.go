@@ -484,8 +484,7 @@ func (s *Session) write(
 		}
 		select {
 		case <-s.wake:
-			// Whoever is ready to answer too does so first: one frame for many results, and one for what the gate says of them.
-			runtime.Gosched()
+			runtime.Gosched() // whoever woke us may be about to answer: one frame more or one result more in this one
 		case <-s.closing:
 		case <-silence.C:
 			heartbeat := &interceptionv1.InterceptRequest_Heartbeat{Heartbeat: &interceptionv1.Heartbeat{}}
@@ -523,13 +522,9 @@ func (s *Session) receive(frame *interceptionv1.InterceptResponse) {
 	s.mu.Unlock()
 	switch frame := frame.GetFrame().(type) {
 	case *interceptionv1.InterceptResponse_Calls:
-		for _, message := range frame.Calls.GetCalls() {
-			s.book.leased(message)
-		}
+		s.book.leased(frame.Calls.GetCalls()...)
 	case *interceptionv1.InterceptResponse_Acknowledged:
-		for _, id := range frame.Acknowledged.GetAcceptedCallIds() {
-			s.book.accepted(id)
-		}
+		s.book.accepted(frame.Acknowledged.GetAcceptedCallIds()...)
 		for _, rejected := range frame.Acknowledged.GetRejected() {
 			s.book.rejected(rejected)
 		}

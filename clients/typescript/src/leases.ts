@@ -256,10 +256,10 @@ export class Leases {
 }
 
 /**
- * Bytes of a result as it travels. Rejects with InvalidCompletion what has no form on the wire: the stream would end with
+ * Bytes of a result as it travels. Throws with InvalidCompletion what has no form on the wire: the stream would end with
  * it, and take the other results along.
  */
-function sizeOf(result: CallResult): number {
+export function sizeOf(result: CallResult): number {
   try {
     return toBinary(CallResultSchema, result).length;
   } catch (cause) {

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class OddEngine(pb_grpc.InferenceServiceServicer):
-    """Adapters and transfers in memory. The first load of an adapter named `lost-...` is taken, and its answer is lost."""
+    """Adapters and transfers in memory. The first load of an adapter named `lost-...` is taken; its answer is lost."""
 
     def __init__(self) -> None:
         self._adapters: dict[str, pb.Adapter] = {}
@@ -30,11 +30,11 @@ class OddEngine(pb_grpc.InferenceServiceServicer):
         self._version = 0
         self._lost: set[str] = set()
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
         del request, context
         return pb.GetInfoResponse(engine="odd", policy_version=self._version)
 
-    async def LoadAdapter(
+    async def LoadAdapter(  # noqa: N802
         self, requests: AsyncIterator[pb.LoadAdapterRequest], context: Context
     ) -> pb.LoadAdapterResponse:
         begin = (await anext(requests)).begin
@@ -60,12 +60,12 @@ class OddEngine(pb_grpc.InferenceServiceServicer):
             await fail(context, grpc.StatusCode.UNAVAILABLE, "The answer was lost.", wait)
         return pb.LoadAdapterResponse(adapter=self._adapters[begin.name])
 
-    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:  # noqa: N802
         del context
         self._adapters.pop(request.name, None)
         return pb.UnloadAdapterResponse()
 
-    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:  # noqa: N802
         """One a page."""
         del context
         names = sorted(self._adapters)
@@ -75,25 +75,25 @@ class OddEngine(pb_grpc.InferenceServiceServicer):
             adapters=[self._adapters[name] for name in names[at : at + 1]], next_page_token=more
         )
 
-    async def InitTransfer(self, request: pb.InitTransferRequest, context: Context) -> pb.InitTransferResponse:
+    async def InitTransfer(self, request: pb.InitTransferRequest, context: Context) -> pb.InitTransferResponse:  # noqa: N802
         if request.backend != "nccl" or json.loads(request.options_json) != {"port": 1}:
             await _refused(context, "TRANSFER_REFUSED", "another backend, or other options")
         return pb.InitTransferResponse()
 
-    async def StartTransfer(self, request: pb.StartTransferRequest, context: Context) -> pb.StartTransferResponse:
+    async def StartTransfer(self, request: pb.StartTransferRequest, context: Context) -> pb.StartTransferResponse:  # noqa: N802
         if not request.request_id:
             await _refused(context, "TRANSFER_REFUSED", "there is no request id")
         self._transfers[request.request_id] = ("", request.policy_version)
         return pb.StartTransferResponse(transfer_id=request.request_id)
 
-    async def TransferTensors(self, request: pb.TransferTensorsRequest, context: Context) -> pb.TransferTensorsResponse:
+    async def TransferTensors(self, request: pb.TransferTensorsRequest, context: Context) -> pb.TransferTensorsResponse:  # noqa: N802
         if request.transfer_id not in self._transfers:
             await _refused(context, "NO_TRANSFER", "it was abandoned")
         if "names" not in json.loads(request.descriptor_json):
             await _refused(context, "TRANSFER_REFUSED", "it names no tensors")
         return pb.TransferTensorsResponse()
 
-    async def FinishTransfer(self, request: pb.FinishTransferRequest, context: Context) -> pb.FinishTransferResponse:
+    async def FinishTransfer(self, request: pb.FinishTransferRequest, context: Context) -> pb.FinishTransferResponse:  # noqa: N802
         del context
         _, version = self._transfers.pop(request.transfer_id, ("", self._version))
         if request.commit:
@@ -110,7 +110,7 @@ async def _refused(context: Context, reason: str, message: str) -> None:
 async def odd_engine() -> AsyncIterator[str]:
     """Serves it; gives its address."""
     server = grpc.aio.server(options=(("grpc.max_receive_message_length", 64 << 20),))
-    pb_grpc.add_InferenceServiceServicer_to_server(OddEngine(), server)
+    pb_grpc.add_InferenceServiceServicer_to_server(OddEngine(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -199,7 +199,8 @@ class Subject:
         for iterator in self._iterators.values():
             await iterator.aclose()
         await self._stack.aclose()
-        for kept in (self._clients, self._rollouts, self._groups, self._iterators, *self._more.values()):
+        everything: list[dict[str, Any]] = [self._clients, self._rollouts, self._groups, self._iterators]
+        for kept in everything + list(self._more.values()):
             kept.clear()
 
     async def connect(self, given: Json) -> None:

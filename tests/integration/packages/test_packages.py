@@ -24,6 +24,8 @@ from tests.support import ruby
 from clients import nodejs
 from tools import golang, names, sbom
 
+pytestmark = pytest.mark.timeout(900)  # a guard: the first test of each fixture builds or installs
+
 ROOT: Final = names.ROOT
 LICENCE: Final = (ROOT / "LICENSE").read_bytes()
 TASK: Final = ROOT / "examples" / "grpo" / "task.yaml"
@@ -33,7 +35,7 @@ COUNT: Final = 2
 """Rollouts in each language."""
 
 
-def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, limit: float = 280.0) -> str:
+def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, limit: float = 560.0) -> str:
     """Runs a command that has to succeed; returns its output."""
     argv = [str(word) for word in command]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=limit, check=False)
@@ -90,7 +92,6 @@ def links_lead_somewhere(text: str, inside: set[str]) -> None:
 
 
 @pytest.mark.requirement("R116")
-@pytest.mark.timeout(600)
 def test_each_wheel_and_source_archive_says_what_an_index_shows(dist: Path) -> None:
     """Licence text, authors, URLs, classifiers, keywords, a description whose links work; none is incomplete."""
     assert len(wheels(dist)) == len(sources(dist)) == len(names.PYTHON)
@@ -210,7 +211,6 @@ asyncio.run(main())
 
 
 @pytest.mark.requirement("R116")
-@pytest.mark.timeout(600)
 def test_python_gets_rewarded_rollouts_from_installed_wheels(
     environment: Path, surroundings: Mapping[str, str], tmp_path: Path
 ) -> None:
@@ -238,7 +238,6 @@ await ps.close();
 
 
 @pytest.mark.requirement("R116")
-@pytest.mark.timeout(600)
 def test_typescript_gets_rewarded_rollouts_with_the_packed_client(
     dist: Path, surroundings: Mapping[str, str], tmp_path: Path
 ) -> None:
@@ -303,7 +302,6 @@ func check(err error) {
 
 
 @pytest.mark.requirement("R116")
-@pytest.mark.timeout(600)
 def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
     dist: Path, surroundings: Mapping[str, str], tmp_path: Path
 ) -> None:
@@ -342,7 +340,6 @@ def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
 
 
 @pytest.mark.requirement("R116")
-@pytest.mark.timeout(600)
 def test_ruby_gets_rewarded_rollouts_with_stubs_of_the_protos(surroundings: Mapping[str, str], tmp_path: Path) -> None:
     """The example needs nothing of ours but protos and an address."""
     stubs = ruby.stubs(tmp_path)

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime/pprof"
 	"slices"
 	"strconv"
 	"sync"
@@ -44,12 +43,6 @@ func main() {
 	credits, err := strconv.Atoi(os.Args[4])
 	fail(err)
 	m := &meter{first: calls / 10, calls: calls}
-	if file := os.Getenv("PENSTOCK_BENCH_PROFILE"); file != "" {
-		out, err := os.Create(file)
-		fail(err)
-		fail(pprof.StartCPUProfile(out))
-		defer pprof.StopCPUProfile()
-	}
 	if os.Args[1] == "client" {
 		fail(byClient(os.Args[2], m, credits))
 	} else {

@@ -6,7 +6,7 @@ import type { Client } from "@connectrpc/connect";
 import { ModelCall } from "../calls.js";
 import type { InterceptService } from "../gen/penstock/interception/v1/intercept_service_pb.js";
 import type { Abortable } from "../handles.js";
-import { rejection } from "../leases.js";
+import { rejection, sizeOf } from "../leases.js";
 import { MAX_MESSAGE_BYTES, type Service } from "../rpc.js";
 import { duration } from "../wire.js";
 
@@ -62,6 +62,7 @@ export async function leaseCalls(
   return answer.calls.map((message) => {
     const call: ModelCall = new ModelCall(message, async (result) => {
       result.leaseId = message.leaseId;
+      sizeOf(result); // throws InvalidCompletion where it cannot be sent
       const options = { repeatable: true };
       const { acknowledged } = await service.call((each) => client.completeCalls({ results: [result] }, each), options);
       const [rejected] = acknowledged?.rejected ?? [];

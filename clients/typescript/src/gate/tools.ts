@@ -74,7 +74,7 @@ export class HostTools {
   readonly #wake: () => void;
   readonly #report: (error: unknown, call: HostToolCallMessage | undefined) => void;
   readonly #offers = new Map<string, Offer>();
-  readonly #running = new Map<string, { readonly abort: AbortController; readonly done: Promise<void> }>();
+  readonly #running = new Map<string, AbortController>();
   readonly #results = new Map<string, HostToolResult>();
   readonly #unsent = new Set<string>();
   #over = false;
@@ -119,7 +119,8 @@ export class HostTools {
       this.#send(toolCallId);
     } else if (!this.#running.has(toolCallId) && !this.#over) {
       const abort = new AbortController();
-      this.#running.set(toolCallId, { abort, done: this.#run(message, abort.signal) });
+      this.#running.set(toolCallId, abort);
+      void this.#run(message, abort.signal); // it never rejects
     }
   }
 
@@ -127,7 +128,7 @@ export class HostTools {
   cancelled(toolCallIds: readonly string[]): void {
     for (const toolCallId of toolCallIds) {
       this.#forget(toolCallId);
-      this.#running.get(toolCallId)?.abort.abort();
+      this.#running.get(toolCallId)?.abort();
       this.#running.delete(toolCallId);
     }
   }

@@ -1155,7 +1155,8 @@ class ProcessHandle:
     def write(self, data: bytes) -> None:
         """Writes to its standard input, or its terminal; returns when it was accepted, which waits for a full pipe.
 
-        Start the process with `stdin=True` or `pty`. Concurrent writes are made one after the other.
+        Start the process with `stdin=True` or `pty`. Concurrent writes of one handle are made one after the other; one
+        handle of a process writes at a time, and a later one takes over.
 
         Raises:
             FailedPrecondition: `STDIN_CLOSED`, `STDIN_NOT_OPEN`.

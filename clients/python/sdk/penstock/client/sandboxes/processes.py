@@ -30,7 +30,7 @@ class ProcessHandle:
         self._sandbox_id = sandbox_id
         self.info: Process = info
         """The process as last reported."""
-        self._written = info.stdin_offset
+        self._written: int | None = info.stdin_offset
         self._input = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -106,7 +106,8 @@ class ProcessHandle:
     async def write(self, data: bytes) -> None:
         """Writes to its standard input, or its terminal; returns when it was accepted, which waits for a full pipe.
 
-        Start the process with `stdin=True` or `pty`. Concurrent writes are made one after the other.
+        Start the process with `stdin=True` or `pty`. Concurrent writes of one handle are made one after the other; one
+        handle of a process writes at a time, and a later one takes over.
 
         Raises:
             FailedPrecondition: `STDIN_CLOSED`, `STDIN_NOT_OPEN`.
@@ -123,7 +124,9 @@ class ProcessHandle:
 
     async def _write(self, data: bytes, *, end: bool) -> None:
         async with self._input:
-            frames = partial(self._frames, self._written, data, end)
+            offset = (await self.refresh()).stdin_offset if self._written is None else self._written
+            self._written = None  # unknown, where this fails
+            frames = partial(self._frames, offset, data, end)
             # The offset makes a repeat harmless: bytes already written are skipped.
             answer = await self._service.repeat(lambda: self._service.push(self._stub.WriteStdin, frames))
             self._written = answer.offset
