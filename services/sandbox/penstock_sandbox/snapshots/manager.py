@@ -256,7 +256,7 @@ class Snapshots:
     def find(self, snapshot_id: str) -> Snapshot | None:
         """Returns a snapshot, or None."""
         known = self._known.get(snapshot_id)
-        return known and known.snapshot
+        return None if known is None else known.snapshot
 
     def sandbox_spec(self, snapshot_id: str) -> SandboxSpec:
         """Returns the spec of the sealed sandbox, to fork it. Raises NotFound (SNAPSHOT_UNKNOWN)."""
