@@ -634,7 +634,7 @@ class TerminalsClient:
 
         Raises:
             FailedPrecondition: `SETUP_FAILED`, with `output` in its metadata; `CAPABILITY_MISSING`.
-            InvalidArgument: `TERMINAL_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
+            InvalidArgument: `FIELD_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
             ResourceExhausted: `TERMINAL_LIMIT`.
         """
     def attach(self, terminal_id: str) -> TerminalHandle:
@@ -1213,7 +1213,7 @@ class TerminalHandle:
             FailedPrecondition: `EPISODE_ENDED`.
             ResourceExhausted: `STEP_LIMIT`, only an answer is accepted now; `STEPS_PENDING`, too many bytes of this
                 episode's steps wait.
-            InvalidArgument: `STEP_INVALID`.
+            InvalidArgument: `FIELD_INVALID`.
         """
     def answer(self, text: str = "", *, step_id: str = "") -> Observation:
         """Submits the final answer, which ends the episode: its verifier runs and reads the text from a file.
