@@ -55,6 +55,7 @@ type options struct {
 	file      string
 	token     string
 	tls       *TLS
+	namespace string
 	err       error
 }
 
@@ -95,6 +96,12 @@ func WithToken(token string) Option {
 // WithTLS speaks TLS.
 func WithTLS(files TLS) Option {
 	return func(o *options) { o.tls = &files }
+}
+
+// WithNamespace names the namespace in which an operator acts; without it, PENSTOCK_NAMESPACE or none. A trainer's token
+// belongs to one already.
+func WithNamespace(name string) Option {
+	return func(o *options) { o.namespace = name }
 }
 
 // Connect makes a client of the services. What no option says is looked for in the environment
@@ -220,6 +227,9 @@ func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
 	if found.token.text != "" {
 		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(found.token.text)))
 	}
+	if found.namespace != "" {
+		dialing = append(dialing, grpc.WithPerRPCCredentials(acting(found.namespace)))
+	}
 	return dialing, nil
 }
 
@@ -231,6 +241,15 @@ func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]strin
 }
 
 func (bearer) RequireTransportSecurity() bool { return false }
+
+// acting names the namespace in which an operator acts.
+type acting string
+
+func (a acting) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"x-penstock-namespace": string(a)}, nil
+}
+
+func (acting) RequireTransportSecurity() bool { return false }
 
 func tlsConfig(files *TLS) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS12}

@@ -26,8 +26,8 @@ func (p *dataPlanes) service(plane *sandboxv1.DataPlane, home *service) (*servic
 		return home, nil
 	}
 	where := &endpoints{
-		Addresses{Sandbox: plane.GetAddress()},
-		foundToken{plane.GetToken(), "the sandbox service, with this sandbox"}, p.tls,
+		addresses: Addresses{Sandbox: plane.GetAddress()},
+		token:     foundToken{plane.GetToken(), "the sandbox service, with this sandbox"}, tls: p.tls,
 	}
 	if _, err := checked(where); err != nil {
 		return nil, err

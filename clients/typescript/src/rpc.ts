@@ -78,11 +78,14 @@ export class Service {
     // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
     const pings = { pingIntervalMs: 30_000, pingTimeoutMs: 10_000, pingIdleConnection: false };
     this.#connections = new Pool(() => new Http2SessionManager(baseUrl, pings, options));
-    const { token } = endpoints;
+    const { namespace, token } = endpoints;
     const authorise: Interceptor = (next) => (request) => {
       request.header.set("user-agent", `penstock-typescript/${VERSION}`);
       if (token !== undefined) {
         request.header.set("authorization", `Bearer ${token}`);
+      }
+      if (namespace !== undefined) {
+        request.header.set("x-penstock-namespace", namespace);
       }
       return next(request);
     };

@@ -208,7 +208,7 @@ class Subject:
         tls = None if "tls" not in given else Tls(ca=Path(given["tls"]["ca"]))
         if "connection_file" in given:
             target = Path(given["connection_file"])
-        ps = connect(target, given.get("token"), tls=tls)
+        ps = connect(target, given.get("token"), tls=tls, namespace=given.get("namespace"))
         self._clients[given["client"]] = await self._stack.enter_async_context(ps)
 
     async def close(self, given: Json) -> None:

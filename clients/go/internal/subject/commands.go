@@ -128,6 +128,9 @@ func (s *subject) connect(c *command) error {
 	if c.Token != "" {
 		opts = append(opts, penstock.WithToken(c.Token))
 	}
+	if c.Namespace != "" {
+		opts = append(opts, penstock.WithNamespace(c.Namespace))
+	}
 	if c.TLS != nil {
 		opts = append(opts, penstock.WithTLS(penstock.TLS{CA: c.TLS.CA}))
 	}

@@ -33,6 +33,7 @@ type command struct {
 	Host           string            `json:"host"`
 	ConnectionFile string            `json:"connection_file"`
 	Token          string            `json:"token"`
+	Namespace      string            `json:"namespace"`
 	TLS            *struct {
 		CA string `json:"ca"`
 	} `json:"tls"`

@@ -170,9 +170,10 @@ const KEPT: Kept = { sessions, calls, taskOf, observedCall };
 type Command = (given: Given, signal: AbortSignal) => Promise<object | undefined | void>;
 
 const COMMANDS: Readonly<Record<string, Command>> = {
-  connect: async ({ client, addresses, connection_file, token, tls }) => {
+  connect: async ({ client, addresses, connection_file, namespace, token, tls }) => {
     const where = connection_file ? { connectionFile: connection_file } : { addresses };
-    clients.set(client, connect({ ...where, ...(token && { token }), ...(tls && { tls: { caFile: tls.ca } }) }));
+    const who = { ...(namespace && { namespace }), ...(token && { token }) };
+    clients.set(client, connect({ ...where, ...who, ...(tls && { tls: { caFile: tls.ca } }) }));
   },
   close: async ({ client }) => {
     await named(clients, client).close();
