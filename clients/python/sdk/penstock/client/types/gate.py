@@ -39,11 +39,15 @@ class IssuedKey:
 
 @dataclass(frozen=True, slots=True)
 class CallFailures:
-    """How many calls FAILED for one `reason` (empty = several); `retriable`: a retry may help."""
+    """How many calls FAILED for one `reason` (empty = several); `retriable`: a retry may help.
+
+    `calls_since_answer`: those of them that came after the rollout's last answer.
+    """
 
     reason: str
     calls: int
     retriable: bool
+    calls_since_answer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class CallTotals:
     refused: int
     last_unanswered: bool
     failures: tuple[CallFailures, ...]
+    expired_since_answer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class GateRollout:
     exhausted_budget: str
     paused_time: float
     keys: tuple[AgentKey, ...] = field(repr=False)
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

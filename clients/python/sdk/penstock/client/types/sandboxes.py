@@ -107,6 +107,7 @@ class Sandbox:
     workdir: str
     lost_reason: str
     ended_inside: bool
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

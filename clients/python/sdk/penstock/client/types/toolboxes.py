@@ -59,3 +59,4 @@ class Toolbox:
     mount_path: str
     size_bytes: int
     create_time: datetime | None
+    namespace: str = "default"
