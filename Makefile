@@ -38,7 +38,7 @@ DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec
 	services/driver services/interception services/inference
 # With JAX, which nothing else needs.
 DEMO := clients/python/demo
-TYPED := libs services clients/python/demo clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
+TYPED := libs services clients/python/demo/penstock_demo clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
