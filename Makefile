@@ -32,11 +32,13 @@ WEB_SOURCES := $(shell find clients/web/src clients/web/public clients/typescrip
 PAGE := clients/python/sdk/penstock/dashboard/static/index.html
 GO_STAMP := clients/go/.toolchain/.installed
 GO := $(BIN)/python -m tools.golang run
+COMPOSE ?= docker compose
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
-TYPED := libs services clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
-EXAMPLES := $(wildcard examples/*/requirements.txt)
+# With JAX, which nothing else needs.
+DEMO := clients/python/demo
+TYPED := libs services clients/python/demo/penstock_demo clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -46,7 +48,7 @@ help: ## say what there is
 
 .PHONY: demo
 demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n repeats a run)
-	@$(BIN)/python examples/grpo/train.py --seed $(SEED)
+	@$(BIN)/penstock demo --seed $(SEED)
 
 .PHONY: test
 test: lint docs site tests ## everything: style, types, protos, layering, links, the site, then all tests
@@ -85,6 +87,9 @@ lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos 
 	@$(BIN)/python -m protos.breaking
 	@echo "== generated code"
 	@$(BIN)/python -m protos.generate --check
+	@$(BIN)/python -m clients.sync_client --check
+	@echo "== names"
+	@$(BIN)/python -m tools.names --check
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
 	@echo "== words"
@@ -100,6 +105,22 @@ dashboard: $(PAGE) ## build the dashboard's page, which `penstock up` serves
 .PHONY: protos
 protos: $(DEV_STAMP) $(TS_STAMP) $(GO_STAMP) ## generate the messages and stubs of every client's language from protos/
 	@$(BIN)/python -m protos.generate
+	@$(BIN)/python -m clients.sync_client
+
+.PHONY: dist
+dist: $(DEV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## build all that is published into dist/ (docs/releasing.md)
+	@$(BIN)/python -m tools.dist dist
+
+.PHONY: dist-check
+dist-check: dist ## install dist/ in a fresh environment; the demo's first steps are those of the checkout
+	@$(BIN)/python -m tools.dist_check dist
+
+.PHONY: images
+images: ## build the images of docker-compose.yml, and print their sizes
+	@COMPOSE_PROFILES=dashboard PENSTOCK_MODEL_DIR=$${PENSTOCK_MODEL_DIR:-.} $(COMPOSE) build --quiet
+	@for name in inference interception sandbox driver dashboard; do \
+		image="$${PENSTOCK_IMAGES:-penstock}/$$name:$${PENSTOCK_VERSION:-0.1.0}"; \
+		echo "$$(($$(docker image inspect --format '{{.Size}}' "$$image") / 1000000)) MB  $$image"; done
 
 .PHONY: credentials
 credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)
@@ -162,13 +183,13 @@ clean: ## remove the environment, caches and runs
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
 # Node comes along as a wheel, for the agents that are written for it. What only checks and tests need comes last.
-$(STAMP): constraints.txt $(EXAMPLES) $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) services/sandbox)
+$(STAMP): constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) $(DEMO) services/sandbox)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	@echo "== installing into $(VENV) (once; some minutes, most of them downloads)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt hatchling editables
-	@echo "== installing the services, the client and what the examples need"
-	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(EXAMPLES)) $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[docker,node]"
+	@echo "== installing the services, the client and the demo"
+	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(DISTRIBUTIONS) $(DEMO)) -e "./services/sandbox[docker,node]"
 	@touch $@
 
 $(DEV_STAMP): $(STAMP) requirements-dev.txt

@@ -8,6 +8,10 @@ dashboard's page, too.
 
 import tomllib
 from pathlib import Path
+from typing import Final
+
+DISTRIBUTIONS: Final = "penstock"
+"""How the names of this repository's distributions begin."""
 
 _FILE = Path(__file__).resolve().parent / "python" / "sdk" / "pyproject.toml"
 
@@ -16,7 +20,7 @@ def needs() -> list[str]:
     """The requirements, but for those that are distributions of this repository."""
     project = tomllib.loads(_FILE.read_text(encoding="utf-8"))["project"]
     named: list[str] = [*project["dependencies"], *project["optional-dependencies"]["dashboard"]]
-    return [requirement for requirement in named if not requirement.startswith("penstock")]
+    return [requirement for requirement in named if not requirement.startswith(DISTRIBUTIONS)]
 
 
 if __name__ == "__main__":

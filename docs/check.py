@@ -6,11 +6,15 @@ python docs/check.py        exit 1 and a line per broken link or page that nobod
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = {".git", ".venv", ".venv-vllm", ".venv-openenv", ".venv-docs", "build", "node_modules", ".toolchain", "runs"}
+
+# Of a page that is published without the rest of the repository.
+REPOSITORY = tomllib.loads((ROOT / "tools" / "names.toml").read_text(encoding="utf-8"))["repository"] + "/blob/main/"
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -24,13 +28,14 @@ def pages() -> list[Path]:
 
 
 def links(page: Path) -> Iterator[tuple[str, Path, str]]:
-    """The links of a page: as written, the file, the anchor. Addresses on the web are not followed."""
+    """The links of a page: as written, the file, the anchor. On the web, only the repository's own are followed."""
     text = _CODE.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
     for link in _LINK.findall(text):
-        if re.match(r"[a-z][a-z0-9+.-]*:", link):
+        base, inside = (ROOT, link.removeprefix(REPOSITORY)) if link.startswith(REPOSITORY) else (page.parent, link)
+        if re.match(r"[a-z][a-z0-9+.-]*:", inside):
             continue
-        path, _, anchor = link.partition("#")
-        yield link, (page.parent / path).resolve() if path else page, anchor
+        path, _, anchor = inside.partition("#")
+        yield link, (base / path).resolve() if path else page, anchor
 
 
 def broken(page: Path) -> Iterator[str]:

@@ -22,6 +22,7 @@ import grpc_tools
 
 from clients import nodejs
 from tools import golang
+from tools.names import names
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
@@ -30,7 +31,7 @@ _INCLUDES = (
     Path(grpc_tools.__file__).parent / "_proto",  # google/protobuf
     Path(google.rpc.status_pb2.__file__).parents[2],  # google/rpc
 )
-GO_MODULE: Final = "penstock.example/penstock"
+GO_MODULE: Final = names()["go"]
 """The Go client's module, as in its go.mod and in each proto's `go_package`."""
 _ERROR_DETAILS: Final = "google/rpc/error_details.proto"
 

@@ -9,21 +9,18 @@ import (
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
 )
 
-// Call is a model call of an agent, leased to a session until it is answered. Answer it once: Deliver, Fail, Delegate or
+// Call is a model call of an agent, leased to a session, or by LeaseCalls, until it is answered. Answer it once: Deliver, Fail, Delegate or
 // Release. It is safe for use by many goroutines.
 type Call struct {
 	// Message is the call as the gate sent it.
 	Message *interceptionv1.ModelCall
 
-	book   *leases
-	prompt func() []int32
+	send   func(context.Context, *interceptionv1.CallResult) error
+	decode sync.Once
+	prompt []int32
+	ending sync.Once
 	ended  chan struct{}
 	why    string // set before ended is closed
-}
-
-func newCall(message *interceptionv1.ModelCall, book *leases) *Call {
-	prompt := sync.OnceValue(func() []int32 { return TokenIDs(message.GetPromptTokenIds()) })
-	return &Call{Message: message, book: book, prompt: prompt, ended: make(chan struct{})}
 }
 
 // ID is the call's id.
@@ -37,7 +34,10 @@ func (c *Call) Index() int { return int(c.Message.GetIndex()) }
 
 // PromptTokenIDs is the whole prompt: the conversation exactly as it was sampled, then the tokens of the new messages.
 // Give it to an engine as it is, and do not change it. Empty where the rollout's source has no tokenizer.
-func (c *Call) PromptTokenIDs() []int32 { return c.prompt() }
+func (c *Call) PromptTokenIDs() []int32 {
+	c.decode.Do(func() { c.prompt = viewedTokenIDs(c.Message.GetPromptTokenIds()) })
+	return c.prompt
+}
 
 // Sampling is as the agent asked, max_tokens bounded by the budgets and the context.
 func (c *Call) Sampling() *chatv1.Sampling { return c.Message.GetSampling() }
@@ -99,14 +99,13 @@ func (c *Call) answer(ctx context.Context, result *interceptionv1.CallResult) er
 			Message: fmt.Sprintf("Call %s was answered already", c.ID()),
 		}
 	}
-	accepted, err := c.book.answer(result)
-	if err != nil {
-		return err
-	}
-	select {
-	case err := <-accepted:
-		return err
-	case <-ctx.Done():
-		return fromRPC(ctx, ctx.Err(), anyone)
-	}
+	return c.send(ctx, result)
+}
+
+// end marks the call as over.
+func (c *Call) end(reason string) {
+	c.ending.Do(func() {
+		c.why = reason
+		close(c.ended)
+	})
 }

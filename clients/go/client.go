@@ -19,6 +19,7 @@ import (
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	inferencev1 "penstock.example/penstock/gen/inference/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
 )
 
 // MaxMessageBytes is the largest message either way, as the services have it.
@@ -31,11 +32,18 @@ type Client struct {
 	Rollouts *Rollouts
 	// Groups does the same for groups of rollouts whose rewards are compared.
 	Groups *Groups
-	// Inference generates with the inference service.
+	// Agents has the agents that rollouts may run.
+	Agents *Agents
+	// Terminals opens episodes in which the policy itself types the commands.
+	Terminals *Terminals
+	// Sandboxes makes sandboxes of your own, without agents or models.
+	Sandboxes *Sandboxes
+	// Inference generates with the inference service, and gives it new weights.
 	Inference *Inference
 
 	services    map[string]*service
 	connections []*pool
+	planes      dataPlanes
 	closing     sync.Once
 	driver      driverv1.RolloutServiceClient
 	intercept   interceptionv1.InterceptServiceClient
@@ -47,6 +55,7 @@ type options struct {
 	file      string
 	token     string
 	tls       *TLS
+	namespace string
 	err       error
 }
 
@@ -89,6 +98,12 @@ func WithTLS(files TLS) Option {
 	return func(o *options) { o.tls = &files }
 }
 
+// WithNamespace names the namespace in which an operator acts; without it, PENSTOCK_NAMESPACE or none. A trainer's token
+// belongs to one already.
+func WithNamespace(name string) Option {
+	return func(o *options) { o.namespace = name }
+}
+
 // Connect makes a client of the services. What no option says is looked for in the environment
 // (PENSTOCK_DRIVER_ADDRESS and its like, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE, PENSTOCK_CA_FILE), then in the
 // connection file of `penstock up`, then on loopback. It calls nobody: the first call tells whether somebody is there.
@@ -107,7 +122,7 @@ func Connect(opts ...Option) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{services: map[string]*service{}}
+	c := &Client{services: map[string]*service{}, planes: dataPlanes{tls: found.tls}}
 	for _, name := range services {
 		address := *found.addresses.of(name)
 		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address, token: found.token}
@@ -124,6 +139,9 @@ func Connect(opts ...Option) (*Client, error) {
 	c.intercept = interceptionv1.NewInterceptServiceClient(c.services["interception"].conn)
 	c.inference = inferencev1.NewInferenceServiceClient(c.services["inference"].conn)
 	c.Rollouts, c.Groups, c.Inference = &Rollouts{c}, &Groups{c}, &Inference{c}
+	c.Agents = &Agents{c.services["driver"], driverv1.NewAgentServiceClient(c.services["driver"].conn)}
+	c.Terminals = &Terminals{c.services["driver"], driverv1.NewTerminalServiceClient(c.services["driver"].conn)}
+	c.Sandboxes = &Sandboxes{c, sandboxv1.NewSandboxServiceClient(c.services["sandbox"].conn)}
 	return c, nil
 }
 
@@ -134,6 +152,7 @@ func (c *Client) Close() error {
 		for _, connection := range c.connections {
 			failures = append(failures, connection.Close())
 		}
+		failures = append(failures, c.planes.close())
 	})
 	return errors.Join(failures...)
 }
@@ -143,9 +162,13 @@ func (c *Client) Close() error {
 func (c *Client) Conn(service string) grpc.ClientConnInterface {
 	found, ok := c.services[service]
 	if !ok {
-		return nowhere{configuration("TARGET", "There is no service %q; services: sandbox, driver, interception, inference", service)}
+		return nowhere{noService(service)}
 	}
 	return found.conn
+}
+
+func noService(name string) *Error {
+	return configuration("TARGET", "There is no service %q; services: sandbox, driver, interception, inference", name)
 }
 
 // nobody stands for a service that there is none of.
@@ -186,6 +209,7 @@ func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
 	dialing := []grpc.DialOption{
 		grpc.WithTransportCredentials(secure),
 		grpc.WithNoProxy(),
+		grpc.WithUserAgent("penstock-go/" + Version),
 		grpc.WithDefaultCallOptions(
 			grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes),
 		),
@@ -203,6 +227,9 @@ func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
 	if found.token.text != "" {
 		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(found.token.text)))
 	}
+	if found.namespace != "" {
+		dialing = append(dialing, grpc.WithPerRPCCredentials(acting(found.namespace)))
+	}
 	return dialing, nil
 }
 
@@ -214,6 +241,15 @@ func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]strin
 }
 
 func (bearer) RequireTransportSecurity() bool { return false }
+
+// acting names the namespace in which an operator acts.
+type acting string
+
+func (a acting) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"x-penstock-namespace": string(a)}, nil
+}
+
+func (acting) RequireTransportSecurity() bool { return false }
 
 func tlsConfig(files *TLS) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS12}

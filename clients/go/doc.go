@@ -35,5 +35,6 @@
 // Reads, and creates, which carry a request id, are repeated while a service is away, for ten seconds at most. Waits and
 // watches go on where they were for as long as a minute passes without any sign of the driver. A session at the gate is
 // taken up again for five minutes (WithReconnectTimeout): leases stay, results that were not acknowledged are sent again,
-// no call is handed out twice. Nothing else is repeated.
+// no call is handed out twice. A process's output and a terminal's steps go on where they were; new weights are sent twice
+// at most. Nothing else is repeated.
 package penstock

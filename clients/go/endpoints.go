@@ -1,6 +1,7 @@
 package penstock
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -8,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"syscall"
@@ -56,7 +58,10 @@ type endpoints struct {
 	addresses Addresses
 	token     foundToken
 	tls       *TLS
+	namespace string // in which an operator acts; empty = none is named
 }
+
+var namespaceForm = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,62}$`)
 
 // foundToken is what is sent, and where it was found, for people. Empty = none.
 type foundToken struct {
@@ -88,6 +93,19 @@ func resolve(said *options) (*endpoints, error) {
 	if said.err != nil {
 		return nil, said.err
 	}
+	namespace := cmp.Or(said.namespace, os.Getenv("PENSTOCK_NAMESPACE"))
+	if namespace != "" && !namespaceForm.MatchString(namespace) {
+		return nil, configuration("NAMESPACE_INVALID",
+			"%q is not a namespace: 1 to 63 of a-z, 0-9 and -, the first a letter or digit", namespace)
+	}
+	found, err := resolveAddresses(said)
+	if err == nil {
+		found.namespace = namespace
+	}
+	return found, err
+}
+
+func resolveAddresses(said *options) (*endpoints, error) {
 	token, err := foundToken{said.token, given}, error(nil)
 	if said.file != "" {
 		return readConnection(said.file, token, said.tls)
@@ -102,16 +120,16 @@ func resolve(said *options) (*endpoints, error) {
 		tls = &TLS{CA: ca}
 	}
 	if said.addresses != nil {
-		return checked(&endpoints{*said.addresses, token, tls})
+		return checked(&endpoints{addresses: *said.addresses, token: token, tls: tls})
 	}
 	if found, any := environmentAddresses(); any {
-		return checked(&endpoints{found, token, tls})
+		return checked(&endpoints{addresses: found, token: token, tls: tls})
 	}
 	file, err := connectionFile()
 	if err == nil && isLive(file) {
 		return readConnection(file, token, said.tls)
 	}
-	return checked(&endpoints{onHost("127.0.0.1"), token, tls})
+	return checked(&endpoints{addresses: onHost("127.0.0.1"), token: token, tls: tls})
 }
 
 func checked(found *endpoints) (*endpoints, error) {
@@ -227,7 +245,7 @@ func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error)
 		return nil, configuration("CONNECTION_FILE",
 			"%s is not a connection file: remove it, or start `penstock up` again", file)
 	}
-	found := &endpoints{onHost("127.0.0.1"), token, tls}
+	found := &endpoints{addresses: onHost("127.0.0.1"), token: token, tls: tls}
 	for _, service := range services {
 		if address := said.Addresses[service]; address != nil {
 			*found.addresses.of(service) = *address

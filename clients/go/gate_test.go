@@ -135,7 +135,7 @@ func goroutines() string {
 	stacks = stacks[:runtime.Stack(stacks, true)]
 	var left []string
 	for i, stack := range strings.Split(string(stacks), "\n\n") {
-		ours := strings.Contains(stack, "penstock.example/") || strings.Contains(stack, "google.golang.org/grpc")
+		ours := strings.Contains(stack, "penstock.example/penstock") || strings.Contains(stack, "google.golang.org/grpc")
 		if i > 0 && ours { // the first is this one
 			left = append(left, stack)
 		}

@@ -138,7 +138,7 @@ func (g *Group) Calls(ctx context.Context, opts ...SessionOption) iter.Seq2[*Cal
 func (g *Group) Events(ctx context.Context, summary bool) iter.Seq2[*driverv1.RolloutEvent, error] {
 	return func(yield func(*driverv1.RolloutEvent, error) bool) {
 		over, positions := false, map[string]int64{}
-		err := resumed(ctx, g.client, func(sign func()) error {
+		err := resumed(ctx, g.client.services["driver"], func(sign func()) error {
 			request := &driverv1.WatchGroupRequest{GroupId: g.ID, AfterSequences: positions, Summary: summary}
 			each := func(message *driverv1.WatchGroupResponse) bool {
 				sign()

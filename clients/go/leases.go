@@ -43,14 +43,26 @@ type leases struct {
 	finished bool
 	over     *Error
 	waiting  []chan struct{} // of those in next, the first to come first; each is closed when it is woken
+
+	// waking are the goroutines that were woken here, by a call or a verdict, and did not run yet. Results go out when all
+	// of them did: those that answer at once fill one frame, and not one each, which costs ten times the time.
+	waking int
 }
 
-// held is a call that is leased to the session; result and accepted are set while an answer is under way.
+// held is a call that is leased to the session; answer is set while one is under way.
 type held struct {
-	call     *Call
-	leaseID  string
-	result   *interceptionv1.CallResult
-	accepted chan error // room for one
+	call    *Call
+	leaseID string
+	answer  *answer
+}
+
+// answer is a result that is under way.
+type answer struct {
+	result  *interceptionv1.CallResult
+	bytes   int        // of the result without its lease
+	verdict chan error // room for one
+	waits   bool       // whether a goroutine waits for the verdict
+	woken   bool       // whether that is among the waking
 }
 
 func newLeases(wake chan<- struct{}) *leases {
@@ -82,6 +94,7 @@ func (l *leases) next(ctx context.Context) (*Call, error) {
 		l.mu.Unlock()
 		select {
 		case <-woken:
+			l.woke()
 		case <-ctx.Done():
 			l.leave(woken)
 			return nil, fromRPC(ctx, ctx.Err(), anyone)
@@ -95,8 +108,26 @@ func (l *leases) leave(woken chan struct{}) {
 	defer l.mu.Unlock()
 	if at := slices.Index(l.waiting, woken); at >= 0 {
 		l.waiting = slices.Delete(l.waiting, at, at+1)
-	} else if len(l.inbox) > 0 {
+		return
+	}
+	if len(l.inbox) > 0 {
 		l.rouse(1)
+	}
+	l.ran()
+}
+
+// woke: one of the waking runs.
+func (l *leases) woke() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ran()
+}
+
+// ran is woke; the caller holds the lock.
+func (l *leases) ran() {
+	l.waking--
+	if len(l.unsent) > 0 {
+		l.nudge()
 	}
 }
 
@@ -107,6 +138,7 @@ func (l *leases) rouse(most int) {
 		close(woken)
 	}
 	l.waiting = slices.Delete(l.waiting, 0, count)
+	l.waking += count
 }
 
 // finish has no more calls handed out than have come.
@@ -117,20 +149,11 @@ func (l *leases) finish() {
 	l.rouse(len(l.waiting))
 }
 
-// answer puts a result under way; the channel gives nil when the gate accepted it, else why not.
-func (l *leases) answer(result *interceptionv1.CallResult) (<-chan error, error) {
-	if size := proto.Size(result); size > MaxResultBytes {
-		return nil, &Error{
-			Kind: ErrInvalidCompletion, Reason: "RESULT_TOO_LARGE",
-			Message: fmt.Sprintf("A result must have at most %d bytes, not %d", MaxResultBytes, size),
-		}
-	}
-	// The stream ends where one of its frames has no form on the wire: one result would take all the others with it.
-	if _, err := proto.Marshal(result); err != nil {
-		return nil, &Error{
-			Kind: ErrInvalidCompletion, Reason: "RESULT_NOT_SENDABLE", cause: err,
-			Message: fmt.Sprintf("The result cannot be sent: %v", err),
-		}
+// answer puts a result under way; its verdict is nil when the gate accepted it, else why not.
+func (l *leases) answer(result *interceptionv1.CallResult) (*answer, error) {
+	size, err := writable(result)
+	if err != nil {
+		return nil, err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -144,17 +167,76 @@ func (l *leases) answer(result *interceptionv1.CallResult) (<-chan error, error)
 			Message: fmt.Sprintf("Call %s needs no answer any more", result.GetCallId()),
 		}
 	}
-	if item.accepted != nil {
+	if item.answer != nil {
 		return nil, &Error{
 			Kind: ErrAlreadyDelivered, Reason: "ANSWER_UNDER_WAY",
 			Message: fmt.Sprintf("Call %s is being answered already", result.GetCallId()),
 		}
 	}
 	result.LeaseId = item.leaseID
-	item.result, item.accepted = result, make(chan error, 1)
+	item.answer = &answer{result: result, bytes: size, verdict: make(chan error, 1), waits: true}
 	l.unsent = append(l.unsent, result.GetCallId())
 	l.nudge()
-	return item.accepted, nil
+	return item.answer, nil
+}
+
+// scratch are buffers for results that are written to see that they can be.
+var scratch = sync.Pool{New: func() any { return new([]byte) }}
+
+// writable is the size of a result on the wire.
+//
+// Errors: ErrInvalidCompletion: RESULT_TOO_LARGE; RESULT_NOT_SENDABLE: it has no form there. A stream ends where one of its
+// frames has none, and one result would take all the others with it.
+func writable(result *interceptionv1.CallResult) (int, error) {
+	buffer := scratch.Get().(*[]byte)
+	written, err := proto.MarshalOptions{}.MarshalAppend((*buffer)[:0], result)
+	size := len(written)
+	if cap(written) <= frameBytes {
+		*buffer = written[:0]
+		scratch.Put(buffer)
+	}
+	if err != nil {
+		return 0, &Error{
+			Kind: ErrInvalidCompletion, Reason: "RESULT_NOT_SENDABLE", cause: err,
+			Message: fmt.Sprintf("The result cannot be sent: %v", err),
+		}
+	}
+	if size > MaxResultBytes {
+		return 0, &Error{
+			Kind: ErrInvalidCompletion, Reason: "RESULT_TOO_LARGE",
+			Message: fmt.Sprintf("A result must have at most %d bytes, not %d", MaxResultBytes, size),
+		}
+	}
+	return size, nil
+}
+
+// deliver is answer, and waits for its verdict.
+func (l *leases) deliver(ctx context.Context, result *interceptionv1.CallResult) error {
+	given, err := l.answer(result)
+	if err != nil {
+		return err
+	}
+	select {
+	case err = <-given.verdict:
+	case <-ctx.Done():
+		err = fromRPC(ctx, ctx.Err(), anyone)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	given.waits = false
+	if given.woken {
+		l.ran()
+	}
+	return err
+}
+
+// judge gives an answer its verdict; the caller holds the lock.
+func (l *leases) judge(given *answer, verdict error) {
+	given.verdict <- verdict
+	if given.waits {
+		given.woken = true
+		l.waking++
+	}
 }
 
 // callIDs are the calls that are here and not over.
@@ -168,33 +250,41 @@ func (l *leases) callIDs() []string {
 	return ids
 }
 
-// leased takes a call that the gate leased: a new one is handed out, one that is held gets its new lease.
-func (l *leases) leased(message *interceptionv1.ModelCall) {
+// leased takes calls that the gate leased: a new one is handed out, one that is held gets its new lease.
+func (l *leases) leased(messages ...*interceptionv1.ModelCall) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	for _, message := range messages {
+		l.lease(message)
+	}
+}
+
+func (l *leases) lease(message *interceptionv1.ModelCall) {
 	item := l.held[message.GetCallId()]
 	if item == nil {
-		call := newCall(message, l)
+		call := &Call{Message: message, send: l.deliver, ended: make(chan struct{})}
 		l.held[message.GetCallId()] = &held{call: call, leaseID: message.GetLeaseId()}
 		l.inbox = append(l.inbox, call)
 		l.rouse(1)
 		return
 	}
 	item.leaseID = message.GetLeaseId()
-	if item.result != nil {
+	if item.answer != nil {
 		// A copy: the frame that has the old one may be on its way into the stream.
-		item.result = proto.Clone(item.result).(*interceptionv1.CallResult)
-		item.result.LeaseId = message.GetLeaseId()
+		item.answer.result = proto.Clone(item.answer.result).(*interceptionv1.CallResult)
+		item.answer.result.LeaseId = message.GetLeaseId()
 		l.send(message.GetCallId())
 	}
 }
 
-// accepted: a result is on the gate's disk.
-func (l *leases) accepted(id string) {
+// accepted: results are on the gate's disk.
+func (l *leases) accepted(ids ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if item := l.held[id]; item != nil {
-		l.forget(item, "ANSWERED", nil)
+	for _, id := range ids {
+		if item := l.held[id]; item != nil {
+			l.forget(item, "ANSWERED", nil)
+		}
 	}
 }
 
@@ -211,11 +301,11 @@ func (l *leases) rejected(message *interceptionv1.ResultRejected) {
 		l.forget(item, failure.Reason, failure)
 		return
 	}
-	accepted := item.accepted
-	item.result, item.accepted = nil, nil
+	given := item.answer
+	item.answer = nil
 	l.unsent = slices.DeleteFunc(l.unsent, func(id string) bool { return id == message.GetCallId() })
-	if accepted != nil {
-		accepted <- failure
+	if given != nil {
+		l.judge(given, failure)
 	}
 }
 
@@ -230,7 +320,7 @@ func (l *leases) cancel(reason string, which func(*Call) bool) {
 	for _, item := range l.held {
 		switch {
 		case !which(item.call):
-		case item.result == nil:
+		case item.answer == nil:
 			l.forget(item, reason, nil)
 		default:
 			item.call.end(reason)
@@ -245,13 +335,13 @@ func (l *leases) takenUp(resumed bool, kept []string) {
 	defer l.mu.Unlock()
 	l.unsent = nil
 	for id, item := range l.held {
-		if item.result != nil {
+		if item.answer != nil {
 			l.send(id)
 		}
 	}
 	if resumed {
 		l.cancel("LEASE_LOST", func(c *Call) bool {
-			return l.held[c.ID()].result == nil && !slices.Contains(kept, c.ID())
+			return l.held[c.ID()].answer == nil && !slices.Contains(kept, c.ID())
 		})
 	}
 }
@@ -262,13 +352,13 @@ func (l *leases) results() *interceptionv1.Results {
 	defer l.mu.Unlock()
 	frame, size := &interceptionv1.Results{}, 0
 	for len(l.unsent) > 0 {
-		result := l.held[l.unsent[0]].result
-		size += proto.Size(result)
+		given := l.held[l.unsent[0]].answer
+		size += given.bytes
 		if len(frame.Results) > 0 && size > frameBytes {
 			break
 		}
 		l.unsent = l.unsent[1:]
-		frame.Results = append(frame.Results, result)
+		frame.Results = append(frame.Results, given.result)
 	}
 	if len(frame.Results) == 0 {
 		return nil
@@ -296,8 +386,8 @@ func (l *leases) forget(item *held, reason string, verdict error) {
 	delete(l.held, id)
 	l.unsent = slices.DeleteFunc(l.unsent, func(other string) bool { return other == id })
 	item.call.end(reason)
-	if item.accepted != nil {
-		item.accepted <- verdict
+	if item.answer != nil {
+		l.judge(item.answer, verdict)
 	}
 }
 
@@ -308,20 +398,14 @@ func (l *leases) send(id string) {
 	l.nudge()
 }
 
+// nudge has the results sent that wait, once nobody is about to add to them; the caller holds the lock.
 func (l *leases) nudge() {
+	if l.waking > 0 {
+		return
+	}
 	select {
 	case l.wake <- struct{}{}:
 	default:
-	}
-}
-
-// end marks a call as over. Only leases call it, which hold their lock.
-func (c *Call) end(reason string) {
-	select {
-	case <-c.ended:
-	default:
-		c.why = reason
-		close(c.ended)
 	}
 }
 

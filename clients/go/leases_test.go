@@ -3,6 +3,7 @@ package penstock
 import (
 	"context"
 	"fmt"
+	"runtime"
 	"sync"
 	"testing"
 
@@ -56,4 +57,41 @@ func TestEveryCallIsHandedOutWhoeverStopsWaiting(t *testing.T) {
 	if len(book.waiting) != 0 {
 		t.Errorf("%d wait for calls of a session that has finished", len(book.waiting))
 	}
+}
+
+func TestResultsOfLoopsThatAnswerAtOnceShareAFrame(t *testing.T) {
+	const loops = 64
+	wake := make(chan struct{}, 1)
+	book := newLeases(wake)
+	var answering sync.WaitGroup
+	for range loops {
+		answering.Add(1)
+		go func() {
+			defer answering.Done()
+			call, err := book.next(context.Background())
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if _, err := book.answer(&interceptionv1.CallResult{CallId: call.ID()}); err != nil {
+				t.Error(err)
+			}
+		}()
+	}
+	for waiting := 0; waiting < loops; runtime.Gosched() {
+		book.mu.Lock()
+		waiting = len(book.waiting)
+		book.mu.Unlock()
+	}
+	var calls []*interceptionv1.ModelCall
+	for number := range loops {
+		calls = append(calls, &interceptionv1.ModelCall{CallId: fmt.Sprint(number), LeaseId: "1"})
+	}
+	book.leased(calls...)
+	<-wake
+	// The last one to run says that all did, and may answer only then.
+	if results := len(book.results().GetResults()); results < loops-1 {
+		t.Errorf("the first frame has %d results of %d", results, loops)
+	}
+	answering.Wait()
 }

@@ -89,6 +89,51 @@ func (r *Rollouts) List(ctx context.Context, filter *driverv1.RolloutFilter) ite
 	return paged(page)
 }
 
+// Watch yields the state of the rollouts that the request's filter selects: first of all that there are, then of each that
+// changes, without end. Messages without rows come where nothing changes. A watch that broke is not taken up again: the
+// first messages of a new one have all that was missed. An error is the last thing that it yields.
+func (r *Rollouts) Watch(
+	ctx context.Context, request *driverv1.WatchRolloutsRequest,
+) iter.Seq2[*driverv1.WatchRolloutsResponse, error] {
+	return streamed(ctx, r.client.services["driver"], r.client.driver.WatchRollouts, request)
+}
+
+// Exported is an ended rollout of an export.
+type Exported struct {
+	Trajectory *trajectoryv1.Trajectory
+	Outcome    *driverv1.Outcome
+}
+
+// Export yields the trajectories of all ended rollouts that the request's filter selects. It is not taken up again where it
+// breaks. An error is the last thing that it yields.
+func (r *Rollouts) Export(
+	ctx context.Context, request *driverv1.ExportTrajectoriesRequest,
+) iter.Seq2[*Exported, error] {
+	return func(yield func(*Exported, error) bool) {
+		var whole *Exported
+		for part, err := range streamed(ctx, r.client.services["driver"], r.client.driver.ExportTrajectories, request) {
+			if err != nil {
+				yield(nil, err)
+				return
+			}
+			id := part.GetTrajectory().GetRolloutId()
+			if whole != nil && id != "" && id != whole.Trajectory.GetRolloutId() {
+				if !yield(whole, nil) {
+					return
+				}
+				whole = nil
+			}
+			if whole == nil {
+				whole = &Exported{&trajectoryv1.Trajectory{}, part.GetOutcome()}
+			}
+			proto.Merge(whole.Trajectory, part.GetTrajectory())
+		}
+		if whole != nil {
+			yield(whole, nil)
+		}
+	}
+}
+
 // Get is the rollout as it stands.
 //
 // Errors, of all calls of a handle: ErrNotFound, ROLLOUT_UNKNOWN.
@@ -145,7 +190,7 @@ func (r *Rollout) TrajectoryWithTop(ctx context.Context, bodies bool) (*trajecto
 func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.RolloutEvent, error] {
 	return func(yield func(*driverv1.RolloutEvent, error) bool) {
 		over := false
-		err := resumed(ctx, r.client, func(sign func()) error {
+		err := resumed(ctx, r.client.services["driver"], func(sign func()) error {
 			request := &driverv1.WatchRolloutRequest{RolloutId: r.ID, AfterSequence: after}
 			each := func(message *driverv1.WatchRolloutResponse) bool {
 				sign()
@@ -248,17 +293,17 @@ func (c *Client) callsUntil(
 	}
 }
 
-// resumed opens a watch again and again until it is over, `watch` fails for good, or the driver is away for too long.
-func resumed(ctx context.Context, c *Client, watch func(sign func()) error, over func() bool) error {
+// resumed opens a watch again and again until it is over, `watch` fails for good, or the service is away for too long.
+func resumed(ctx context.Context, s *service, watch func(sign func()) error, over func() bool) error {
 	var patient watching
 	for {
 		err := watch(patient.sign)
 		if over() {
 			return nil
 		}
-		failure := &Error{Kind: ErrUnavailable, Reason: "STREAM_ENDED", Message: "The driver ended the stream"}
+		failure := &Error{Kind: ErrUnavailable, Reason: "STREAM_ENDED", Message: s.peer + " ended the stream"}
 		if err != nil {
-			failure = fromRPC(ctx, err, c.services["driver"])
+			failure = fromRPC(ctx, err, s)
 		}
 		if err := patient.pause(ctx, failure); err != nil {
 			return err

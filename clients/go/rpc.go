@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"iter"
 	"math/rand/v2"
 	"time"
 
@@ -102,6 +103,46 @@ func receive[Q, A any, R receiver[A]](
 			return nil
 		}
 	}
+}
+
+// streamed yields the messages of a server stream, which is not asked for again. An error is the last thing that it yields.
+func streamed[Q, A any, R receiver[A]](
+	ctx context.Context, s *service, m func(context.Context, Q, ...grpc.CallOption) (R, error), request Q,
+) iter.Seq2[A, error] {
+	return func(yield func(A, error) bool) {
+		err := receive(ctx, m, request, func(message A) bool { return yield(message, nil) })
+		if err != nil {
+			var nothing A
+			yield(nothing, fromRPC(ctx, err, s))
+		}
+	}
+}
+
+type sender[Q, A any] interface {
+	Send(Q) error
+	CloseAndRecv() (A, error)
+}
+
+// push sends a client stream and gives its answer. It is not repeated.
+func push[Q, A any, S sender[Q, A]](
+	ctx context.Context, s *service, m func(context.Context, ...grpc.CallOption) (S, error), frames iter.Seq[Q],
+	timeout time.Duration,
+) (A, error) {
+	send := func(ctx context.Context, _ struct{}, _ ...grpc.CallOption) (none A, _ error) {
+		stream, err := m(ctx)
+		if err != nil {
+			return none, err
+		}
+		for frame := range frames {
+			if err := stream.Send(frame); errors.Is(err, io.EOF) {
+				break // refused already, and CloseAndRecv says why
+			} else if err != nil {
+				return none, err
+			}
+		}
+		return stream.CloseAndRecv()
+	}
+	return call(ctx, s, send, struct{}{}, timeout, false)
 }
 
 // delays grow between attempts: 0.1 s, doubled up to 5 s, each drawn from its upper half. The zero value is ready.

@@ -8,6 +8,7 @@ import (
 	"iter"
 	"math"
 	"os"
+	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -41,6 +42,7 @@ type sessionOptions struct {
 	policyVersion *int64
 	view          *interceptionv1.CallView
 	reconnect     time.Duration
+	toolErrors    func(*HostToolCall, error)
 }
 
 // WithCredits bounds the calls that are leased and not answered at once; without it 64.
@@ -87,6 +89,7 @@ type Session struct {
 	selector *interceptionv1.CallSelector
 	options  sessionOptions
 	book     *leases
+	tools    *hostTools
 	wake     chan struct{}
 	closing  chan struct{}
 	done     chan struct{} // closed when the session's goroutine has ended
@@ -111,12 +114,9 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 		host = "a machine without a name"
 	}
 	s := &Session{
-		service: c.services["interception"],
-		stub:    c.intercept,
-		selector: &interceptionv1.CallSelector{
-			RunId: some(selector.RunID), GroupId: some(selector.GroupID),
-			RolloutIds: selector.RolloutIDs, Labels: selector.Labels,
-		},
+		service:  c.services["interception"],
+		stub:     c.intercept,
+		selector: selector.message(),
 		options: sessionOptions{
 			credits: &interceptionv1.Credits{Calls: 64}, identity: host,
 			view: &interceptionv1.CallView{}, reconnect: 5 * time.Minute,
@@ -130,7 +130,7 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 	if s.options.credits.Calls < 1 {
 		return nil, &Error{Kind: ErrInvalidArgument, Reason: "CREDITS", Message: "A session needs at least one credit"}
 	}
-	s.book = newLeases(s.wake)
+	s.book, s.tools = newLeases(s.wake), newHostTools(s.wake, s.options.toolErrors)
 	running, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s.cancel = cancel
 	go s.run(running)
@@ -278,6 +278,7 @@ func (s *Session) err() error {
 // run connects, converses, and connects again until the session is closed or cannot be saved.
 func (s *Session) run(ctx context.Context) {
 	defer close(s.done)
+	defer s.tools.ended()
 	defer s.cancel()
 	var wait delays
 	s.mu.Lock()
@@ -377,6 +378,13 @@ func (s *Session) converse(parent context.Context) *Error {
 		return &Error{Kind: ErrInternal, Reason: "PROTOCOL", Message: "The gate's first message was not Welcome"}
 	}
 	s.takeUp(welcome)
+	if !welcome.GetResumed() {
+		for _, request := range s.tools.registrations(welcome.GetSessionId()) {
+			if _, err := call(ctx, s.service, s.stub.RegisterTools, request, handshakeTimeout, false); err != nil {
+				return broke(err)
+			}
+		}
+	}
 	interval := welcome.GetHeartbeatInterval().AsDuration()
 	if interval <= 0 {
 		interval = 10 * time.Second
@@ -444,6 +452,7 @@ func (s *Session) takeUp(welcome *interceptionv1.Welcome) {
 	first := s.id == ""
 	s.id, s.lastReceived = welcome.GetSessionId(), time.Now()
 	s.book.takenUp(welcome.GetResumed(), welcome.GetHeldCallIds())
+	s.tools.takenUp(welcome.GetResumed())
 	if pause := s.pauses.forgotten(); pause != nil && !welcome.GetResumed() {
 		s.send(flowFrame(pause))
 	}
@@ -475,6 +484,7 @@ func (s *Session) write(
 		}
 		select {
 		case <-s.wake:
+			runtime.Gosched() // whoever woke us may be about to answer: one frame more or one result more in this one
 		case <-s.closing:
 		case <-silence.C:
 			heartbeat := &interceptionv1.InterceptRequest_Heartbeat{Heartbeat: &interceptionv1.Heartbeat{}}
@@ -499,6 +509,10 @@ func (s *Session) nextFrame() *interceptionv1.InterceptRequest {
 	if results := s.book.results(); results != nil {
 		return &interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Results{Results: results}}
 	}
+	if results := s.tools.next(); results != nil {
+		frame := &interceptionv1.InterceptRequest_ToolResults{ToolResults: results}
+		return &interceptionv1.InterceptRequest{Frame: frame}
+	}
 	return nil
 }
 
@@ -508,13 +522,9 @@ func (s *Session) receive(frame *interceptionv1.InterceptResponse) {
 	s.mu.Unlock()
 	switch frame := frame.GetFrame().(type) {
 	case *interceptionv1.InterceptResponse_Calls:
-		for _, message := range frame.Calls.GetCalls() {
-			s.book.leased(message)
-		}
+		s.book.leased(frame.Calls.GetCalls()...)
 	case *interceptionv1.InterceptResponse_Acknowledged:
-		for _, id := range frame.Acknowledged.GetAcceptedCallIds() {
-			s.book.accepted(id)
-		}
+		s.book.accepted(frame.Acknowledged.GetAcceptedCallIds()...)
 		for _, rejected := range frame.Acknowledged.GetRejected() {
 			s.book.rejected(rejected)
 		}
@@ -528,6 +538,14 @@ func (s *Session) receive(frame *interceptionv1.InterceptResponse) {
 	case *interceptionv1.InterceptResponse_RolloutsClosed:
 		ids := set(frame.RolloutsClosed.GetRolloutIds())
 		s.book.cancelled("ROLLOUT_CLOSED", func(c *Call) bool { return ids[c.RolloutID()] })
+	case *interceptionv1.InterceptResponse_ToolCalls:
+		for _, message := range frame.ToolCalls.GetCalls() {
+			s.tools.called(message)
+		}
+	case *interceptionv1.InterceptResponse_ToolCallsCancelled:
+		s.tools.cancelled(frame.ToolCallsCancelled.GetToolCallIds())
+	case *interceptionv1.InterceptResponse_ToolResultsAcknowledged:
+		s.tools.acknowledged(frame.ToolResultsAcknowledged)
 	case *interceptionv1.InterceptResponse_Paused:
 		s.mu.Lock()
 		defer s.mu.Unlock()

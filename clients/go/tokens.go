@@ -3,6 +3,7 @@ package penstock
 import (
 	"encoding/binary"
 	"math"
+	"unsafe"
 
 	chatv1 "penstock.example/penstock/gen/chat/v1"
 	trajectoryv1 "penstock.example/penstock/gen/trajectory/v1"
@@ -16,6 +17,16 @@ func TokenIDs(data []byte) []int32 {
 	}
 	return ids
 }
+
+// viewedTokenIDs is TokenIDs without a copy where the bytes lie as the machine has them: not to be changed, by nobody.
+func viewedTokenIDs(data []byte) []int32 {
+	if len(data) < 4 || !littleEndian || uintptr(unsafe.Pointer(&data[0]))%unsafe.Alignof(int32(0)) != 0 {
+		return TokenIDs(data)
+	}
+	return unsafe.Slice((*int32)(unsafe.Pointer(&data[0])), len(data)/4)
+}
+
+var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
 
 // EncodeTokenIDs is the reverse of TokenIDs.
 func EncodeTokenIDs(ids []int32) []byte {

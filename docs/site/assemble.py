@@ -23,6 +23,8 @@ import grpc
 from docs.site import protocol
 from docs.site.descriptors import ROOT
 
+from tools.names import names
+
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 _CODE = re.compile(r"(`+[^`\n]*`+)")
 _TARGET = re.compile(r"(\]\(\s*<?)([^)\s>]+)")
@@ -32,6 +34,7 @@ _REASON = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".proto": "protobuf"}
 _CODES = {code.name for code in grpc.StatusCode}
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+_REPOSITORY = f"{names()['repository']}/blob/main/"
 _ASSETS = {".css", ".js", ".png", ".svg", ".yaml", ".json"}
 """What stands in docs/ beside its pages and goes to the site as it is."""
 
@@ -135,12 +138,15 @@ class _Pages:
         """From a link as it stands in `page` to the same on the site."""
 
         def retarget(link: str) -> str:
-            if re.match(r"[a-z][a-z0-9+.-]*:", link):
+            # A page that is published by itself links to the repository on the web, which is here.
+            ours = link.startswith(_REPOSITORY)
+            base, inside = (ROOT, link.removeprefix(_REPOSITORY)) if ours else (page.parent, link)
+            if re.match(r"[a-z][a-z0-9+.-]*:", inside):
                 return link
-            path, _, anchor = link.partition("#")
+            path, _, anchor = inside.partition("#")
             if not path:
                 return link
-            found = Path(normpath(page.parent / path))
+            found = Path(normpath(base / path))
             if not found.exists() or not found.is_relative_to(ROOT):
                 self.broken.append(f"{page.relative_to(ROOT)}: {link}")
                 return link

@@ -21,13 +21,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from penstock.adapters.trainers import Selection, select, trl
 from penstock.client import AgentChoice, Sampling, Task
-from penstock.client.sync import SyncPenstock, connect
+from penstock.client.sync import Penstock, connect
 
 
 class Rollouts:
     """TRL's `rollout_func`: a prompt is a task's instruction, a completion is what an agent did about it."""
 
-    def __init__(self, ps: SyncPenstock, tasks: Iterable[Task], agent: str | AgentChoice) -> None:
+    def __init__(self, ps: Penstock, tasks: Iterable[Task], agent: str | AgentChoice) -> None:
         self.ps, self.agent = ps, agent
         self.tasks = {task.instruction: task for task in tasks}
         self.last = Selection(())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,9 @@ from safetensors.numpy import load_file
 from tests.support.terminal.browser import chromium, dashboard, looking
 
 from penstock.local.stack import LocalStack
-
-GRPO = Path(__file__).resolve().parents[2] / "examples" / "grpo"
-
-if str(GRPO) not in sys.path:
-    sys.path.insert(0, str(GRPO))
-
-import learner  # noqa: E402 - the demo is a script with its modules beside it
-import train  # noqa: E402
-from display import Display  # noqa: E402
-from tasks import build_codec  # noqa: E402
+from penstock_demo import learner, train
+from penstock_demo.display import Display
+from penstock_demo.tasks import build_codec
 
 STEPS, PROMPTS, GROUP = 2, 2, 4
 MEASURED = {"seconds", "elapsed"}

@@ -284,7 +284,7 @@ async def test_the_limits_that_a_rollout_asks_for_reach_its_sandbox(stack: Runni
             sandbox=SandboxChoice(resources=Resources(memory_bytes=1 << 60, disk_bytes=10 << 20, inodes=1000)),
         )
         ended = await handle.result()
-    assert ended.failure is not None and ended.failure.reason == "INVALID_SPEC"
+    assert ended.failure is not None and ended.failure.reason == "FIELD_INVALID"
     assert "memory_bytes" in ended.failure.message and "disk_bytes" not in ended.failure.message
 
 

@@ -13,10 +13,8 @@ from tests.unit.docs.pages import ROOT
 EXAMPLES = ROOT / "examples"
 SMALL = """
 STEPS, TASKS_A_STEP, GROUP_SIZE = 2, 2, 4
-import sys
-sys.path.insert(0, "grpo")
-import learner as shortened
-import train as shortened_too
+from penstock_demo import learner as shortened
+from penstock_demo import train as shortened_too
 from pathlib import Path
 shortened.WARM_STEPS = 2 * shortened.WARM_CHUNK
 shortened_too.RUNS = Path({runs!r})

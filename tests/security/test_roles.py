@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import pytest
-from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.support.rpcs import METHODS, SERVICES, servers
 from tests.support.services.stack import OBSERVER_TOKEN, Running
 
-_PROTOS: Final = Path(__file__).resolve().parents[2] / "protos"
-_SERVICES: Final = ("sandbox", "driver", "interception", "inference")
 _BESIDE: Final = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 """What every service has and no proto of ours."""
 
@@ -38,28 +33,7 @@ _OBSERVER_MAY: Final = {
 """docs/interfaces.md: an observer reads lists, states, events and trajectories. Whatever is not here is refused."""
 
 
-def _methods() -> Iterator[MethodDescriptor]:
-    for path in sorted(_PROTOS.rglob("*.proto")):
-        name = ".".join(path.relative_to(_PROTOS).with_suffix("").parts)
-        module: Any = importlib.import_module(f"{name}_pb2")
-        for service in module.DESCRIPTOR.services_by_name.values():
-            yield from service.methods
-
-
-def _name(method: MethodDescriptor) -> str:
-    return f"{method.containing_service.full_name}/{method.name}"
-
-
-METHODS: Final = {_name(method): method for method in _methods()}
-
-
-def _servers(name: str) -> tuple[str, ...]:
-    """Who serves it: the service whose package it is in, or each of the four."""
-    package = name.split(".")[1]
-    return (package,) if package in _SERVICES else _SERVICES
-
-
-SERVED: Final = [(server, name) for name in METHODS for server in _servers(name)]
+SERVED: Final = [(server, name) for name in METHODS for server in servers(name)]
 
 
 def _allowed_to_observers(name: str) -> bool:
@@ -110,7 +84,7 @@ def test_the_table_names_only_methods_that_exist() -> None:
 
 
 @pytest.mark.requirement("R6")
-@pytest.mark.parametrize("service", _SERVICES)
+@pytest.mark.parametrize("service", SERVICES)
 async def test_served_rpcs_are_all_in_these_tests(stack: Running, service: Any) -> None:
     """Asked by reflection, so that a service that somebody adds is not served untested."""
     credential = (("authorization", f"Bearer {stack.stack.operator_token}"),)
@@ -149,7 +123,7 @@ async def test_an_observer_may_read_and_nothing_else(stack: Running, server: str
 
 
 @pytest.mark.requirement("R6", "R7")
-@pytest.mark.parametrize("service", _SERVICES)
+@pytest.mark.parametrize("service", SERVICES)
 async def test_reflection_wants_a_token_and_health_says_alive_to_anybody(stack: Running, service: Any) -> None:
     async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
         health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")

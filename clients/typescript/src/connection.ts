@@ -3,15 +3,32 @@
 import { randomBytes } from "node:crypto";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import { Driver, present } from "./driver.js";
+import { Agents } from "./driver/agents.js";
+import { Terminals } from "./driver/terminals.js";
 import { type ConnectOptions, type Endpoints, resolve, type ServiceName } from "./endpoints.js";
+import type { ModelCall } from "./calls.js";
 import { ConfigurationError } from "./errors.js";
+import type { LeaseOptions } from "./gate/pulls.js";
+import type { Outcome as OutcomeMessage, RolloutSummary } from "./gen/penstock/driver/v1/rollout_pb.js";
 import type { RolloutFilterSchema } from "./gen/penstock/driver/v1/rollout_service_pb.js";
+import { OperationsService, type ServerInfo } from "./gen/penstock/ops/v1/operations_service_pb.js";
+import type { Trajectory as TrajectoryMessage } from "./gen/penstock/trajectory/v1/trajectory_pb.js";
 import { type Abortable, GroupHandle, RolloutHandle } from "./handles.js";
 import { Inference } from "./inference.js";
-import { type Group, groupFrom, type Rollout, rolloutFrom } from "./results.js";
+import {
+  type Group,
+  groupFrom,
+  type Outcome,
+  outcomeFrom,
+  type Rollout,
+  rolloutFrom,
+  type Trajectory,
+  trajectoryFrom,
+} from "./results.js";
 import { Service } from "./rpc.js";
 import { requireNode } from "./runtime.js";
-import { Gate, type InterceptSession, type SessionOptions } from "./sessions.js";
+import { Sandboxes } from "./sandboxes/sandboxes.js";
+import { Gate, type InterceptSession, type Selector, type SessionOptions } from "./sessions.js";
 import { type RolloutOptions, specOf, type Task } from "./tasks.js";
 import { duration } from "./wire.js";
 
@@ -42,6 +59,13 @@ export interface RolloutFilter extends Abortable {
   readonly ended?: boolean;
   readonly taskId?: string;
   readonly agent?: string;
+}
+
+export interface ExportOptions extends Omit<RolloutFilter, "ended"> {
+  /** With the agent's request bodies. */
+  readonly bodies?: boolean;
+  /** With the alternatives of sampled tokens: 8 bytes for each. */
+  readonly top?: boolean;
 }
 
 /** `ps.rollouts`. */
@@ -79,19 +103,72 @@ export class Rollouts {
   }
 
   /** Rollouts, newest first. */
-  async *list({ signal, labels, ...conditions }: RolloutFilter = {}): AsyncGenerator<Rollout, void> {
+  list({ signal, ...conditions }: RolloutFilter = {}): AsyncGenerator<Rollout, void> {
     const { service, client } = this.#driver;
-    const filter: MessageInitShape<typeof RolloutFilterSchema> = { ...conditions, labels: { ...labels } };
-    for (let pageToken = ""; ; ) {
-      const request = { filter, pageToken };
-      const page = await service.call((call) => client.listRollouts(request, call), { signal, repeatable: true });
-      yield* page.rollouts.map(rolloutFrom);
-      if (!page.nextPageToken) {
-        return;
-      }
-      pageToken = page.nextPageToken;
+    return service.pages(
+      (pageToken, call) => client.listRollouts({ filter: filterOf(conditions), pageToken }, call),
+      ({ rollouts }) => rollouts.map(rolloutFrom),
+      signal,
+    );
+  }
+
+  /**
+   * States of rollouts, first of all that match, then of each that changes, without end. A watch that broke is not taken up
+   * again: the first messages of a new one have all that was missed.
+   */
+  async *watch({ signal, endedLimit, intervalMs, ...conditions }: WatchOptions = {}): AsyncGenerator<RolloutChanges, void> {
+    const { service, client } = this.#driver;
+    const request = { filter: filterOf(conditions), endedLimit, interval: duration(intervalMs) };
+    for await (const message of service.stream((call) => client.watchRollouts(request, call), signal)) {
+      const { rollouts, goneRolloutIds: gone, snapshotComplete: complete } = message;
+      yield { rollouts, gone, complete };
     }
   }
+
+  /** The trajectories of all ended rollouts that match, with their outcomes. Not taken up again where it breaks. */
+  async *export(options: ExportOptions = {}): AsyncGenerator<{ trajectory: Trajectory; outcome: Outcome }, void> {
+    const { signal, bodies = false, top = false, ...conditions } = options;
+    const { service, client } = this.#driver;
+    const request = { filter: filterOf(conditions), includeBodies: bodies, includeTop: top };
+    let parts: TrajectoryMessage[] = [];
+    let outcome: OutcomeMessage | undefined;
+    const whole = () => ({ trajectory: trajectoryFrom(parts), outcome: outcomeFrom(present(outcome)) });
+    for await (const part of service.stream((call) => client.exportTrajectories(request, call), signal)) {
+      const trajectory = present(part.trajectory);
+      if (parts[0] !== undefined && trajectory.rolloutId && trajectory.rolloutId !== parts[0].rolloutId) {
+        yield whole();
+        parts = [];
+      }
+      if (parts.length === 0) {
+        outcome = part.outcome;
+      }
+      parts.push(trajectory);
+    }
+    if (parts.length > 0) {
+      yield whole();
+    }
+  }
+}
+
+function filterOf({ labels, ...conditions }: RolloutFilter): MessageInitShape<typeof RolloutFilterSchema> {
+  return { ...conditions, labels: { ...labels } };
+}
+
+/** Every condition that is given must match; see `RolloutFilter`. */
+export interface WatchOptions extends RolloutFilter {
+  /** How many of those that had ended before are given, the newest: 0 to 10,000. Default 1000. */
+  readonly endedLimit?: number;
+  /** Least time between two messages with changes: 100 ms to 1 min. Default 250. */
+  readonly intervalMs?: number;
+}
+
+/** States of rollouts at one moment. */
+export interface RolloutChanges {
+  readonly rollouts: readonly RolloutSummary[];
+  /** Those that were given and match no more, or were deleted. */
+  readonly gone: readonly string[];
+  /** True once all that existed at the start were given, this message included. */
+  readonly complete: boolean;
 }
 
 /** `ps.groups`. */
@@ -133,17 +210,13 @@ export class Groups {
   }
 
   /** Groups, newest first. */
-  async *list({ signal, runId }: Abortable & { readonly runId?: string } = {}): AsyncGenerator<Group, void> {
+  list({ signal, runId }: Abortable & { readonly runId?: string } = {}): AsyncGenerator<Group, void> {
     const { service, client } = this.#driver;
-    for (let pageToken = ""; ; ) {
-      const request = { runId, pageToken };
-      const page = await service.call((call) => client.listGroups(request, call), { signal, repeatable: true });
-      yield* page.groups.map(groupFrom);
-      if (!page.nextPageToken) {
-        return;
-      }
-      pageToken = page.nextPageToken;
-    }
+    return service.pages(
+      (pageToken, call) => client.listGroups({ runId, pageToken }, call),
+      ({ groups }) => groups.map(groupFrom),
+      signal,
+    );
   }
 }
 
@@ -151,6 +224,9 @@ export class Groups {
 export class Penstock {
   readonly rollouts: Rollouts;
   readonly groups: Groups;
+  readonly agents: Agents;
+  readonly terminals: Terminals;
+  readonly sandboxes: Sandboxes;
   readonly #endpoints: Endpoints;
   readonly #services = new Map<ServiceName, Service>();
   readonly #gate: Gate;
@@ -162,9 +238,12 @@ export class Penstock {
     const driver = new Driver(this.service("driver"), this.#gate);
     this.rollouts = new Rollouts(driver);
     this.groups = new Groups(driver);
+    this.agents = new Agents(driver.service);
+    this.terminals = new Terminals(driver.service);
+    this.sandboxes = new Sandboxes(this.service("sandbox"), endpoints);
   }
 
-  /** Generate and render. Throws ConfigurationError NO_INFERENCE: what this connects to has no inference service. */
+  /** Generate, render, new weights, adapters. Throws ConfigurationError NO_INFERENCE: what this connects to has no inference service. */
   get inference(): Inference {
     if (!this.#endpoints.addresses.inference) {
       const message = "These services have no inference service: start one with `penstock up --model-dir DIR`";
@@ -190,9 +269,31 @@ export class Penstock {
     return this.#gate.open(options, options.signal);
   }
 
+  /**
+   * Leases calls without a session, for programs that would rather not hold a stream; empty where none came in time. Answer each
+   * before its lease ends. Repeated while the gate is away, and leases no call twice.
+   */
+  async leaseCalls(options: LeaseOptions & Selector = {}): Promise<ModelCall[]> {
+    return this.#gate.lease(options);
+  }
+
+  /** Extends the leases of calls of `leaseCalls` by their length. @returns those whose leases have ended. */
+  async extendLeases(calls: readonly ModelCall[], options: Abortable = {}): Promise<ModelCall[]> {
+    return this.#gate.extend(calls, options);
+  }
+
+  /** The revision of the contract that a service serves, its features, and its limits. */
+  async serverInfo(name: ServiceName, { signal }: Abortable = {}): Promise<ServerInfo> {
+    const service = this.service(name);
+    const client = service.client(OperationsService);
+    const answer = await service.call((call) => client.getServerInfo({}, call), { signal, repeatable: true });
+    return present(answer.server);
+  }
+
   /** Closes sessions in order, then the connections; calls that are open end. */
   async close(): Promise<void> {
     await this.#gate.close();
+    this.sandboxes.close();
     for (const service of this.#services.values()) {
       service.close();
     }

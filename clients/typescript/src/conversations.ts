@@ -24,7 +24,8 @@ export type Frame = NonNullable<MessageInitShape<typeof InterceptRequestSchema>[
 /** Whose stream it is. */
 export interface Party {
   hello(): Frame;
-  welcomed(welcome: Welcome): void;
+  /** The stream stands; its frames come once this is fulfilled. */
+  welcomed(welcome: Welcome): Promise<void>;
   /** The gate lives. */
   heard(): void;
   received(frame: InterceptResponse["frame"]): void;
@@ -101,7 +102,7 @@ export class Conversation {
         clearTimeout(timer);
         const interval = milliseconds(frame.value.heartbeatInterval) || 10_000;
         timer = this.#guard(interval);
-        this.#party.welcomed(frame.value);
+        await this.#party.welcomed(frame.value);
         this.#welcomed.resolve(interval);
       }
     } catch (error) {

@@ -12,7 +12,7 @@ import {
   type Trajectory,
   trajectoryFrom,
 } from "./results.js";
-import { Backoff, type Service } from "./rpc.js";
+import { Backoff, type Service, type UnaryOptions } from "./rpc.js";
 import type { Gate } from "./sessions.js";
 
 const WAIT_MS = 30_000;
@@ -99,8 +99,7 @@ export class Driver {
 
   /** A rollout when it has ended. */
   async wait(rolloutId: string, signal?: AbortSignal): Promise<Rollout> {
-    return this.#until(async () => {
-      const options = { signal, timeoutMs: WAIT_MS };
+    return longPoll(this.service, async (options) => {
       const { rollout } = await this.service.call((call) => this.client.waitRollout({ rolloutId }, call), options);
       return rollout?.outcome === undefined ? undefined : rolloutFrom(rollout);
     }, signal);
@@ -108,8 +107,7 @@ export class Driver {
 
   /** A group when all of its rollouts have ended. */
   async waitGroup(groupId: string, signal?: AbortSignal): Promise<Group> {
-    return this.#until(async () => {
-      const options = { signal, timeoutMs: WAIT_MS };
+    return longPoll(this.service, async (options) => {
       const { group } = await this.service.call((call) => this.client.waitGroup({ groupId }, call), options);
       return group?.ended ? groupFrom(group) : undefined;
     }, signal);
@@ -136,51 +134,57 @@ export class Driver {
       throw error;
     }
   }
+}
 
-  /**
-   * What `watch` yields, begun anew wherever it broke.
-   *
-   * @param watch one stream of it; calls `sign` for every message, and returns whether that was all.
-   */
-  async *watched<A>(
-    watch: (sign: () => void) => AsyncGenerator<A, boolean>,
-    signal?: AbortSignal,
-  ): AsyncGenerator<A, void> {
-    const patience = new Patience(this.service);
-    for (;;) {
-      let error: PenstockError = new Unavailable("The driver ended the stream", { reason: "STREAM_ENDED" });
-      try {
-        if (yield* watch(() => patience.sign())) {
-          return;
-        }
-      } catch (broken) {
-        if (!isBroken(broken)) {
-          throw broken;
-        }
-        error = broken;
+/**
+ * What `watch` yields, begun anew wherever it broke.
+ *
+ * @param watch one stream of it; calls `sign` for every message, and returns whether that was all.
+ */
+export async function* watched<A>(
+  service: Service,
+  watch: (sign: () => void) => AsyncGenerator<A, boolean>,
+  signal?: AbortSignal,
+): AsyncGenerator<A, void> {
+  const patience = new Patience(service);
+  for (;;) {
+    let error: PenstockError = new Unavailable(`${service.peer} ended the stream`, { reason: "STREAM_ENDED" });
+    try {
+      if (yield* watch(() => patience.sign())) {
+        return;
+      }
+    } catch (broken) {
+      if (!isBroken(broken)) {
+        throw broken;
+      }
+      error = broken;
+    }
+    await patience.pause(error, signal);
+  }
+}
+
+/** What is waited for, asked again and again, however often the service restarts meanwhile. */
+export async function longPoll<A>(
+  service: Service,
+  ask: (options: UnaryOptions) => Promise<A | undefined>,
+  signal: AbortSignal | undefined,
+): Promise<A> {
+  const patience = new Patience(service);
+  for (;;) {
+    const asked = performance.now();
+    try {
+      const answer = await ask({ signal, timeoutMs: WAIT_MS });
+      if (answer !== undefined) {
+        return answer;
+      }
+      patience.sign();
+      await patience.askAgain(asked, signal);
+    } catch (error) {
+      // A poll that is not answered in its time says no more than a service that is away.
+      if (!(error instanceof Unavailable || error instanceof DeadlineExceeded)) {
+        throw error;
       }
       await patience.pause(error, signal);
-    }
-  }
-
-  async #until<A>(ask: () => Promise<A | undefined>, signal: AbortSignal | undefined): Promise<A> {
-    const patience = new Patience(this.service);
-    for (;;) {
-      const asked = performance.now();
-      try {
-        const answer = await ask();
-        if (answer !== undefined) {
-          return answer;
-        }
-        patience.sign();
-        await patience.askAgain(asked, signal);
-      } catch (error) {
-        // A poll that is not answered in its time says no more than a driver that is away.
-        if (!(error instanceof Unavailable || error instanceof DeadlineExceeded)) {
-          throw error;
-        }
-        await patience.pause(error, signal);
-      }
     }
   }
 }

@@ -43,6 +43,8 @@ export interface ConnectOptions {
   readonly token?: string;
   /** Absent = PENSTOCK_CA_FILE, or the connection file's; without either plaintext, which carries a token to this machine only. */
   readonly tls?: Tls;
+  /** In which an operator acts; absent = PENSTOCK_NAMESPACE, or none. A trainer's token belongs to one already. */
+  readonly namespace?: string;
 }
 
 /** The addresses of the four services, and how to call them. Empty = there is no such service. */
@@ -52,6 +54,8 @@ export interface Endpoints {
   /** Where the token was found, for people. */
   readonly tokenOrigin: string;
   readonly tls: Tls | undefined;
+  /** In which an operator acts; absent = none is named. */
+  readonly namespace?: string | undefined;
 }
 
 /** A token to be sent, and where it was found. */
@@ -64,6 +68,14 @@ const GIVEN = "the calling program";
 
 /** Finds the endpoints by the order above. Throws ConfigurationError: says which address, token or file is invalid. */
 export function resolve(given: ConnectOptions = {}): Endpoints {
+  const namespace = given.namespace ?? (env["PENSTOCK_NAMESPACE"] || undefined);
+  if (namespace !== undefined && !/^[a-z0-9][a-z0-9-]{0,62}$/.test(namespace)) {
+    throw configuration(`'${namespace}' is not a namespace: 1 to 63 of a-z, 0-9 and -, the first a letter or digit`, "NAMESPACE_INVALID");
+  }
+  return { ...found(given), namespace };
+}
+
+function found(given: ConnectOptions): Endpoints {
   const { host, addresses, connectionFile } = given;
   if ([host, addresses, connectionFile].filter((item) => item !== undefined).length > 1) {
     throw configuration("Give one of host, addresses and connectionFile", "TARGET");
@@ -72,16 +84,16 @@ export function resolve(given: ConnectOptions = {}): Endpoints {
     return readConnection(connectionFile, givenToken(given), given.tls);
   }
   const tls = given.tls ?? (env["PENSTOCK_CA_FILE"] ? { caFile: env["PENSTOCK_CA_FILE"] } : undefined);
-  const found = givenToken(given) ?? environmentToken();
+  const sent = givenToken(given) ?? environmentToken();
   if (host !== undefined) {
-    return checked(ofHost(host), found, tls);
+    return checked(ofHost(host), sent, tls);
   }
   const named = addresses ?? ofEnvironment();
   if (named !== undefined) {
-    return checked(named, found, tls);
+    return checked(named, sent, tls);
   }
   const file = usualConnectionFile();
-  return isLive(file) ? readConnection(file, found, given.tls) : checked({}, found, tls);
+  return isLive(file) ? readConnection(file, sent, given.tls) : checked({}, sent, tls);
 }
 
 /** What to do where the services do not take the token, or there is none. */
@@ -101,7 +113,8 @@ export function tokenAdvice({ token, tokenOrigin }: Endpoints): string {
   return `The token that was sent is from ${tokenOrigin}: ${advice}`;
 }
 
-function checked(
+/** Endpoints of addresses that were given. Throws ConfigurationError TARGET, TOKEN, TOKEN_IN_CLEAR. */
+export function checked(
   given: Readonly<Record<string, string>>,
   { token, origin }: FoundToken,
   tls: Tls | undefined,

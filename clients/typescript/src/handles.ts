@@ -1,7 +1,7 @@
 /** Handles: one rollout, one group. They hold no connection of their own and may be made anew at any time (`attach`). */
 
 import type { ModelCall } from "./calls.js";
-import { type Driver, present, type TrajectoryOptions } from "./driver.js";
+import { type Driver, present, type TrajectoryOptions, watched } from "./driver.js";
 import {
   eventFrom,
   type Group,
@@ -53,7 +53,7 @@ export class RolloutHandle {
     const { service, client } = this.#driver;
     const { rolloutId } = this;
     let position = BigInt(after);
-    return this.#driver.watched(async function* (sign) {
+    return watched(service, async function* (sign) {
       const request = { rolloutId, afterSequence: position };
       for await (const { message } of service.stream((options) => client.watchRollout(request, options), signal)) {
         sign();
@@ -144,7 +144,7 @@ export class GroupHandle {
     const { service, client } = this.#driver;
     const positions: Record<string, bigint> = {};
     const handle = this;
-    return this.#driver.watched(async function* (sign) {
+    return watched(service, async function* (sign) {
       const request = { groupId: handle.groupId, afterSequences: positions, summary };
       for await (const { message } of service.stream((options) => client.watchGroup(request, options), signal)) {
         sign();

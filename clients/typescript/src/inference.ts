@@ -2,7 +2,6 @@
 
 import { randomBytes } from "node:crypto";
 import type { MessageInitShape } from "@bufbuild/protobuf";
-import type { Client } from "@connectrpc/connect";
 import { Completion, type Sampling } from "./completions.js";
 import { Internal } from "./errors.js";
 import {
@@ -12,6 +11,7 @@ import {
 } from "./gen/penstock/inference/v1/inference_service_pb.js";
 import type { Abortable } from "./handles.js";
 import type { Service } from "./rpc.js";
+import { Weights } from "./weights/weights.js";
 import { bytesOf, tokenIds } from "./wire.js";
 
 export interface GenerateOptions extends Abortable {
@@ -30,18 +30,14 @@ export interface GenerateOptions extends Abortable {
 export type Prompt = MessageInitShape<typeof ChatPromptSchema>;
 
 /** `ps.inference`. */
-export class Inference {
-  readonly #service: Service;
-  readonly #client: Client<typeof InferenceService>;
-
+export class Inference extends Weights {
   constructor(service: Service) {
-    this.#service = service;
-    this.#client = service.client(InferenceService);
+    super(service, service.client(InferenceService));
   }
 
   /** What is served, what it can do, which weights are in force. */
   async info({ signal }: Abortable = {}): Promise<GetInfoResponse> {
-    return this.#service.call((options) => this.#client.getInfo({}, options), { signal, repeatable: true });
+    return this.service.call((options) => this.client.getInfo({}, options), { signal, repeatable: true });
   }
 
   /** Samples one completion. Aborting it aborts the generation. */
@@ -61,7 +57,7 @@ export class Inference {
         exactVersion: exactVersion === undefined ? undefined : BigInt(exactVersion),
       },
     };
-    for await (const { event } of this.#service.stream((call) => this.#client.generate(request, call), signal)) {
+    for await (const { event } of this.service.stream((call) => this.client.generate(request, call), signal)) {
       if (event.case === "done" && event.value.completion !== undefined) {
         return Completion.ofMessage(event.value.completion);
       }
@@ -73,7 +69,7 @@ export class Inference {
   async render(prompt: Prompt, options: Abortable & { readonly generationPrompt?: boolean } = {}): Promise<Int32Array> {
     const request = { prompt, addGenerationPrompt: options.generationPrompt };
     const { signal } = options;
-    const answer = await this.#service.call((call) => this.#client.render(request, call), { signal, repeatable: true });
+    const answer = await this.service.call((call) => this.client.render(request, call), { signal, repeatable: true });
     return tokenIds(answer.tokenIds);
   }
 }

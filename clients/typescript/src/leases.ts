@@ -160,18 +160,13 @@ export class Leases {
     if (held === undefined) {
       return;
     }
-    const reason = word(ResultRejected_ReasonSchema, message.reason).toUpperCase();
-    const text = [message.message || `The gate refused the result: ${reason}`, ...message.violations].join("; ");
-    const error = new (REJECTIONS[message.reason] ?? ResultRejected)(text, {
-      reason,
-      violations: message.violations.map(violation),
-    });
+    const error = rejection(message);
     const { answer } = held;
     held.answer = undefined;
     this.#unsent.delete(message.callId);
     if (!error.retryable || held.call.ended) {
       this.#forget(message.callId);
-      held.call.end(reason);
+      held.call.end(error.reason);
     }
     answer?.accepted.reject(error);
   }
@@ -261,15 +256,25 @@ export class Leases {
 }
 
 /**
- * Bytes of a result as it travels. Rejects with InvalidCompletion what has no form on the wire: the stream would end with
+ * Bytes of a result as it travels. Throws with InvalidCompletion what has no form on the wire: the stream would end with
  * it, and take the other results along.
  */
-function sizeOf(result: CallResult): number {
+export function sizeOf(result: CallResult): number {
   try {
     return toBinary(CallResultSchema, result).length;
   } catch (cause) {
     throw new InvalidCompletion(`The result cannot be sent: ${String(cause)}`, { reason: "RESULT_NOT_SENDABLE", cause });
   }
+}
+
+/** Why the gate did not take a result. */
+export function rejection(message: RejectedMessage): ResultRejected {
+  const reason = word(ResultRejected_ReasonSchema, message.reason).toUpperCase();
+  const text = [message.message || `The gate refused the result: ${reason}`, ...message.violations].join("; ");
+  return new (REJECTIONS[message.reason] ?? ResultRejected)(text, {
+    reason,
+    violations: message.violations.map(violation),
+  });
 }
 
 /** `completion.span: must have tokens`, taken apart. */

@@ -15,6 +15,7 @@ import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
 import { Cancelled, ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
 import { Pool } from "./pool.js";
 import { routing } from "./routes.js";
+import { VERSION } from "./runtime.js";
 import { fromTransport, type SentToken } from "./statuses.js";
 
 /** Largest message either way, as the services have it. */
@@ -78,10 +79,14 @@ export class Service {
     // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
     const pings = { pingIntervalMs: 30_000, pingTimeoutMs: 10_000, pingIdleConnection: false };
     this.#connections = new Pool(() => new Http2SessionManager(baseUrl, pings, options));
-    const { token } = endpoints;
+    const { namespace, token } = endpoints;
     const authorise: Interceptor = (next) => (request) => {
+      request.header.set("user-agent", `penstock-typescript/${VERSION}`);
       if (token !== undefined) {
         request.header.set("authorization", `Bearer ${token}`);
+      }
+      if (namespace !== undefined) {
+        request.header.set("x-penstock-namespace", namespace);
       }
       return next(request);
     };
@@ -147,6 +152,22 @@ export class Service {
   /** All messages of a short server stream; repeated as a read when the service is not there. */
   async collect<A>(method: (options: CallOptions) => AsyncIterable<A>, signal?: AbortSignal): Promise<A[]> {
     return this.repeat(() => Array.fromAsync(this.stream(method, signal)), signal);
+  }
+
+  /** The items of a list, page by page, each asked for when it is needed. */
+  async *pages<A extends { readonly nextPageToken: string }, T>(
+    method: (pageToken: string, options: CallOptions) => Promise<A>,
+    items: (page: A) => readonly T[],
+    signal?: AbortSignal,
+  ): AsyncGenerator<T, void> {
+    for (let pageToken = ""; ; ) {
+      const page = await this.call((call) => method(pageToken, call), { signal, repeatable: true });
+      yield* items(page);
+      if (!page.nextPageToken) {
+        return;
+      }
+      pageToken = page.nextPageToken;
+    }
   }
 
   /** What `attempt` gives; done again, from its beginning, when the service is not there. */

@@ -21,11 +21,15 @@ import {
   SessionLost,
   Unavailable,
 } from "./errors.js";
+import { extendLeases, type LeaseOptions, leaseCalls } from "./gate/pulls.js";
+import { type HostTool, HostTools, toolMessage } from "./gate/tools.js";
 import {
+  type HostToolCall as HostToolCallMessage,
   type InterceptResponse,
   InterceptService,
   type Welcome,
 } from "./gen/penstock/interception/v1/intercept_service_pb.js";
+import type { Abortable } from "./handles.js";
 import { Leases } from "./leases.js";
 import { Pauses } from "./pauses.js";
 import { Backoff, MAX_MESSAGE_BYTES, pause, type Service } from "./rpc.js";
@@ -58,6 +62,8 @@ export interface SessionOptions extends Selector {
   readonly bodies?: boolean;
   /** For how long a broken connection is taken up again. Default 5 min. */
   readonly reconnectTimeoutMs?: number;
+  /** What a host tool threw and the agent does not read, with the call where there is one. Default: `console.error`. */
+  readonly onToolError?: (error: unknown, call: HostToolCallMessage | undefined) => void;
 }
 
 interface Window {
@@ -108,6 +114,8 @@ export class InterceptSession {
     leaves: () => this.#closing,
   };
 
+  readonly #tools: HostTools;
+
   private constructor(service: Service, options: SessionOptions, siblings: Set<InterceptSession>) {
     const { credits = 64, creditBytes } = options;
     if (!Number.isInteger(credits) || credits < 1 || credits > MAX_CREDITS) {
@@ -119,6 +127,7 @@ export class InterceptSession {
     this.#options = options;
     this.#credits = window(credits, creditBytes);
     this.#policyVersion = options.policyVersion;
+    this.#tools = new HostTools(this.#wake.set, options.onToolError);
     this.#connected.promise.catch(() => {}); // whoever opens it is told
   }
 
@@ -210,6 +219,30 @@ export class InterceptSession {
     return this.#pauses.resume();
   }
 
+  /**
+   * Offers tools to the agents of rollouts that are created from now on, in any mode; their calls run here until the session ends.
+   *
+   * Rejects with InvalidArgument TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID, HOST_TOOL; ResourceExhausted TOOL_OFFER_LIMIT.
+   *
+   * @param tools in place of what was offered to the same selector before; none = withdraws it.
+   * @param options `selector`: whose agents; absent = those whose calls the session wants.
+   */
+  async offerTools(tools: readonly HostTool[], options: Abortable & { readonly selector?: Selector } = {}): Promise<void> {
+    this.#throwIfOver();
+    const selector = selectorOf(options.selector ?? this.#options);
+    const request = { sessionId: this.#sessionId, selector, tools: tools.map(toolMessage) };
+    const undo = this.#tools.offer(tools, selector); // first: a call may come before the answer
+    try {
+      await this.#service.call((call) => this.#client.registerTools(request, call), {
+        signal: options.signal,
+        repeatable: true,
+      });
+    } catch (error) {
+      undo();
+      throw error;
+    }
+  }
+
   /** Sends what is still to be sent and says goodbye: calls without an answer are queued again at once. */
   async close(): Promise<void> {
     const closed = new SessionLost("The session is closed", { reason: "SESSION_CLOSED" });
@@ -286,16 +319,11 @@ export class InterceptSession {
   #hello(): Frame {
     this.#outbox = this.#credits.calls === 0 ? [{ case: "credits", value: this.#credits }] : [];
     this.#outbox.push(...this.#pauses.unanswered);
-    const { runId, groupId, rolloutIds, labels, identity, messages = false, bodies = false } = this.#options;
+    const { identity, messages = false, bodies = false } = this.#options;
     return {
       case: "hello",
       value: {
-        selector: {
-          runId,
-          groupId,
-          rolloutIds: [...(rolloutIds ?? [])],
-          labels: { ...labels },
-        },
+        selector: selectorOf(this.#options),
         // None for now is said by a frame of its own, after Welcome.
         credits: { ...this.#credits, calls: Math.max(1, this.#credits.calls) },
         identity: identity || hostname(),
@@ -308,11 +336,16 @@ export class InterceptSession {
   }
 
   /** After Welcome: calls that were lost end, what is unanswered is sent again. */
-  #takeUp(welcome: Welcome): void {
+  async #takeUp(welcome: Welcome): Promise<void> {
     this.#sessionId = welcome.sessionId;
     this.#leases.takenUp(welcome.resumed ? new Set(welcome.heldCallIds) : undefined);
+    this.#tools.takenUp(welcome.resumed);
     if (!welcome.resumed) {
       this.#pauses.forgotten();
+      for (const { selector, tools } of this.#tools.registrations) {
+        const request = { sessionId: welcome.sessionId, selector, tools: [...tools] };
+        await this.#service.call((call) => this.#client.registerTools(request, call));
+      }
     }
     this.#connected.resolve();
   }
@@ -323,7 +356,11 @@ export class InterceptSession {
       return frame;
     }
     const results = this.#leases.nextResults();
-    return results === undefined ? undefined : { case: "results", value: results };
+    if (results !== undefined) {
+      return { case: "results", value: results };
+    }
+    const toolResults = this.#tools.next();
+    return toolResults === undefined ? undefined : { case: "toolResults", value: toolResults };
   }
 
   #receive(frame: InterceptResponse["frame"]): void {
@@ -348,6 +385,17 @@ export class InterceptSession {
         break;
       case "rolloutsClosed":
         this.#leases.closed(new Set(frame.value.rolloutIds));
+        break;
+      case "toolCalls":
+        for (const call of frame.value.calls) {
+          this.#tools.called(call);
+        }
+        break;
+      case "toolCallsCancelled":
+        this.#tools.cancelled(frame.value.toolCallIds);
+        break;
+      case "toolResultsAcknowledged":
+        this.#tools.acknowledged(frame.value);
         break;
       case "paused":
         this.#pauses.paused(frame.value.openCalls);
@@ -388,7 +436,12 @@ export class InterceptSession {
     this.#connected.reject(error);
     this.#pauses.end(error);
     this.#leases.end(error);
+    this.#tools.end();
   }
+}
+
+function selectorOf({ runId, groupId, rolloutIds = [], labels }: Selector) {
+  return { runId, groupId, rolloutIds: [...rolloutIds], labels: { ...labels } };
 }
 
 /** Whether connecting again may help: the transport broke, or the gate restarts or lost our heartbeats. */
@@ -413,6 +466,16 @@ export class Gate {
 
   async open(options: SessionOptions, signal?: AbortSignal): Promise<InterceptSession> {
     return InterceptSession.open(this.#service, options, this.#sessions, signal);
+  }
+
+  /** Calls without a session. */
+  async lease(options: LeaseOptions & Selector): Promise<ModelCall[]> {
+    return leaseCalls(this.#service, this.#service.client(InterceptService), options);
+  }
+
+  /** Extends the leases of calls without a session. */
+  async extend(calls: readonly ModelCall[], options: Abortable): Promise<ModelCall[]> {
+    return extendLeases(this.#service, this.#service.client(InterceptService), calls, options);
   }
 
   /** Says goodbye in each. */

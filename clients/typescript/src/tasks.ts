@@ -167,7 +167,7 @@ export function specOf(task: Task, agent: string, options: RolloutOptions): Roll
   });
 }
 
-function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
+export function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
   return {
     taskId: task.taskId,
     instruction: task.instruction,
@@ -197,14 +197,15 @@ function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema>
   };
 }
 
-function filesOf(files: Files = {}): MessageInitShape<typeof SeedFileSchema>[] {
+export function filesOf(files: Files = {}): MessageInitShape<typeof SeedFileSchema>[] {
   return Object.entries(files).map(([path, content]) => ({
     path,
     content: typeof content === "string" ? new TextEncoder().encode(content) : content,
   }));
 }
 
-function commandOf(command: Command): MessageInitShape<typeof CommandSchema> {
+/** A command as it travels. Throws InvalidArgument COMMAND. */
+export function commandOf(command: Command): MessageInitShape<typeof CommandSchema> {
   if (typeof command === "string") {
     return { command: { case: "shell", value: command } };
   }

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from penstock.values import routes
-from penstock_chassis.auth import HEADER
+from penstock_chassis.auth import HEADER, NAMESPACE_HEADER, acts_in
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
@@ -150,7 +150,9 @@ def _host(target: str) -> str:
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel that adds the token, the routing headers, the id of the request being served and the tracing ids."""
+    """A channel that adds metadata to each call: the token, the namespace that is acted in, the routing headers, the id
+    of the request being served and the tracing ids.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self._channel = channel
@@ -217,5 +219,7 @@ class _WithMetadata:
             sent = {name for name, _ in routed}
             traced = tuple(item for item in tracing.handed_on(bound) if item[0] not in sent)
             traced = ((REQUEST_ID_HEADER, str(request_id)), *traced)
+        namespace = acts_in()
+        acting = () if namespace is None else ((NAMESPACE_HEADER, namespace),)
         given = () if request is None else (request,)
-        return self._call(*given, *args, metadata=(*self._metadata, *traced, *routed), **kwargs)
+        return self._call(*given, *args, metadata=(*self._metadata, *acting, *traced, *routed), **kwargs)

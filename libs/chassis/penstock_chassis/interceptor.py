@@ -1,10 +1,11 @@
 """The one interceptor of every server. For each RPC, in this order:
 
-1. authentication: the caller's role, and whether it may call this method (R5: before the request is read);
+1. authentication: the caller's role and namespace, and whether it may call this method (R5: before the request is
+   read);
 2. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
 3. the context: that id and the caller's tracing ids (`tracing`) are on every log line of the handler's task and on the
    calls that it makes; if the caller is traced, so is the handler;
-4. the handler;
+4. the ids in the request: a resource of another namespace is unknown to the caller (`auth.ownership`); the handler;
 5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
 6. for streams, no message waits longer for its reader than `reader_s`: the handler ends, which frees its resources, and
    the call ends with RESOURCE_EXHAUSTED (READER_TOO_SLOW);
@@ -21,7 +22,7 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.values.routes import declared
 from penstock_chassis import journal, rpc_status
-from penstock_chassis.auth import HEALTH, Authenticator, Role, RoleTable, authorize
+from penstock_chassis.auth import HEALTH, Authenticator, Caller, Hidden, Owned, Role, RoleTable, authorize, serve_for
 from penstock_chassis.errors import (
     InvalidArgument,
     PenstockError,
@@ -77,11 +78,14 @@ _log = structlog.get_logger("penstock.rpc")
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """One method of a server and its handlers: one per admitted role, one per reason of refusal."""
+    """One method of a server and its handlers: one per admitted caller, one per reason of refusal.
+
+    An operator may name any namespace, so only the handlers of callers that name none or have a token of one are kept.
+    """
 
     name: str
     handler: grpc.RpcMethodHandler[Any, Any]
-    admitted: dict[Role | None, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+    admitted: dict[Caller | None, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
     refused: dict[tuple[Role | None, str], grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
 
 
@@ -92,16 +96,23 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         authenticator: knows the tokens.
         roles: the roles that may call each method.
         reader_s: seconds that the caller of a stream may take to read a message.
+        owned: whose the resources are that requests name, by `package.Service/Method`.
         home: refuses requests about what another service has; None refuses none.
     """
 
     def __init__(
-        self, authenticator: Authenticator, roles: RoleTable, reader_s: float = READER_S, home: Home | None = None
+        self,
+        authenticator: Authenticator,
+        roles: RoleTable,
+        reader_s: float = READER_S,
+        owned: Mapping[str, Owned] | None = None,
+        home: Home | None = None,
     ) -> None:
         self._authenticator = authenticator
         self._home = home
         self._reader_s = reader_s
         self._roles = roles
+        self._owned = dict(owned or {})
         self._methods: dict[str, _Method] = {}
         self._meters: dict[str, Meter] = {}
 
@@ -121,19 +132,21 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 return None  # gRPC answers UNIMPLEMENTED: the methods are no secret, the protos are public
             method = _Method(handler_call_details.method.removeprefix("/"), handler)
             self._methods[handler_call_details.method] = method
-        role = None
+        caller = None
         try:
             if method.name not in _OPEN:
-                role = self._authenticator.authenticate(handler_call_details.invocation_metadata or ())
-            return method.admitted.get(role) or self._admitted(method, role)
-        except (Unauthenticated, PermissionDenied) as error:
-            return self._refused(method, role, error)
+                caller = self._authenticator.authenticate(handler_call_details.invocation_metadata or ())
+            return method.admitted.get(caller) or self._admitted(method, caller)
+        except (Unauthenticated, PermissionDenied, InvalidArgument) as error:
+            return self._refused(method, None if caller is None else caller.role, error)
 
-    def _admitted(self, method: _Method, role: Role | None) -> grpc.RpcMethodHandler[Any, Any]:
+    def _admitted(self, method: _Method, caller: Caller | None) -> grpc.RpcMethodHandler[Any, Any]:
         """Raises PermissionDenied."""
-        if role is not None:
-            authorize(role, method.name, self._roles)
-        wrapped = method.admitted[role] = self._wrap(method.name, method.handler, role)
+        if caller is not None:
+            authorize(caller.role, method.name, self._roles)
+        wrapped = self._wrap(method.name, method.handler, caller)
+        if caller is None or caller.role is not Role.OPERATOR or caller.namespace is None:
+            method.admitted[caller] = wrapped
         return wrapped
 
     def _refused(self, method: _Method, role: Role | None, error: PenstockError) -> grpc.RpcMethodHandler[Any, Any]:
@@ -146,7 +159,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 
             async def refuse(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
                 started = time.perf_counter()
-                _enter(context, role)
+                _enter(context, None if role is None else Caller(role, None))
                 took = time.perf_counter() - started
                 if meter.allows(started):
                     left_out = meter.left_out()
@@ -161,8 +174,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return refused
 
     def _wrap(
-        self, method: str, handler: grpc.RpcMethodHandler[Any, Any], role: Role | None
+        self, method: str, handler: grpc.RpcMethodHandler[Any, Any], caller: Caller | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        owned = self._owned.get(method)
         # The four arities differ in the response only.
         checked = _checked if self._home is None or not declared(method) else partial(_checked_at, self._home, method)
         if handler.response_streaming:
@@ -173,7 +187,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             )
             if method in _OPEN:
                 kind, make = _soon_stream(kind), grpc.stream_stream_rpc_method_handler
-            behaviour = _streaming(method, kind, role, self._reader_s, checked)
+            behaviour = _streaming(method, kind, caller, self._reader_s, owned, checked)
             return make(behaviour, _reader(method, handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
@@ -182,17 +196,22 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         )
         if method in _OPEN:
             kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
-        return make(_single(method, kind, role, checked), _reader(method, handler), handler.response_serializer)
+        return make(
+            _single(method, kind, caller, owned, checked), _reader(method, handler), handler.response_serializer
+        )
 
 
-def _single(method: str, behaviour: Any, role: Role | None, checked: Callable[[Any], Any]) -> Any:
+def _single(
+    method: str, behaviour: Any, caller: Caller | None, owned: Owned | None, checked: Callable[[Any], Any]
+) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         started = time.perf_counter()
+        hidden = _hiding(owned, caller)
         try:
-            with tracing.served(method, _enter(context, role)):
-                response = await behaviour(checked(request), context)
+            with tracing.served(method, _enter(context, caller)):
+                response = await behaviour(await _reached(checked(request), hidden), context)
         except BaseException as error:
-            await _fail(method, started, context, error)
+            await _fail(method, started, context, error if hidden is None else hidden.shown(error))
             raise
         # After the answer, which is sent as soon as this returns: the caller does not wait for the log.
         took = time.perf_counter() - started
@@ -202,11 +221,19 @@ def _single(method: str, behaviour: Any, role: Role | None, checked: Callable[[A
     return call
 
 
-def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float, checked: Callable[[Any], Any]) -> Any:
+def _streaming(
+    method: str,
+    behaviour: Any,
+    caller: Caller | None,
+    reader_s: float,
+    owned: Owned | None,
+    checked: Callable[[Any], Any],
+) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         patience = asyncio.timeout(None)
+        hidden = _hiding(owned, caller)
 
         async def write(response: Any) -> None:
             patience.reschedule(loop.time() + reader_s)
@@ -214,9 +241,9 @@ def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float, 
             patience.reschedule(None)
 
         try:
-            with tracing.served(method, _enter(context, role)):
+            with tracing.served(method, _enter(context, caller)):
                 async with patience:
-                    responses = behaviour(checked(request), context)
+                    responses = behaviour(await _reached(checked(request), hidden), context)
                     if hasattr(responses, "__aiter__"):
                         try:
                             async for response in responses:
@@ -229,7 +256,7 @@ def _streaming(method: str, behaviour: Any, role: Role | None, reader_s: float, 
         except BaseException as error:
             if patience.expired():
                 await _end_unread(method, started, context, reader_s)
-            await _fail(method, started, context, error)
+            await _fail(method, started, context, error if hidden is None else hidden.shown(error))
             raise
         _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.OK))
 
@@ -252,18 +279,34 @@ async def _end_unread(
         raise asyncio.CancelledError from None  # nothing is left to do for this call
 
 
-def _enter(context: grpc.aio.ServicerContext[Any, Any], role: Role | None) -> str:
-    """Binds the fields that the call's log lines share; returns the caller's trace context, or an empty string."""
+def _enter(context: grpc.aio.ServicerContext[Any, Any], caller: Caller | None) -> str:
+    """Binds the caller, and the fields that the call's log lines share.
+
+    Returns the caller's trace context, or an empty string.
+    """
     metadata: Any = context.invocation_metadata() or ()
     request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
     if not _REQUEST_ID.fullmatch(request_id):
         request_id = f"{_RUN}{next(_COUNT):016x}"
     structlog.contextvars.clear_contextvars()
-    if role is None:
+    if caller is None:
         structlog.contextvars.bind_contextvars(request_id=request_id)
         return ""
-    structlog.contextvars.bind_contextvars(request_id=request_id, role=str(role))
+    serve_for(caller)
+    named = {} if caller.namespace is None else {"namespace": caller.namespace}
+    structlog.contextvars.bind_contextvars(request_id=request_id, role=str(caller.role), **named)
     return tracing.taken_up(metadata)
+
+
+def _hiding(owned: Owned | None, caller: Caller | None) -> Hidden | None:
+    """Returns what hides ids of other namespaces; None where there is nothing to hide."""
+    return None if owned is None or caller is None or caller.namespace is None else Hidden(owned, caller)
+
+
+async def _reached(request: Any, hidden: Hidden | None) -> Any:
+    if hidden is None:
+        return request
+    return hidden.hide_each(request) if hasattr(request, "__aiter__") else await hidden.hide(request)
 
 
 def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:

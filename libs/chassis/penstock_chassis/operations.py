@@ -18,14 +18,18 @@ from typing import Any, Final, TypeAlias
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis import times
-from penstock_chassis.auth import Role
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.auth import Role, caller
+from penstock_chassis.errors import Violation
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S
 from penstock_chassis.telemetry import metrics
 from penstock_chassis.telemetry.loop_lag import LoopLag
+from penstock_chassis.validation import invalid
 
 SERVICE: Final = "penstock.ops.v1.OperationsService"
 ROLES: Final = {SERVICE: frozenset(Role)}
+
+FEATURES: Final = ("namespaces",)
+"""What every service serves of the contract beyond revision 1."""
 
 CONTRACT_REVISION: Final = 2
 """Grows with each release that adds to the protos; docs/compatibility.md lists what each revision added."""
@@ -114,7 +118,8 @@ class Operations(rpc.OperationsServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Any
     ) -> pb.GetServerInfoResponse:
-        return pb.GetServerInfoResponse(server=self._info)
+        found = caller()
+        return pb.GetServerInfoResponse(server=self._info, role=found.role, namespace=found.namespace or "")
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         patience = (
@@ -123,11 +128,7 @@ class Operations(rpc.OperationsServiceServicer):
         least = request.min_free_bytes if request.HasField("min_free_bytes") else DEFAULT_MIN_FREE
         below = [name for name, value in (("patience", patience), ("min_free_bytes", least)) if value < 0]
         if below:
-            raise InvalidArgument(
-                f"{' and '.join(below)} must be at least 0",
-                reason="STATUS_REQUEST_INVALID",
-                violations=[Violation(name, "must be at least 0") for name in below],
-            )
+            raise invalid([Violation(name, "must be at least 0") for name in below])
         answer = pb.GetStatusResponse(
             service=self._name,
             version=_version(self._name),
@@ -174,7 +175,7 @@ def server_info(name: str, features: Sequence[str], own_name: str = "") -> pb.Se
         service=name,
         version=_version(name),
         contract_revision=CONTRACT_REVISION,
-        features=sorted(features),
+        features=sorted({*features, *FEATURES}),
         max_message_bytes=MAX_MESSAGE_BYTES,
         min_ping_interval=times.duration(MIN_PING_S),
         name=own_name,

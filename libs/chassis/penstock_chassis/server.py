@@ -27,7 +27,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from penstock.ops.v1 import operations_service_pb2_grpc
 from penstock_chassis import operations
-from penstock_chassis.auth import Authenticator, Role, RoleTable
+from penstock_chassis.auth import Authenticator, Owned, Role, RoleTable, Token
 from penstock_chassis.disk import refused_start
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.garbage_collection import Collector
@@ -77,8 +77,9 @@ class Service:
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still reports NOT_SERVING. `drain(seconds)` ends open work within that time. `endpoints`
     are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators. `features`
-    are what it serves of the contract beyond revision 1, for GetServerInfo. `home` refuses requests about what another
-    service has; None refuses none.
+    are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose the resources are that
+    requests name, by `package.Service/Method`.
+    `home` refuses requests about what another service has; None refuses none.
     """
 
     registrations: Sequence[Registration]
@@ -88,6 +89,7 @@ class Service:
     endpoints: Mapping[str, str] = field(default_factory=dict)
     troubles: Troubles = no_troubles
     features: Sequence[str] = ()
+    owned: Mapping[str, Owned] = field(default_factory=dict)
     home: Home | None = None
 
 
@@ -144,8 +146,15 @@ class Server:
         if unknown:
             raise ValueError(f"roles are set for methods that are not served: {', '.join(unknown)}")
 
+        if unserved := sorted(self._service.owned.keys() - set(recorder.methods)):
+            raise ValueError(f"owners are set for methods that are not served: {', '.join(unserved)}")
+
         self._server = server = grpc.aio.server(
-            interceptors=[ServerInterceptor(self.authenticator, roles, self._limits.reader_s, self._service.home)],
+            interceptors=[
+                ServerInterceptor(
+                    self.authenticator, roles, self._limits.reader_s, self._service.owned, self._service.home
+                )
+            ],
             options=(*OPTIONS, *self._limits.options()),
         )
         generic = _GenericOnly(server)
@@ -327,9 +336,15 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
         )
         if secret is not None
     }
+    more = [
+        Token(role, name, secret.get_secret_value())
+        for name, one in settings.namespaces.items()
+        for role, secret in ((Role.TRAINER, one.trainer_token), (Role.OBSERVER, one.observer_token))
+        if secret is not None
+    ]
     return Server(
         service,
-        Authenticator(tokens, anonymous=settings.anonymous),
+        Authenticator(tokens, more=more, anonymous=settings.anonymous),
         host=settings.host,
         port=settings.port,
         tls=_tls(settings),

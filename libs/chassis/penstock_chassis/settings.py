@@ -20,7 +20,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json, to_json
 from pydantic_settings import (
@@ -30,6 +39,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from penstock_chassis.auth import is_namespace
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.homes import Home, open_home, valid_name
 from penstock_chassis.limits import READER_S
@@ -39,6 +49,26 @@ _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """Environment variable that names the TOML file; it has one table per service, such as `[sandbox]`."""
+
+
+class NamespaceSettings(BaseModel):
+    """A namespace: the tokens of those who work in it, and how much it may hold at once.
+
+    `quota` is of what the service counts: rollouts that run (driver), open rollouts (gate), sandboxes (sandbox),
+    requests that are served (inference). The default namespace has the tokens of `trainer_token` and `observer_token`
+    beside these.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    trainer_token: SecretStr | None = None
+    observer_token: SecretStr | None = None
+    quota: int | None = Field(None, ge=1)
+
+    @field_validator("*")
+    @classmethod
+    def _secrets_are_not_blank(cls, value: Any) -> Any:
+        return refuse_blank(value) if isinstance(value, SecretStr) else value
 
 
 class ServiceSettings(BaseSettings):
@@ -69,6 +99,9 @@ class ServiceSettings(BaseSettings):
     operator_token: SecretStr | None = Field(None, description="bearer token of operators, for all methods")
     trainer_token: SecretStr | None = Field(None, description="bearer token of trainers")
     observer_token: SecretStr | None = Field(None, description="bearer token of observers, for read-only methods")
+    namespaces: dict[str, NamespaceSettings] = Field(
+        {}, description="by name: trainer_token, observer_token and quota of a team (docs/guides/teams.md)"
+    )
     anonymous: bool = Field(
         False, description="serve callers without a token as operator; only on loopback, for tests and experiments"
     )
@@ -156,9 +189,15 @@ class ServiceSettings(BaseSettings):
                 "otlp_ca has no effect with an http:// otlp_endpoint, where spans are sent in cleartext: use "
                 "https://, or unset otlp_ca"
             )
-        tokens = [t.get_secret_value() for t in (self.operator_token, self.trainer_token, self.observer_token) if t]
+        if wrong := sorted(name for name in self.namespaces if not is_namespace(name)):
+            raise ValueError(
+                f"namespaces: {', '.join(wrong)}: a name has 1 to 63 of a-z, 0-9 and -, the first a letter or digit"
+            )
+        secrets = [self.operator_token, self.trainer_token, self.observer_token]
+        secrets += [secret for one in self.namespaces.values() for secret in (one.trainer_token, one.observer_token)]
+        tokens = [secret.get_secret_value() for secret in secrets if secret]
         if len(set(tokens)) != len(tokens):
-            raise ValueError("two roles have the same token: set a different one for each")
+            raise ValueError("two roles or namespaces have the same token: set a different one for each")
         if is_loopback(self.host) and self.operator_token is None and not self.anonymous:
             raise ValueError(
                 f"no operator_token is set ({self.env_name('operator_token')}); make one with `openssl rand -hex "
@@ -181,7 +220,7 @@ class ServiceSettings(BaseSettings):
         """Reads flags (`argv`, by default the process's own), environment and file.
 
         Raises:
-            InvalidArgument: `INVALID_SETTINGS`, with a violation for each invalid setting; values are not repeated,
+            InvalidArgument: `SETTINGS_INVALID`, with a violation for each invalid setting; values are not repeated,
                 since they may be secrets.
             SystemExit: `--help` was given, or a flag is unknown.
         """
@@ -206,6 +245,10 @@ class ServiceSettings(BaseSettings):
     def env_name(cls, field: str) -> str:
         """Returns the environment variable of a setting."""
         return f"{cls.model_config.get('env_prefix') or ''}{field}".upper()
+
+    def quotas(self) -> dict[str, int]:
+        """Returns the quotas of the namespaces that have one."""
+        return {name: one.quota for name, one in self.namespaces.items() if one.quota is not None}
 
     def public(self) -> dict[str, Any]:
         """Returns all settings as JSON values, secrets masked: for the log at start."""
@@ -319,7 +362,7 @@ def _read_table(name: str) -> dict[str, Any]:
 def _invalid(violations: typing.Iterable[Violation]) -> InvalidArgument:
     found = tuple(violations)
     text = "; ".join(f"{item.field}: {item.description}" for item in found)
-    return InvalidArgument(f"Invalid settings: {text}", reason="INVALID_SETTINGS", violations=found)
+    return InvalidArgument(f"Invalid settings: {text}", reason="SETTINGS_INVALID", violations=found)
 
 
 def _suggestion(name: str, known: set[str]) -> str:

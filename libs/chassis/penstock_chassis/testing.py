@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from penstock_chassis.auth import Authenticator, Role
+from penstock_chassis.auth import Authenticator, Owned, Role, Token
 from penstock_chassis.channel import connect
 from penstock_chassis.server import Registration, Server, Service
 
@@ -20,6 +20,8 @@ async def serve(
     *registrations: Registration,
     roles: Mapping[str, Iterable[Role]] | None = None,
     tokens: Mapping[Role, str] | None = None,
+    more: Iterable[Token] = (),
+    owned: Mapping[str, Owned] | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
     """Serves the servicers as `run` would, with health, reflection, interceptor and error table.
 
@@ -27,13 +29,15 @@ async def serve(
         registrations: servicers with their generated `add_..._to_server`.
         roles: the roles that may call each method beside the operator.
         tokens: the tokens of the roles; None treats every caller as operator.
+        more: tokens of other namespaces.
+        owned: whose the resources are that requests name.
 
     Yields:
         The address, and a channel to it that carries the operator's token where there is one.
     """
     server = Server(
-        Service(registrations=registrations, roles=roles or {}),
-        Authenticator(tokens or {}, anonymous=tokens is None),
+        Service(registrations=registrations, roles=roles or {}, owned=owned or {}),
+        Authenticator(tokens or {}, more=more, anonymous=tokens is None),
         drain_s=0.0,
     )
     async with server, connect(server.address, (tokens or {}).get(Role.OPERATOR)) as channel:

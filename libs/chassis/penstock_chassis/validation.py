@@ -1,9 +1,11 @@
-"""Validation of requests: pydantic's errors as violations in our wording, and fields that a service does not know."""
+"""Validation of requests: the one error of a field that is out of its range or shape, pydantic's errors as violations
+in our wording, pages, and fields that a service does not know.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -16,6 +18,60 @@ _SELECTING: Final = ("Abort", "Delete", "Export", "List", "RegisterTools", "Revo
 """Names of the methods whose requests select resources begin with these."""
 _SHOULD: Final = re.compile(r"^(?:[A-Z][A-Za-z]*) should ")
 _NOT: Final = re.compile(r" after validation, not (\d+)$")
+
+
+PAGE_DEFAULT: Final = 100
+"""Items of a page whose size the caller leaves to the service."""
+PAGE_MOST: Final = 1000
+"""Most items of a page."""
+MAX_REQUEST_ID: Final = 256
+"""Most characters of a request id."""
+_LISTED: Final = 20
+
+
+def invalid(
+    violations: Sequence[Violation], message: str = "", metadata: Mapping[str, str] | None = None
+) -> InvalidArgument:
+    """Returns the error of every request whose fields are out of their range or shape: FIELD_INVALID.
+
+    Callers of all services see one reason, and find the fields in the violations.
+
+    Args:
+        violations: at least one.
+        message: for people; empty for the first violations.
+        metadata: as of every error.
+    """
+    text = message or "; ".join(f"{item.field}: {item.description}" for item in violations[:_LISTED])
+    return InvalidArgument(text, reason="FIELD_INVALID", metadata=metadata, violations=violations)
+
+
+def invalid_field(field: str, problem: str) -> InvalidArgument:
+    """Returns `invalid` for one field."""
+    return invalid([Violation(field, problem)])
+
+
+def check_request_id(value: str) -> None:
+    """Raises InvalidArgument FIELD_INVALID unless a request that creates something has a usable request id.
+
+    It is required: without one, a client that repeats a call whose answer was lost would create twice.
+    """
+    if not 0 < len(value) <= MAX_REQUEST_ID:
+        raise invalid_field("request_id", f"must have 1 to {MAX_REQUEST_ID} characters: a fresh id for each creation")
+
+
+def page_size(asked: int) -> int:
+    """Returns the number of items of a page: 0 is the default, more than the maximum is the maximum.
+
+    Raises InvalidArgument FIELD_INVALID for less than 0.
+    """
+    if asked < 0:
+        raise invalid_field("page_size", "must not be negative")
+    return min(asked, PAGE_MOST) or PAGE_DEFAULT
+
+
+def foreign_page_token() -> InvalidArgument:
+    """Returns the error of a page token that this RPC did not return."""
+    return invalid_field("page_token", "is not a token of this list: start from its first page")
 
 
 def violations_of(error: ValidationError, whole: str, prefix: str = "") -> list[Violation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, terminal_service_pb2_grpc
 from penstock_chassis import times
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Owned, Role
 from penstock_chassis.channel import connect
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
@@ -31,6 +31,7 @@ from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.rollouts.use_cases import Captures, RolloutUseCases
+from penstock_driver.rpc import rollout_service, terminal_service
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
@@ -46,7 +47,8 @@ from penstock_driver.terminals.records import TerminalRecords
 
 MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
-    *(summaries.MIGRATION, records.MIGRATION_HOME),
+    *(summaries.MIGRATION, records.MIGRATION_NAMESPACES, registry.MIGRATION_NAMESPACES),
+    records.MIGRATION_HOME,
 )
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
 _READING: Final = {
@@ -84,6 +86,7 @@ class Driver:
     rollout_servicer: RolloutServicer
     agent_servicer: AgentServicer
     terminal_servicer: TerminalServicer
+    owned: Mapping[str, Owned]
 
     async def recover(self) -> None:
         """End or continue what the last driver left, and start recording model calls."""
@@ -123,7 +126,7 @@ async def wired(
     """
     home = settings.home()
     agents, driver_records = await AgentRegistry.open(journal), Records(journal)
-    event_log = EventLog(journal)
+    event_log, terminal_rows = EventLog(journal), TerminalRecords(journal)
     try:
         instance_id, preflight = await driver_records.instance_id(new_id("d")), Preflight(sandboxes, gate)
         manager = RolloutManager(
@@ -132,12 +135,15 @@ async def wired(
             runner_services(sandboxes, gate, settings),
             instance_id=instance_id,
             capacity=Capacity(
-                settings.max_running, settings.max_queued, EventLimits(settings.max_events, settings.max_event_bytes)
+                settings.max_running,
+                settings.max_queued,
+                EventLimits(settings.max_events, settings.max_event_bytes),
+                settings.quotas(),
             ),
         )
         terminals = TerminalManager(
             driver_records,
-            TerminalRecords(journal),
+            terminal_rows,
             sandboxes,
             preflight,
             instance_id=instance_id,
@@ -157,6 +163,7 @@ async def wired(
             RolloutServicer(service, manager, driver_records, event_log, Summaries(journal), home),
             AgentServicer(agents, sandboxes),
             TerminalServicer(terminals),
+            {**rollout_service.owned(driver_records), **terminal_service.owned(terminal_rows)},
         )
     finally:
         await event_log.aclose()
@@ -210,6 +217,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                     roles=ROLES,
                     drain=drain,
                     troubles=health.troubles,
+                    owned=driver.owned,
                     home=driver.home,
                 )
                 watching.cancel()

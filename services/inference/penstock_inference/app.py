@@ -55,7 +55,9 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
         stack.push_async_callback(adapters.aclose)
         transfers = Transfers(engine)
         stack.push_async_callback(transfers.aclose)
-        servicer = InferenceServicer(engine, files, codec, updates, adapters, transfers)
+        servicer = InferenceServicer(
+            engine, files, codec, updates, adapters, transfers, settings.weights_namespace, settings.quotas()
+        )
         stack.enter_context(servicer.health.reported())
         yield Service(registrations=[(servicer, REGISTER)], roles=ROLES, troubles=servicer.health.troubles)
 

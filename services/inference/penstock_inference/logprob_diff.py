@@ -11,7 +11,8 @@ from typing import Final
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, Violation
+from penstock_chassis.validation import invalid
 
 _log = structlog.get_logger("penstock.inference")
 
@@ -48,8 +49,7 @@ class GapReports:
         """
         violations = list(_violations(gap))
         if violations:
-            first = violations[0]
-            raise InvalidArgument(f"{first.field} {first.description}", reason="REQUEST_INVALID", violations=violations)
+            raise invalid(violations)
         if gap.policy_version > version_in_force:
             raise FailedPrecondition(
                 f"policy version {gap.policy_version} sampled nothing here: {version_in_force} is in force",

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE, is_namespace
 from penstock_chassis.settings import ServiceSettings
 from penstock_inference.engines.base import EngineOptions
 
@@ -71,6 +72,19 @@ class InferenceSettings(ServiceSettings):
     )
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
     update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
+
+    weights_namespace: str = Field(
+        DEFAULT_NAMESPACE,
+        description="namespace whose callers, beside operators, may change the engine for all: push weights, pause,"
+        " sleep, and name adapters by path",
+    )
+
+    @field_validator("weights_namespace")
+    @classmethod
+    def _is_a_namespace(cls, value: str) -> str:
+        if not is_namespace(value):
+            raise ValueError("must be 1 to 63 of a-z, 0-9 and -, the first a letter or digit")
+        return value
 
     @field_validator("replicas")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Role, Token
 from penstock_chassis.server import Service
 from penstock_chassis.testing import serve
 from penstock_inference.app import build
@@ -37,7 +37,12 @@ class OpenInference:
 
 @asynccontextmanager
 async def open_inference(
-    model_dir: Path, state_dir: Path, *, tokens: Mapping[Role, str] | None = None, **settings: Any
+    model_dir: Path,
+    state_dir: Path,
+    *,
+    tokens: Mapping[Role, str] | None = None,
+    more: Iterable[Token] = (),
+    **settings: Any,
 ) -> AsyncIterator[OpenInference]:
     """Opens what the settings name and serves it on a free port, as the service's own process does.
 
@@ -45,6 +50,7 @@ async def open_inference(
         model_dir: the model's directory, as of `write_model`; with the engine `none` or `scripted` its tokenizer alone.
         state_dir: where the service may write.
         tokens: the tokens of the roles; None treats every caller as operator.
+        more: tokens of other namespaces.
         settings: further settings by name, such as ``engine="scripted"``.
 
     Raises:
@@ -53,7 +59,7 @@ async def open_inference(
     loaded = InferenceSettings(model_dir=model_dir, state_dir=state_dir, anonymous=True, **settings)
     async with (
         build(loaded) as service,
-        serve(*service.registrations, roles=service.roles, tokens=tokens) as (address, channel),
+        serve(*service.registrations, roles=service.roles, tokens=tokens, more=more) as (address, channel),
     ):
         yield OpenInference(address, channel, service)
 

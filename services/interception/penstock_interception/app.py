@@ -33,6 +33,7 @@ from penstock_interception.ingress.dialects.messages.dialect import Messages
 from penstock_interception.ingress.dialects.responses.dialect import Responses
 from penstock_interception.ingress.server import Ingress, IngressLimits
 from penstock_interception.interceptor import Interceptor
+from penstock_interception.rpc import gate_service, intercept_service
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
 from penstock_interception.rpc.intercept_service import FEATURES, InterceptServicer, register_intercept
@@ -126,6 +127,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             endpoints={"ingress": address},
             troubles=health.troubles,
             features=FEATURES,
+            owned={**gate_service.owned(interceptor), **intercept_service.owned(interceptor)},
             home=home,
         )
 
@@ -187,6 +189,7 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
         max_rollout_bytes=settings.max_rollout_bytes,
         rejoin_grace_s=settings.rejoin_grace_s,
         retention_s=settings.retention_s,
+        quotas=tuple(settings.quotas().items()),
         leasing=LeasingLimits(resume_window_s=settings.resume_window_s),
         tools=ToolLimits(
             max_calls_per_rollout=settings.max_tool_calls,

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import structlog
 
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
 from penstock_chassis.telemetry import tracing
 from penstock_codec import CodecError
@@ -37,7 +38,7 @@ from penstock_interception.rollouts.agent_keys import AgentKeys
 from penstock_interception.rollouts.answers import AnswerHandler, judge_trainer
 from penstock_interception.rollouts.conversations import Conversations
 from penstock_interception.rollouts.manager import Rollouts
-from penstock_interception.sources.base import SourceError
+from penstock_interception.sources.base import SourceError, answer
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store.commits import nothing_to_write
 from penstock_interception.store.store import CallStore
@@ -107,6 +108,12 @@ class Interceptor:
             if rollout is not None:
                 await self.conversations.of(rollout)
         return self.registry.call(call_id)
+
+    async def namespace_of_call(self, call_id: str) -> str | None:
+        """Returns the namespace of a call, which may be evicted; None if there is no such call."""
+        call = self.registry.find_call(call_id)
+        rollout = call.rollout if call is not None else self.registry.find(await self.store.rollout_of(call_id) or "")
+        return None if rollout is None else rollout.spec.namespace
 
     async def restore(self) -> int:
         """Restores all rollouts and calls from the journal. Returns the number of open rollouts."""
@@ -221,9 +228,13 @@ class Interceptor:
     def join(self, asked: SessionRequest, *, resume: str = "") -> Session:
         """Opens a session. The calls of the session with the id `resume` stay leased and move to `session.held`.
 
+        A session of another namespace is unknown to a selector of one.
+
         Raises ResourceExhausted: SESSION_LIMIT.
         """
         old = self.registry.find_session(resume)
+        if old is not None and asked.selector.namespace not in (None, old.namespace):
+            old = None
         session, to_source = self.sessions.join(asked, old)
         if old is not None:
             self.tools.session_resumed(old, session)
@@ -346,8 +357,8 @@ class Interceptor:
             tracing.working_for(
                 request_id=call.id, rollout_id=rollout.id, group_id=rollout.spec.group_id, call_id=call.id
             )
-            with tracing.using(call.trace.step if call.trace is not None else None):
-                completion = await source.complete(call)
+            with acting_in(rollout.spec.namespace), tracing.using(call.trace.step if call.trace is not None else None):
+                completion = await answer(source, call)
             outcome = await self._answers.from_source(call, completion, source.answerer)
         except SourceError as error:
             _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)

@@ -20,7 +20,7 @@ from penstock.sandbox.v1 import (
     sandbox_service_pb2_grpc,
     toolbox_service_pb2_grpc,
 )
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Owned, Role
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
@@ -59,6 +59,28 @@ ROLES = {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES} | {
 }
 """Roles beside the operator that may call each method. Not for observers: outputs and files, which may hold what
 agents were given."""
+
+_OF_SANDBOXES = (
+    *(
+        f"SandboxService/{method}"
+        for method in (
+            *("GetSandbox", "GetDataPlane", "WatchSandbox", "RenewLease", "SetNetworkPolicy"),
+            *("PauseSandbox", "ResumeSandbox", "GetStats", "DiffSandbox"),
+        )
+    ),
+    *(
+        f"ProcessService/{method}"
+        for method in (
+            *("StartProcess", "WatchProcess", "SignalProcess", "KillProcess", "ResizePty"),
+            *("GetProcess", "ListProcesses", "WaitProcess", "Run"),
+        )
+    ),
+    *(f"FileService/{method}" for method in ("ReadFile", "ReadTree", "Stat", "List", "MakeDirectory", "Remove")),
+)
+"""Methods whose request names a sandbox. DeleteSandbox and ForkSandboxes are not among them: deleting an unknown
+sandbox succeeds, and a repeated fork may name one that is gone."""
+_IN_STREAMS = ("ProcessService/WriteStdin", "FileService/WriteFile", "FileService/WriteTree")
+"""Methods whose first message names a sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +160,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 min_free_bytes=settings.min_free_bytes,
                 min_free_inodes=settings.min_free_inodes,
                 max_resources=settings.max_resources,
+                quotas=settings.quotas(),
             ),
             home=settings.home(),
         )
@@ -178,10 +201,30 @@ def servicers(app: App, health: Health) -> Service:
             ),
         ),
         roles=ROLES,
+        owned=_owned(app),
         drain=drain,
         troubles=health.troubles,
         home=app.sandboxes.home,
     )
+
+
+def _owned(app: App) -> dict[str, Owned]:
+    """Whose the sandboxes and snapshots are that requests name."""
+
+    async def of_sandbox(sandbox_id: str) -> str | None:
+        live = app.sandboxes.table.find(sandbox_id)
+        return None if live is None else live.view.namespace
+
+    async def of_snapshot(snapshot_id: str) -> str | None:
+        snapshot = app.snapshots.find(snapshot_id)
+        return None if snapshot is None else snapshot.namespace
+
+    sandbox = Owned(("sandbox_id",), of_sandbox)
+    stream = Owned(("start.sandbox_id",), of_sandbox)
+    snapshot = Owned(("snapshot_id",), of_snapshot)
+    found = dict.fromkeys((f"{_PACKAGE}.{method}" for method in _OF_SANDBOXES), sandbox)
+    found |= dict.fromkeys((f"{_PACKAGE}.{method}" for method in _IN_STREAMS), stream)
+    return found | {f"{_PACKAGE}.SandboxService/GetSnapshot": snapshot}
 
 
 @asynccontextmanager

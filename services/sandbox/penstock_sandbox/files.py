@@ -13,7 +13,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted, Violation
+from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.backend import MAX_ARCHIVE_BYTES, SandboxHandle
 from penstock_sandbox.domain.diffs import DEFAULT_BYTES
 from penstock_sandbox.domain.model import FileInfo
@@ -25,10 +26,10 @@ _HASHED_AT_ONCE = 32 * 1024
 
 
 def absolute(handle: SandboxHandle, path: str) -> str:
-    """Returns the absolute path of ``path`` in a sandbox. Raises InvalidArgument (INVALID_PATH)."""
+    """Returns the absolute path of ``path`` in a sandbox. Raises InvalidArgument (FIELD_INVALID)."""
     problem = "is empty" if not path else "contains a NUL byte" if "\0" in path else ""
     if problem:
-        raise InvalidArgument(f"path {problem}", reason="INVALID_PATH", violations=[Violation("path", problem)])
+        raise invalid_field("path", problem)
     return path if path.startswith("/") else f"{handle.workdir}/{path}"
 
 
@@ -37,11 +38,7 @@ async def read(
 ) -> AsyncGenerator[FileInfo | bytes, None]:
     """Yields the file's metadata, its bytes from ``offset`` (at most ``length``) in chunks, then their SHA-256."""
     if offset < 0 or (length is not None and length < 0):
-        raise InvalidArgument(
-            "offset and length must not be negative",
-            reason="INVALID_RANGE",
-            violations=[Violation("offset" if offset < 0 else "length", "is negative")],
-        )
+        raise invalid_field("offset" if offset < 0 else "length", "must not be negative")
     digest = hashlib.sha256()
     async with handle.open_read(absolute(handle, path), follow_symlink=follow_symlink) as (info, reader):
         yield info
@@ -123,14 +120,10 @@ async def write_whole(handle: SandboxHandle, path: str, content: bytes, mode: in
 def tree_limit(asked: int | None) -> int:
     """Returns the size limit of a tree or a diff for a caller's requested limit (None: not given).
 
-    Raises InvalidArgument (INVALID_RANGE).
+    Raises InvalidArgument (FIELD_INVALID).
     """
     if asked is not None and asked < 0:
-        raise InvalidArgument(
-            "max_bytes must not be negative",
-            reason="INVALID_RANGE",
-            violations=[Violation("max_bytes", "is negative")],
-        )
+        raise invalid_field("max_bytes", "must not be negative")
     return DEFAULT_TREE_BYTES if asked is None else asked
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from penstock_chassis.auth import Role
+from penstock_chassis.auth import Role, Token
 from penstock_chassis.testing import serve
 from penstock_sandbox.app import App, open_app, servicers
 from penstock_sandbox.backends.local.endpoint import Endpoint
@@ -34,7 +34,7 @@ class OpenSandboxes:
 
 @asynccontextmanager
 async def open_sandboxes(
-    state_dir: Path, *, tokens: Mapping[Role, str] | None = None, **settings: Any
+    state_dir: Path, *, tokens: Mapping[Role, str] | None = None, more: Iterable[Token] = (), **settings: Any
 ) -> AsyncIterator[OpenSandboxes]:
     """Opens every installed backend and serves them on a free port, as the service's own process does.
 
@@ -43,6 +43,7 @@ async def open_sandboxes(
     Args:
         state_dir: where the service may write; users of sandboxes must be able to enter it (mode 0755).
         tokens: the tokens of the roles; None treats every caller as operator.
+        more: tokens of other namespaces.
         settings: further settings by name, such as ``max_sandboxes=3``.
 
     Raises:
@@ -52,7 +53,9 @@ async def open_sandboxes(
         health = Health(app.sandboxes, app.snapshots)
         with health.reported():
             service = servicers(app, health)
-            async with serve(*service.registrations, roles=service.roles, tokens=tokens) as (address, channel):
+            async with serve(
+                *service.registrations, roles=service.roles, tokens=tokens, more=more, owned=service.owned
+            ) as (address, channel):
                 yield OpenSandboxes(address, channel, app, health)
 
 

@@ -12,11 +12,15 @@ import grpc
 import pytest
 import pytest_asyncio
 import trustme
+from tests.conformance.clients.odd_engine import odd_engine
 from tests.conformance.clients.odd_services import empty_server, odd_driver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.subjects import SUBJECTS, Subject
 from tests.conformance.clients.world import SERVICES, WRONG_TOKEN, World
 from tests.support.services.restarting import restartable
+
+from penstock_chassis.auth import Role
+from penstock_inference.testing import open_inference, random_config, random_tensors, write_model
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,7 +56,16 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             files[name] = folder / f"{name}.json"
             files[name].write_text(json.dumps(told))
             files[name].chmod(mode)
+        config = random_config("qwen3", eos_token_id=None)
+        tiny = write_model(folder / "tiny", config, random_tensors(config))
+        weights = folder / "weights"
+        weights.mkdir()
+        tokens = {Role.TRAINER: services.trainer_token}
+        opening = open_inference(tiny, folder / "engine", tokens=tokens, weights_dir=weights)
+        engine = await stack.enter_async_context(opening)
         addresses = {
+            "odd-engine": await stack.enter_async_context(odd_engine()),
+            "engine": engine.address,
             "odd": odd_address,
             "odd-tls": tls_address,
             "empty": await stack.enter_async_context(empty_server()),
@@ -69,7 +82,7 @@ async def subject_of(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     async def of(language: str) -> Subject:
         if language not in started:
             stderr: Path = tmp_path_factory.mktemp(language) / "stderr"
-            started[language] = await Subject.start(SUBJECTS[language](), stderr)
+            started[language] = await Subject.start(language, SUBJECTS[language](), stderr)
         return started[language]
 
     yield of

@@ -26,12 +26,14 @@ class OddDriver:
         self.attempts: Counter[str] = Counter()
         self.abandoned = asyncio.Event()
         self.request_ids: list[str] = []
+        self.user_agents: set[str] = set()
 
     async def get_rollout(
         self, request: rollout_service_pb2.GetRolloutRequest, context: Context
     ) -> rollout_service_pb2.GetRolloutResponse:
         """As the id says."""
         name = request.rollout_id
+        self.user_agents.add(str(dict(context.invocation_metadata() or ()).get("user-agent", "")))
         self.attempts[name] += 1
         match name:
             case "silent":
@@ -41,7 +43,7 @@ class OddDriver:
                     self.abandoned.set()
                     raise
             case "busy":
-                await _fail(
+                await fail(
                     context,
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     "Too many at once: come again.",
@@ -49,7 +51,7 @@ class OddDriver:
                     error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500_000_000)),
                 )
             case "away" if self.attempts[name] < 3:
-                await _fail(
+                await fail(
                     context,
                     grpc.StatusCode.UNAVAILABLE,
                     "Restarting.",
@@ -58,7 +60,7 @@ class OddDriver:
                 )
             case "confused":
                 garbage = any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xffno info")
-                await _fail(context, grpc.StatusCode.NOT_FOUND, "Näh, 不知道 🤷", garbage)
+                await fail(context, grpc.StatusCode.NOT_FOUND, "Näh, 不知道 🤷", garbage)
         return rollout_service_pb2.GetRolloutResponse(
             rollout=rollout_pb2.Rollout(rollout_id=name, phase=rollout_pb2.PHASE_RUNNING)
         )
@@ -69,7 +71,7 @@ class OddDriver:
         """Takes it, and fails to say so the first time."""
         self.request_ids.append(request.request_id)
         if len(self.request_ids) == 1:
-            await _fail(context, grpc.StatusCode.UNAVAILABLE, "The answer was lost.")
+            await fail(context, grpc.StatusCode.UNAVAILABLE, "The answer was lost.")
         return rollout_service_pb2.CreateRolloutResponse(
             rollout=rollout_pb2.Rollout(rollout_id="once", phase=rollout_pb2.PHASE_QUEUED)
         )
@@ -87,7 +89,8 @@ def _handlers(driver: OddDriver) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("penstock.driver.v1.RolloutService", handlers)
 
 
-async def _fail(context: Context, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
+async def fail(context: Context, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
+    """Ends the call with this status."""
     status = status_pb2.Status(code=code.value[0], message=message)
     for detail in details:
         packed = any_pb2.Any()

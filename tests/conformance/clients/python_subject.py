@@ -8,6 +8,7 @@ Each command is a task of its own, so that one that waits holds up none of the o
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
+from tests.conformance.clients.python_surface import COMMANDS
 
 from penstock.client import (
     Budgets,
@@ -146,7 +148,19 @@ class Subject:
         self._iterators: dict[str, AsyncGenerator[ModelCall, None]] = {}
         self._calls: dict[str, ModelCall] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._more: dict[str, dict[str, Any]] = {"sessions": self._sessions, "calls": self._calls}
         self._stack = AsyncExitStack()
+
+    def client(self, given: Json) -> Penstock:
+        """The client that the command names."""
+        return self._clients[given["client"]]
+
+    def kept(self, kind: str) -> dict[str, Any]:
+        """What the case that runs has of this kind, by name."""
+        return self._more.setdefault(kind, {})
+
+    task = staticmethod(_task)
+    observed_call = staticmethod(observed_call)
 
     async def run(self) -> None:
         """Until the input ends."""
@@ -185,7 +199,8 @@ class Subject:
         for iterator in self._iterators.values():
             await iterator.aclose()
         await self._stack.aclose()
-        for kept in (self._clients, self._rollouts, self._groups, self._sessions, self._iterators, self._calls):
+        everything: list[dict[str, Any]] = [self._clients, self._rollouts, self._groups, self._iterators]
+        for kept in everything + list(self._more.values()):
             kept.clear()
 
     async def connect(self, given: Json) -> None:
@@ -193,7 +208,7 @@ class Subject:
         tls = None if "tls" not in given else Tls(ca=Path(given["tls"]["ca"]))
         if "connection_file" in given:
             target = Path(given["connection_file"])
-        ps = connect(target, given.get("token"), tls=tls)
+        ps = connect(target, given.get("token"), tls=tls, namespace=given.get("namespace"))
         self._clients[given["client"]] = await self._stack.enter_async_context(ps)
 
     async def close(self, given: Json) -> None:
@@ -362,7 +377,9 @@ _COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]
     "close_session": Subject.close_session,
     "abort": Subject.abort,
     "reset": Subject.reset,
+    **COMMANDS,
 }
 
 if __name__ == "__main__":
+    logging.getLogger("penstock").addHandler(logging.NullHandler())  # what breaks in a case's tool is no complaint
     asyncio.run(Subject().run())

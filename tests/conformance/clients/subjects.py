@@ -67,6 +67,7 @@ SUBJECTS: Final[Mapping[str, Callable[[], Sequence[str]]]] = {
 class Subject:
     """A subject that runs. Commands may overlap; each has one answer."""
 
+    language: str
     process: asyncio.subprocess.Process
     stderr: Path
     _answers: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Subject:
     _reader: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, argv: Sequence[str], stderr: Path) -> Subject:
+    async def start(cls, language: str, argv: Sequence[str], stderr: Path) -> Subject:
         """Starts it without any setting of whoever runs the tests."""
         surroundings = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         surroundings["XDG_STATE_HOME"] = str(stderr.parent / "nobody")
@@ -89,7 +90,7 @@ class Subject:
                 stderr=said,
                 limit=1 << 27,
             )
-        subject = cls(process, stderr)
+        subject = cls(language, process, stderr)
         subject._reader = asyncio.create_task(subject._read())
         return subject
 

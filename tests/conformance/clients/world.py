@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import secrets
 import struct
+import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from tests.conformance.clients.odd_services import OddDriver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.python_subject import observed_result
 from tests.conformance.clients.subjects import Subject
+from tests.support.endpoints import mcp_agent
 from tests.support.policy import bash, sampled
 from tests.support.services.restarting import RestartableStack
 from tests.support.services.stack import OBSERVER_TOKEN, Running
@@ -23,10 +26,18 @@ from tests.support.waiting import eventually, eventually_async
 
 from penstock.client import NotFound
 from penstock.client.transport.endpoints import ServiceName
-from penstock.interception.v1 import intercept_service_pb2, intercept_service_pb2_grpc
+from penstock.interception.v1 import (
+    intercept_service_pb2,
+    intercept_service_pb2_grpc,
+    interception_pb2,
+    rollout_gate_service_pb2,
+    rollout_gate_service_pb2_grpc,
+)
 from penstock.trajectory.v1 import trajectory_pb2
 
 SERVICES: Final = ("sandbox", "driver", "interception", "inference")
+VERSION: Final = "0.1.0"
+"""Of every client."""
 WRONG_TOKEN: Final = "0" * 64
 """Of nobody here."""
 
@@ -69,6 +80,7 @@ class World:
         self.odd.attempts.clear()
         self.odd.request_ids.clear()
         self.odd.abandoned.clear()
+        self.odd.user_agents.clear()
 
     def token(self, name: str) -> str | None:
         """By the name that cases have for it."""
@@ -87,6 +99,9 @@ class Execution:
     """Unique to it: `${label}` in its steps."""
     _saved: dict[str, Any] = field(default_factory=dict)
     _started: dict[str, tuple[int, dict[str, Any], asyncio.Future[dict[str, Any]]]] = field(default_factory=dict)
+    _agent: tuple[str, str] = ("", "")
+    """Where this runner is an agent, and its token there."""
+    _asking: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     _delivered: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """By call, the command that delivered what was accepted: token ids and logprobs in hexadecimal."""
 
@@ -168,6 +183,8 @@ class Execution:
             command["addresses"] = {service: self.world.proxies[service].address for service in SERVICES}
             if named is not None:
                 command["addresses"]["driver"] = self.world.addresses.get(named, named)
+            if "inference" in command:
+                command["addresses"]["inference"] = self.world.addresses[command.pop("inference")]
             command.setdefault("token", "good")
         if "token" in command:
             token = command.pop("token")
@@ -196,6 +213,26 @@ class Execution:
                 assert count > begun, f"there are {count} events only"
                 found = list(differences(list(range(1, count + 1)), given["all"], "all"))
                 return found + list(differences(list(range(begun + 1, count + 1)), given["rest"], "rest"))
+            case "agent-opens":
+                await self._open_at_the_gate(given["run_id"])
+            case "agent-asks":
+                arguments = given.get("arguments", {})
+                asking = asyncio.create_task(self._call_tool(given["tool"], arguments))
+                self._asking[given.get("as", "it")] = asking
+            case "agent-hears":
+                async with asyncio.timeout(60):
+                    return list(differences(given["answer"], await self._asking.pop(given.get("as", "it")), "answer"))
+            case "tar-has":
+                with tarfile.open(fileobj=io.BytesIO(bytes.fromhex(given["tar"]))) as tar:
+                    names = [Path(name).name for name in tar.getnames()]
+                    return [] if given["name"] in names else [f"it has {names}"]
+            case "named-itself":
+                language = self.subject.language
+                return [
+                    f"it named itself {name}"
+                    for name in self.world.odd.user_agents
+                    if not name.startswith(f"penstock-{language}/{VERSION}")
+                ] + ([] if self.world.odd.user_agents else ["nobody asked"])
             case "asked-once":
                 return list(differences(1, len(set(self.world.odd.request_ids)), "request ids"))
             case "abandoned":
@@ -206,6 +243,23 @@ class Execution:
             case _:
                 raise AssertionError(f"the runner has no {action}")
         return []
+
+    async def _open_at_the_gate(self, run_id: str) -> None:
+        """A rollout at the gate alone, whose agent is this runner: it calls tools."""
+        service = self.world.running.ps._services["interception"]
+        stub = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(service.channel)
+        name = secrets.token_hex(8)
+        request = rollout_gate_service_pb2.OpenRolloutRequest(
+            request_id=name, rollout_id=f"tools-{name}", run_id=run_id, mode=interception_pb2.MODE_INTERCEPTION_GATE
+        )
+        answer = await service.call(stub.OpenRollout, request)
+        url = f"http://{answer.ingress_address}/rollout/{answer.rollout.rollout_id}/mcp"
+        self._agent = (url, answer.token)
+
+    async def _call_tool(self, tool: str, arguments: Any) -> Any:
+        url, token = self._agent
+        _, told, _ = await mcp_agent.post(url, token, mcp_agent.tool_call(tool, arguments, secrets.token_hex(4)))
+        return told.get("result", told)
 
     async def _calls(self, given: Mapping[str, Any]) -> None:
         """Waits until the gate has exactly so many calls of these rollouts in each state."""

@@ -114,7 +114,7 @@ async def test_undecodable_names_are_listed_once_each(box: Box) -> None:
     for path, page_size, count in (("few", 1, 6), ("d", 77, 256), ("d", 1000, 256)):
         assert len(await listed(box, path, page_size)) == count
     token = fs.ListRequest(sandbox_id=box.id, path="d", page_token="no such token")
-    assert (await failure(box.service.files.List(token, timeout=30))).reason == "INVALID_REQUEST"
+    assert (await failure(box.service.files.List(token, timeout=30))).reason == "FIELD_INVALID"
 
 
 @pytest.mark.requirement("R13", "R98")

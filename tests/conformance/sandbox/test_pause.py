@@ -327,7 +327,7 @@ async def test_live_fork_reports_a_refused_child_and_a_failed_one(
             request_id=secrets.token_hex(8), sandbox_id=box.id, count=2, spec=sb.SandboxSpec(env={"A=": ""})
         )
     )
-    assert (await failure(call)).reason == "INVALID_SPEC"
+    assert (await failure(call)).reason == "FIELD_INVALID"
     await _until_gone(box.service, before)
 
 

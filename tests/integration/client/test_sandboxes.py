@@ -1,5 +1,6 @@
 """Sandboxes from Python, by themselves: what the guide `sandboxes.md` shows."""
 
+import asyncio
 import io
 import tarfile
 from collections.abc import AsyncIterator
@@ -8,12 +9,16 @@ import grpc
 import pytest
 
 from penstock.client import (
+    AlreadyExists,
     Command,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     OneEndpoint,
+    Output,
+    OutputGap,
     Penstock,
+    ResourceExhausted,
     Resources,
     SandboxSpec,
     SeedFile,
@@ -140,4 +145,72 @@ async def test_a_refusal_names_the_sandbox_and_the_limit_that_cannot_hold(ps: Pe
         await ps.sandboxes.attach("nobody-made-this")
     with pytest.raises((InvalidArgument, FailedPrecondition)) as caught:
         await ps.sandboxes.create(SandboxSpec(resources=Resources(memory_bytes=10**15)))
-    assert caught.value.reason in ("INVALID_SPEC", "CAPABILITY_MISSING")  # the latter where no limit can be held
+    assert caught.value.reason in ("FIELD_INVALID", "CAPABILITY_MISSING")  # the latter where no limit can be held
+
+
+async def test_input_of_a_process_arrives_whole_and_its_output_is_read_from_any_offset(ps: Penstock) -> None:
+    """Pieces larger than a frame, one after the other, and none of them twice."""
+    text = bytes(range(256)) * 3000
+    async with await ps.sandboxes.create() as sandbox, await sandbox.start(["cat"], stdin=True) as process:
+        await asyncio.gather(process.write(text), process.write(text))
+        await process.close_stdin()
+        pieces = [piece async for piece in process.output() if isinstance(piece, Output)]
+        assert b"".join(piece.data for piece in pieces) == text * 2
+        assert [piece.offset for piece in pieces] == sorted({piece.offset for piece in pieces})
+        again = await sandbox.process(process.process_id)
+        tail = [
+            piece.data async for piece in again.output(stdout_offset=2 * len(text) - 3) if isinstance(piece, Output)
+        ]
+        assert b"".join(tail) == text[-3:]
+        assert again.info.exit is not None and again.info.stdin_closed and again.info.stdin_offset == 2 * len(text)
+
+
+async def test_output_beyond_the_limit_is_a_gap(ps: Penstock) -> None:
+    """Its bytes are counted; the last ones can be kept too."""
+    async with await ps.sandboxes.create() as sandbox:
+        command = ["sh", "-c", "head -c 1000 /dev/zero; printf end"]
+        async with await sandbox.start(command, output_limit_bytes=100, output_tail_bytes=3) as process:
+            pieces = [piece async for piece in process.output()]
+        assert OutputGap("stdout", 100, 1000) in pieces
+        kept = b"".join(piece.data for piece in pieces if isinstance(piece, Output))
+        assert kept == bytes(100) + b"end"
+
+
+async def test_misuse_of_a_process_is_a_typed_error(ps: Penstock) -> None:
+    """And a program that does not exist is an exit, not an error."""
+    async with await ps.sandboxes.create() as sandbox:
+        gone = await sandbox.start(["no-such-program"])
+        assert (await gone.wait()).reason == "start_failed"
+        async with await sandbox.start(["sleep", "600"], process_id="mine") as process:
+            assert (await sandbox.start(["sleep", "600"], process_id="mine")).info == process.info
+            with pytest.raises(AlreadyExists) as reused:
+                await sandbox.start(["sleep", "5"], process_id="mine")
+            assert reused.value.reason == "PROCESS_ID_REUSED"
+            with pytest.raises(InvalidArgument, match="data: expected bytes"):
+                await process.write("text")  # type: ignore[arg-type]
+            for attempt, reason in ((process.write(b"x"), "STDIN_NOT_OPEN"), (process.resize(1, 1), "NOT_A_PTY")):
+                with pytest.raises(FailedPrecondition) as refused:
+                    await attempt
+                assert refused.value.reason == reason
+        assert process.process_id in repr(process)
+        with pytest.raises(NotFound) as unknown:
+            await sandbox.process("nobody-started-this")
+        assert unknown.value.reason == "PROCESS_UNKNOWN"
+
+
+async def test_archive_that_leads_out_of_its_directory_is_refused(ps: Penstock) -> None:
+    """Before anything of it is unpacked."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("fine"))
+        archive.addfile(tarfile.TarInfo("../out"))
+    async with await ps.sandboxes.create() as sandbox:
+        with pytest.raises(InvalidArgument) as refused:
+            await sandbox.write_tree("tree", packed.getvalue())
+        assert refused.value.reason == "TAR_MEMBER_REFUSED"
+        with pytest.raises(NotFound):
+            await sandbox.stat("tree/fine")
+        await sandbox.write_file("big/file", bytes(1000))
+        with pytest.raises(ResourceExhausted) as large:
+            await sandbox.read_tree("big", max_bytes=999)
+        assert large.value.reason == "TREE_TOO_LARGE"

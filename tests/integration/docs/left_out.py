@@ -46,6 +46,7 @@ PROGRAMS: Final[Mapping[str, str]] = {
 
 COMMANDS: Final[Mapping[str, str]] = {
     "penstock up": "runs until it is stopped; tests/integration/client runs it",
+    "penstock demo": "trains for minutes; tests/e2e/test_demo.py trains two steps",
     "penstock dashboard": "runs until it is stopped; tests/integration/dashboard serves it",
     "penstock watch": "goes on until its reader leaves; tests/integration/client/test_watch.py",
     "penstock replay": "of the reader's rollouts; tests/integration/client/test_replay.py",

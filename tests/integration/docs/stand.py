@@ -264,7 +264,13 @@ async def _trainer(stand: Stand, stack: AsyncExitStack) -> dict[str, Any]:
         "group": SimpleNamespace(results=_given(results)),
         "corpus": SimpleNamespace(search=None),
         "path": stand.model,
+        "run_my_agent": _no_agent,
     }
+
+
+async def _no_agent(base_url: str, api_key: str) -> None:
+    """An agent of the reader's own, that makes no call."""
+    assert base_url.startswith("http") and api_key
 
 
 @asynccontextmanager

@@ -131,7 +131,7 @@ async def test_invalid_agent_is_refused_by_field_and_a_builtin_name_is_taken(age
     """Nothing is registered."""
     wrong = echo_agent(name="Wrong", version="", argv=["x", "{{api_key}}"])
     error = await refusal(agents.RegisterAgent(agent_service_pb2.RegisterAgentRequest(spec=wrong)))
-    assert error.reason == "SPEC_INVALID"
+    assert error.reason == "FIELD_INVALID"
     assert {violation.field for violation in error.violations} == {"name", "version"}
     taken = agent_service_pb2.RegisterAgentRequest(spec=echo_agent(name="shell"))
     assert (await refusal(agents.RegisterAgent(taken))).reason == "AGENT_BUILT_IN"
@@ -155,7 +155,7 @@ async def test_a_spec_is_checked_without_being_registered(agents: Any) -> None:
     found = await check(spec=echo_agent(name="unseen"), spec_only=True)
     assert found[-1][:2] == ("spec", response.OUTCOME_OK)
     assert {outcome for _, outcome, _ in found[:-1]} <= {response.OUTCOME_WARNING}
-    assert (await refusal(check(name="shell", spec=echo_agent()))).reason == "SPEC_INVALID"
+    assert (await refusal(check(name="shell", spec=echo_agent()))).reason == "FIELD_INVALID"
     unseen = agent_service_pb2.GetAgentRequest(name="unseen")
     assert (await refusal(agents.GetAgent(unseen))).reason == "AGENT_UNKNOWN"
 
@@ -265,7 +265,7 @@ async def test_lists_are_paged_and_filtered(rollouts: Any, echo: agent_service_p
     assert [rollout.rollout_id for rollout in answer.rollouts] == [ids[3], ids[1]]
     for bad in ({"page_size": -1}, {"page_token": "'; DROP TABLE rollouts"}):
         call = rollouts.ListRollouts(rollout_service_pb2.ListRolloutsRequest(**bad))
-        assert (await refusal(call)).reason == "PAGE_INVALID"
+        assert (await refusal(call)).reason == "FIELD_INVALID"
 
 
 @pytest.mark.requirement("R1", "R8")

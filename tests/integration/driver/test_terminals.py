@@ -288,7 +288,7 @@ async def test_steps_of_one_stream_are_answered_one_for_one_in_order(penstock: P
         ]  # fmt: skip
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             [answer async for answer in stub.Step(iter([request(step_id="d", final_answer="")]))]
-        assert error_from_rpc(refused.value).reason == "STEP_INVALID"
+        assert error_from_rpc(refused.value).reason == "FIELD_INVALID"
 
 
 @pytest.mark.requirement("R33", "R63")
@@ -298,7 +298,7 @@ async def test_impossible_terminals_are_refused_before_anything_is_made(penstock
         await penstock.terminals.open(
             task(instruction=" "), wall_time=-1, output_limit_bytes=1 << 30, max_steps=1000, labels={"penstock_x": "y"}
         )
-    assert refused.value.reason == "TERMINAL_INVALID"
+    assert refused.value.reason == "FIELD_INVALID"
     assert {violation.field for violation in refused.value.violations} == {
         "task.instruction", "wall_time", "output_limit_bytes", "max_steps", "labels.penstock_x",
     }  # fmt: skip
@@ -306,7 +306,7 @@ async def test_impossible_terminals_are_refused_before_anything_is_made(penstock
         for wrong in (Command(shell="id", user="root"), Command(shell="id", secret_env={"A": "b"})):
             with pytest.raises(InvalidArgument) as refused:
                 await terminal.run(wrong)
-            assert refused.value.reason == "STEP_INVALID"
+            assert refused.value.reason == "FIELD_INVALID"
         await output(terminal, "true")
         with pytest.raises(ResourceExhausted) as full:
             await terminal.run("true")

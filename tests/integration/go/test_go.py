@@ -16,6 +16,7 @@ import pytest
 from tests.support.services.stack import Running
 
 from penstock.client.transport.endpoints import write_connection
+from penstock_inference.testing import open_inference, random_config, random_tensors, write_model
 from tools import golang
 
 ROOT: Final = Path(__file__).resolve().parents[3]
@@ -53,11 +54,8 @@ def test_the_go_client_is_well_formed_and_passes_its_tests() -> None:
     go("test", "-race", "-vet=off", "./...")
 
 
-@pytest.mark.parametrize("page", ["clients/go/README.md", "docs/guides/go.md"])
-@pytest.mark.asyncio(loop_scope="session")
-async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: str) -> None:
-    """What a reader copies into a module of his own compiles and does its work, against real services."""
-    blocks = re.findall(r"^```go\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+def built(tmp_path: Path, blocks: list[str]) -> str:
+    """A program of these blocks in a module of its own, compiled."""
     (tmp_path / "main.go").write_text("\n".join(blocks))
     requires = (golang.ROOT / "go.mod").read_text().partition("\n\n")[2]
     (tmp_path / "go.mod").write_text(f"module reader\n\n{requires}\nrequire {MODULE} v0.0.0\n")
@@ -67,8 +65,36 @@ async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: 
     (tmp_path / "go.work").write_text(work)
     go("vet", "-race", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
     go("build", "-race", "-o", "program", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
-    said = await asyncio.to_thread(run, str(tmp_path / "program"), env=surroundings(stack, tmp_path))
-    assert len(said.splitlines()) == 8, said  # a line for each rollout
+    return str(tmp_path / "program")
+
+
+def blocks_of(page: str) -> list[str]:
+    """The Go of a page: one program, or in a README one for each block."""
+    return re.findall(r"^```go\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["clients/go/README.md", "docs/guides/go.md"])
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: str) -> None:
+    """What a reader copies into a module of his own compiles and does its work, against real services."""
+    blocks = blocks_of(page)
+    program = await asyncio.to_thread(built, tmp_path, blocks[:1] if page.endswith("README.md") else blocks)
+    said = await asyncio.to_thread(run, program, env=surroundings(stack, tmp_path))
+    rollouts = [line for line in said.splitlines() if not line.startswith("words")]
+    assert len(rollouts) == 8, said  # a line for each rollout
+    assert page != "clients/go/README.md" or said.splitlines()[-1] == "words: 2"
+
+
+@pytest.mark.requirement("R87")
+async def test_the_program_that_pushes_weights_runs(tmp_path: Path) -> None:
+    """The README's other program, against an engine that takes weights."""
+    program = await asyncio.to_thread(built, tmp_path, blocks_of("clients/go/README.md")[1:])
+    config = random_config("qwen3")
+    model = write_model(tmp_path / "tiny", config, random_tensors(config))
+    async with open_inference(model, tmp_path / "state") as engine:
+        env = {**os.environ, "PENSTOCK_INFERENCE_ADDRESS": engine.address}
+        said = [await asyncio.to_thread(run, program, env=env) for _ in range(2)]
+    assert said == ["version 1 is in force\n", "version 2 is in force\n"]
 
 
 @pytest.mark.requirement("R79", "R82", "R87")

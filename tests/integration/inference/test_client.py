@@ -89,7 +89,6 @@ async def test_unsupported_features_of_the_engine_are_named(served: Open, model_
     async with served(model_dir) as stub, connect({"inference": stub.address}) as ps:
         calls: list[tuple[Awaitable[Any], str]] = [
             (ps.inference.generate(PROMPT, form), "structured_output"),
-            (ps.inference.adapters(), "adapters"),
             (ps.inference.load_adapter("a", 1, {"w": np.zeros(3, np.float32)}, {"r": 4}), "adapters"),
             (ps.inference.init_transfer("nccl"), "external_transfer"),
             (ps.inference.start_transfer(1), "external_transfer"),

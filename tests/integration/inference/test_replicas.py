@@ -216,7 +216,7 @@ def test_an_engine_without_weights_has_no_replicas(tmp_path: Path, engine: str) 
     arguments = ["--anonymous", "--model-dir", str(tmp_path), "--engine", engine, "--replicas"]
     with pytest.raises(InvalidArgument) as caught:
         InferenceSettings.load([*arguments, "2"])
-    assert caught.value.reason == "INVALID_SETTINGS" and caught.value.violations[0].field == "replicas"
+    assert caught.value.reason == "SETTINGS_INVALID" and caught.value.violations[0].field == "replicas"
     assert InferenceSettings.load([*arguments, "1"]).engine == engine
 
 

@@ -5,10 +5,12 @@ It samples nothing, so nothing is held to a form; what it was asked for comes ba
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from penstock_inference.engines.base import EngineInfo, EngineOptions
+from penstock_inference.engines.base import EngineInfo, EngineOptions, GenerateEvent, GenerateRequest
 from penstock_inference.testing import ScriptedEngine
 
 
@@ -19,6 +21,14 @@ class FormedEngine(ScriptedEngine):
         """What it says that it can do."""
         info = super().info()
         return replace(info, engine="formed", capabilities=replace(info.capabilities, structured_output=True))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Fails inside on a schema that says so, as engines did on some schemas."""
+        if "fails inside" in str(request.sampling.response_format):
+            raise RuntimeError("the schema's compiler failed")
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                yield event
 
 
 async def open_engine(options: EngineOptions) -> ScriptedEngine:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from structlog.testing import capture_logs
+from tests.integration.interception.conftest import TRAINER
 from tests.integration.interception.test_stream import asking, opened, wait_for_calls
 
+from penstock.client import connect
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis.channel import typed_errors
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
@@ -35,6 +39,17 @@ async def test_welcome_has_the_contract_and_its_features(service: Any) -> None:
     assert server.contract_revision >= 2
     assert "hello.required_features" in server.features
     assert (await begun(service, required_features=server.features)).session_id
+
+
+@pytest.mark.requirement("R110")
+async def test_log_of_a_session_names_the_client_and_its_version(service: Any) -> None:
+    """So that an operator sees which trainers are old."""
+    with capture_logs() as logs:
+        async with connect({"interception": service.address}, TRAINER) as ps, ps.intercept(identity="t"):
+            pass
+    (began,) = [line for line in logs if line["event"] == "a session began"]
+    assert began["client"].startswith(f"penstock-python/{version('penstock')} grpc-python")
+    assert (began["identity"], began["resumed"]) == ("t", False)
 
 
 @pytest.mark.requirement("R108")

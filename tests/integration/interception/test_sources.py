@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 from aiohttp import web
+from google.protobuf.duration_pb2 import Duration
 from tests.integration.interception import formed_engine
 
 from penstock.chat.v1 import chat_pb2
@@ -139,6 +140,23 @@ async def test_a_response_format_reaches_the_engine_or_is_refused_by_its_name(
         assert json.loads(call.completion.sampling_used.response_format_json) == form
     else:
         assert call.end_reason == "CAPABILITY_MISSING"
+
+
+@pytest.mark.requirement("R43", "R72", "R74")
+async def test_schema_on_which_an_engine_fails_inside_is_the_requests_doing(
+    start: Any, inference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine answers one token of something else in between."""
+    formed_engine.install(tmp_path / "plugins")
+    monkeypatch.syspath_prepend(tmp_path / "plugins")
+    schema = {"type": "object", "description": "fails inside"}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    service = await start(inference_address=await inference({"strict": False, "turns": [{"reply": "x"}]}, "formed"))
+    rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE)
+    with pytest.raises(openai.APIStatusError):
+        await rollout.client().chat.completions.create(model="m", messages=ASK, response_format=form)
+    [call] = (await service.capture(rollout.rollout_id)).calls
+    assert call.end_reason == "REQUEST_FAILS", call.failure
 
 
 async def test_a_trainer_delegates_a_call_to_the_inference_service(start: Any, inference: Any) -> None:
@@ -265,6 +283,106 @@ async def test_totals_separate_unreachable_upstreams_from_refusing_ones(
         ("UPSTREAM_REFUSED", 1, True),
         ("UPSTREAM_KEY_REFUSED", 1, False),
     ]
+
+
+def fails_inside(body: dict[str, Any]) -> bool:
+    return "fails" in body["messages"][-1]["content"]
+
+
+@pytest.mark.requirement("R43", "R72", "R74")
+@pytest.mark.parametrize(
+    ("answers", "reason", "lost", "asked"),
+    [
+        ({"request": 500, "other": 200}, "REQUEST_FAILS", 1, ["fails", ".", "fails"]),
+        ({"request": "no completion", "other": 200}, "REQUEST_FAILS", 1, ["fails", ".", "fails"]),
+        ({"request": 500, "other": 500}, "UPSTREAM_REFUSED", 1, ["fails", "."]),
+        ({"request": 503, "other": 200}, "UPSTREAM_REFUSED", 1, ["fails"]),
+        ({"request": 504, "other": 200}, "UPSTREAM_REFUSED", 1, ["fails"]),
+        ({"request": 429, "other": 200}, "UPSTREAM_REFUSED", 1, ["fails"]),
+    ],
+)
+async def test_request_is_the_cause_where_the_upstream_answers_another_one(
+    service: Any, answers: dict[str, Any], reason: str, lost: int, asked: list[str]
+) -> None:
+    """An upstream that fails it twice, and a fixed one not, is not down; one that is overloaded may be the cause."""
+
+    def answer(_request: web.Request, body: dict[str, Any]) -> Any:
+        given = answers["request" if fails_inside(body) else "other"]
+        if isinstance(given, str):
+            return {"error": given}
+        return said("well") if given == 200 else web.Response(status=given)
+
+    async with upstream(answer) as (url, seen):
+        rollout = await service.open(mode=PROXY, source=from_caller(url, SECRET))
+        client = rollout.client()
+        with pytest.raises(openai.APIStatusError):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "fails"}])
+    assert [body["messages"][-1]["content"] for _, body in seen] == asked
+    totals = (await service.close(rollout.rollout_id)).totals
+    assert [(one.reason, one.calls, one.calls_since_answer, one.retriable) for one in totals.failures] == [
+        (reason, 1, lost, True)
+    ]
+
+
+@pytest.mark.requirement("R43")
+async def test_request_that_an_upstream_fails_once_is_answered(service: Any) -> None:
+    """The second try helps an honest agent, too."""
+    left = [500]
+
+    def answer(_request: web.Request, body: dict[str, Any]) -> Any:
+        return web.Response(status=left.pop()) if left and fails_inside(body) else said("well")
+
+    async with upstream(answer) as (url, _):
+        rollout = await service.open(mode=PROXY, source=from_caller(url, SECRET))
+        messages: list[Any] = [{"role": "user", "content": "fails"}]
+        answered = await rollout.client().chat.completions.create(model="m", messages=messages)
+    assert answered.choices[0].message.content == "well"
+    assert (await service.close(rollout.rollout_id)).totals.failed == 0
+
+
+@pytest.mark.requirement("R72", "R74")
+async def test_calls_of_a_flood_that_expire_between_answers_are_not_lost(service: Any) -> None:
+    """The upstream holds ten calls and answers the next one; of those that came before it, none counts."""
+    released, all_wait = asyncio.Event(), asyncio.Event()
+    waiting = 0
+
+    async def hold() -> web.StreamResponse:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 10:
+            all_wait.set()
+        await released.wait()
+        return web.json_response(said("late"))
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        held = fails_inside(await request.json())
+        return await hold() if held else web.json_response(said("well"))
+
+    app = web.Application()
+    app.router.add_get("/v1/models", no_models)
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        budgets = interception_pb2.Budgets(call_timeout=Duration(seconds=3))
+        rollout = await service.open(mode=PROXY, source=from_caller(url, SECRET), budgets=budgets)
+        client = rollout.client()
+
+        async def ask(text: str) -> Any:
+            return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+        flood = [asyncio.create_task(ask(f"fails {number}")) for number in range(10)]
+        await all_wait.wait()
+        await ask("the next one")
+        ended = await asyncio.gather(*flood, return_exceptions=True)
+        assert all(isinstance(one, openai.InternalServerError) and one.status_code == 504 for one in ended), ended
+        totals = (await service.close(rollout.rollout_id)).totals
+        assert (totals.expired, totals.expired_since_answer, totals.delivered) == (10, 0, 1)
+    finally:
+        released.set()
+        await runner.cleanup()
 
 
 @pytest.mark.requirement("R59", "R72")

@@ -213,7 +213,7 @@ async def test_an_engine_without_alternatives_refuses_them_by_name(start: Any, i
     with pytest.raises(openai.APIStatusError):
         await ask(rollout.client(), logprobs=True, top_logprobs=2)
     call = (await service.capture(rollout.rollout_id)).calls[0]
-    assert (call.sampling_requested.top_logprobs, call.end_reason) == (2, "GENERATE_REQUEST_INVALID")
+    assert (call.sampling_requested.top_logprobs, call.end_reason) == (2, "FIELD_INVALID")
 
 
 @pytest.mark.requirement("R30", "R106")

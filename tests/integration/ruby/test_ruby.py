@@ -7,19 +7,17 @@ import base64
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.support.absent import absent
+from tests.support import ruby
 from tests.support.services.stack import Running
 
 from penstock.client.transport.endpoints import write_connection
 
 ROOT: Final = Path(__file__).resolve().parents[3]
-GUIDE: Final = ROOT / "docs" / "guides" / "any-language.md"
 WORK: Final = "#!/bin/sh\ncut -d' ' -f4 note.txt | tr -d . >b.txt\n"
 """What the scripted engine's agents run."""
 
@@ -27,17 +25,7 @@ WORK: Final = "#!/bin/sh\ncut -d' ' -f4 note.txt | tr -d . >b.txt\n"
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the guide's command generates."""
-    for program in ("protoc", "grpc_ruby_plugin", "ruby"):
-        if shutil.which(program) is None:
-            packages = "protobuf-compiler protobuf-compiler-grpc libprotobuf-dev ruby-grpc"
-            absent(f"THE TRAINER IN RUBY IS NOT TESTED HERE: no {program}: apt-get install {packages}")
-    (block,) = re.findall(r"^```sh\n(apt-get .*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
-    commands = block.partition("\n")[2]
-    folder = tmp_path_factory.mktemp("ruby")
-    (folder / "protos").symlink_to(ROOT / "protos")
-    done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return folder / "stubs"
+    return ruby.stubs(tmp_path_factory.mktemp("ruby"))
 
 
 def run(stubs: Path, stack: Running, task: Path, count: int) -> str:

@@ -115,7 +115,7 @@ async def test_more_than_the_operators_maximum_is_refused_by_field_and_maximum()
             spec = sb.SandboxSpec(resources=sb.Resources(**{name: value + 1}))
             request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
             error = await failure(service.sandboxes.CreateSandbox(request, timeout=60))
-            assert isinstance(error, InvalidArgument) and error.reason == "INVALID_SPEC", error
+            assert isinstance(error, InvalidArgument) and error.reason == "FIELD_INVALID", error
             [violation] = error.violations
             assert violation.field == f"spec.resources.{name}" and str(value) in violation.description
         spec = sb.SandboxSpec(resources=sb.Resources(**most))

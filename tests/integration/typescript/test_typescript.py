@@ -15,6 +15,7 @@ from tests.support.services.stack import Running
 
 from clients import nodejs
 from penstock.client.transport.endpoints import write_connection
+from penstock_inference.testing import open_inference, random_config, random_tensors, write_model
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 FOLDER: Final = ROOT / "clients" / "typescript"
@@ -105,19 +106,43 @@ async def test_more_calls_at_once_than_a_service_takes_on_a_connection(stack: Ru
     assert said.split() == ["600", "true", "ended"]
 
 
+def blocks_of(page: str) -> list[str]:
+    """The TypeScript of a page: one program, or in a README one for each block."""
+    return re.findall(r"^```ts\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def ran(tmp_path: Path, blocks: list[str], env: Mapping[str, str]) -> str:
+    """What a program of these blocks says, compiled strictly."""
+    program = FOLDER / "examples" / f".page-{tmp_path.name}.ts"  # where the package's name means this one
+    program.write_text("\n".join(blocks))
+    try:
+        run(str(TSC), "-p", "examples")
+        return run("node", str(program), env=env)
+    finally:
+        program.unlink()
+
+
 @pytest.mark.parametrize("page", ["clients/typescript/README.md", "docs/guides/typescript.md"])
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: str) -> None:
     """What a reader copies compiles strictly and does its work, against real services."""
-    blocks = re.findall(r"^```ts\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    program = FOLDER / "examples" / f".{Path(page).stem}-{tmp_path.name}.ts"  # where the package's name means this one
-    program.write_text("\n".join(blocks))
-    try:
-        run(str(TSC), "-p", "examples")
-        said = await asyncio.to_thread(run, "node", str(program), env=surroundings(stack, tmp_path))
-    finally:
-        program.unlink()
+    blocks = blocks_of(page)
+    blocks = blocks[:1] if page.endswith("README.md") else blocks
+    said = await asyncio.to_thread(ran, tmp_path, blocks, surroundings(stack, tmp_path))
     assert "Int32Array" in said
+    assert page != "clients/typescript/README.md" or said.splitlines()[-1] == "words: 2"
+
+
+@pytest.mark.requirement("R87")
+async def test_the_program_that_pushes_weights_runs(tmp_path: Path) -> None:
+    """The README's other program, against an engine that takes weights."""
+    config = random_config("qwen3")
+    model = write_model(tmp_path / "tiny", config, random_tensors(config))
+    blocks = blocks_of("clients/typescript/README.md")[1:]
+    async with open_inference(model, tmp_path / "state") as engine:
+        env = {**nodejs.environment(), "PENSTOCK_INFERENCE_ADDRESS": engine.address}
+        said = [await asyncio.to_thread(ran, tmp_path, blocks, env) for _ in range(2)]
+    assert said == ["version 1 is in force\n", "version 2 is in force\n"]
 
 
 @pytest.mark.requirement("R82", "R87")

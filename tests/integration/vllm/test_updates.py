@@ -238,7 +238,7 @@ async def test_an_adapter_that_does_not_fit_is_refused(service: Served, failure:
             (adapter_frames("one", 6, good, config=wide), "ADAPTER_INVALID"),
             (adapter_frames("one", 6, good, config="{}"), "ADAPTER_INVALID"),
             (adapter_frames("one", 6, b"garbage"), "ADAPTER_INVALID"),
-            (adapter_frames("", 6, good), "REQUEST_INVALID"),
+            (adapter_frames("", 6, good), "FIELD_INVALID"),
             (adapter_frames("one", 6, b"", path="../model"), "PATH_REFUSED"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -306,7 +306,7 @@ async def test_a_transfer_refuses_what_does_not_belong_to_it(service: Served, fa
         ),
         (
             lambda: service.stub.TransferTensors(pb.TransferTensorsRequest(transfer_id=transfer, descriptor_json="5")),
-            "REQUEST_INVALID",
+            "FIELD_INVALID",
         ),
         (lambda: service.stub.FinishTransfer(pb.FinishTransferRequest(transfer_id="other")), "NO_TRANSFER"),
         (lambda: service.stub.InitTransfer(pb.InitTransferRequest(backend="nccl")), "CAPABILITY_MISSING"),

@@ -182,7 +182,7 @@ async def test_bad_requests_are_refused_by_their_field(upstream: Upstream, failu
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await upstream.complete(request)
         error = failure(caught.value)
-        assert (error.reason, error.violations[0].field) == ("GENERATE_REQUEST_INVALID", field)
+        assert (error.reason, error.violations[0].field) == ("FIELD_INVALID", field)
     refused: list[Callable[[], Any]] = [
         lambda: upstream.stub.UpdateWeights(iter([])),
         lambda: upstream.stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -307,10 +306,18 @@ def test_a_training_sample_of_prime_rl_has_lists_of_one_length(results: list[Tra
         for row, made in zip(selection.rows, samples, strict=True)
         for token in masked(row.sample.sample_id, made["token_ids"], made["mask"], made["logprobs"])
     ] == trained_tokens(selection)
-    for made in samples:
+    for row, made in zip(selection.rows, samples, strict=True):
         assert made["temperatures"] == [0.5] * len(made["token_ids"])
-        assert made["advantages"] == [advantages[made["trace_id"]] * kept for kept in made["mask"]]
-    assert Counter(made["trace_id"] for made in samples) == Counter(row.trajectory.rollout_id for row in selection.rows)
+        assert made["advantages"] == [advantages[row.trajectory.rollout_id] * kept for kept in made["mask"]]
+
+
+@pytest.mark.requirement("R84")
+def test_prime_rl_gets_no_field_that_its_pinned_version_lacks() -> None:
+    """Its structure refuses an unknown keyword, and wants the first five."""
+    required = {"token_ids", "mask", "logprobs", "temperatures", "env_name"}
+    optional = {"ref_logprobs", "mm_kwargs", "routed_experts", "mm_token_type_ids", "advantages"}
+    optional |= {"rl_weights", "ce_weights", "ref_kl_weights"}
+    assert required <= set(prime_rl.TrainingSample.__annotations__) <= required | optional
 
 
 @pytest.mark.requirement("R84")

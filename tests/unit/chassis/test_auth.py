@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_chassis.auth import Authenticator, Role, RoleTable, authorize
+from penstock_chassis.auth import Authenticator, Caller, Role, RoleTable, authorize
 from penstock_chassis.errors import PermissionDenied, Unauthenticated
 
 TOKEN = "sk-test '$(leak)"
@@ -27,7 +27,7 @@ def test_no_other_header_than_the_exact_one_authenticates(header: str | bytes) -
 def test_each_token_gives_its_own_role(token: str, role: Role) -> None:
     """Any characters at all."""
     found = Authenticator({role: token}).authenticate([("other", "x"), ("authorization", f"Bearer {token}")])
-    assert found is role
+    assert found.role is role
 
 
 @pytest.mark.requirement("R3")
@@ -47,7 +47,7 @@ def test_service_without_configured_tokens_lets_nobody_in() -> None:
 def test_anonymous_access_does_not_let_a_wrong_token_pass() -> None:
     """A caller that meant to prove something is told that it did not."""
     open_door = Authenticator({}, anonymous=True)
-    assert open_door.authenticate([]) is Role.OPERATOR
+    assert open_door.authenticate([]) == Caller(Role.OPERATOR, None)
     with pytest.raises(Unauthenticated):
         open_door.authenticate([("authorization", "Bearer stale")])
 

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.waiting import eventually
 
 from penstock_chassis import errors, interceptor, rpc_status
-from penstock_chassis.auth import Authenticator, Role
+from penstock_chassis.auth import Authenticator, Caller, Role
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.testing import serve
 
@@ -222,17 +222,17 @@ async def test_a_flood_of_refused_calls_writes_a_bounded_number_of_lines(
 @pytest.mark.requirement("R5")
 async def test_caller_is_authenticated_once(invoke: Invoke, registration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer goes on with the call."""
-    asked: list[Role] = []
+    asked: list[Caller] = []
     authenticate = Authenticator.authenticate
 
-    def counted(self: Authenticator, metadata: Any) -> Role:
+    def counted(self: Authenticator, metadata: Any) -> Caller:
         asked.append(authenticate(self, metadata))
         return asked[-1]
 
     monkeypatch.setattr(Authenticator, "authenticate", counted)
     async with serve(registration, tokens=TOKENS) as (_, channel):
         await invoke(channel)
-    assert asked == [Role.OPERATOR]
+    assert asked == [Caller(Role.OPERATOR, None)]
 
 
 async def test_two_authorization_headers_are_refused(invoke: Invoke, registration: Any) -> None:

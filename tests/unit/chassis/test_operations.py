@@ -60,7 +60,7 @@ async def test_server_info_has_the_contract_and_the_limits() -> None:
     assert (server.service, server.version, list(server.features)) == (
         "driver",
         metadata.version("penstock-driver"),
-        ["a", "b"],
+        ["a", "b", "namespaces"],
     )
     assert server.contract_revision == CONTRACT_REVISION
     assert (server.max_message_bytes, server.min_ping_interval.seconds) == (64 << 20, 10)
@@ -89,7 +89,7 @@ async def test_a_request_that_makes_no_sense_is_refused_by_field() -> None:
     async with serving(Operations("driver")) as address:
         with pytest.raises(InvalidArgument) as refused:
             await status(address, min_free_bytes=-1)
-    assert refused.value.reason == "STATUS_REQUEST_INVALID"
+    assert refused.value.reason == "FIELD_INVALID"
     assert [violation.field for violation in refused.value.violations] == ["min_free_bytes"]
 
 

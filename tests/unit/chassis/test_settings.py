@@ -44,7 +44,7 @@ def file(tmp_path: Path, environment: pytest.MonkeyPatch) -> Callable[[str], Non
 def refusal(argv: list[str]) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as caught:
         ValveSettings.load(argv)
-    assert caught.value.reason == "INVALID_SETTINGS"
+    assert caught.value.reason == "SETTINGS_INVALID"
     return caught.value
 
 

@@ -102,7 +102,8 @@ def test_the_dashboards_link_stays_whole_on_a_narrow_terminal(tmp_path: Path, mo
     link = f"http://127.0.0.1:7790/#token={'0123456789abcdef' * 4}"
     said = io.StringIO()
     monkeypatch.setattr(up, "out", Console(file=said, force_terminal=True, width=80, highlight=False))
-    up._say_where(LocalStack(state_dir=tmp_path), tmp_path / "connection.json", link, as_json=False)
+    stack, connection = LocalStack(state_dir=tmp_path), tmp_path / "connection.json"
+    up._say_where(stack, connection, link, as_json=False, example="task.yaml")
     lines = said.getvalue().splitlines()
     assert [line for line in lines if "token" in line] == [f"dashboard     {link}"]
     assert [line.split()[0] for line in lines[1:]] == [*SERVICES, "ingress", "dashboard"]

@@ -40,7 +40,7 @@ async def test_long_step_is_followed_when_its_stream_breaks(
     monkeypatch.setattr(loop, "time", lambda: real() + clock[0])
     fakes.queue("Step", LateRefusal(clock), LateRefusal(clock), pb.StepResponse(step_id="s", ended=True))
     assert (await terminal.run("make", step_id="s")).ended
-    monkeypatch.setattr("penstock.client.rollouts.driver_rpc._PATIENCE_S", -1.0)
+    monkeypatch.setattr("penstock.client.transport.patience._PATIENCE_S", -1.0)
     fakes.queue("Step", Refusal(grpc.StatusCode.UNAVAILABLE, "X"))
     with pytest.raises(Unavailable):
         await terminal.run("make")

@@ -7,8 +7,8 @@ from tests.unit.docs.pages import tables
 
 from penstock.cli.terminal import console
 
-WITHOUT = {"serve", "completion", "tasks schema"}
-"""They print no result: another program's output, a script, JSON as it is."""
+WITHOUT = {"serve", "demo", "completion", "tasks schema"}
+"""They print no result: other programs' output, a script, JSON as it is."""
 
 
 def test_the_exit_codes_of_the_command_line_stand_in_their_table() -> None:

@@ -62,7 +62,7 @@ class Driver:
             ),
         )
         base = RolloutSpec(
-            agent=self.registry.get("shell"),
+            agent=self.registry.get("default", "shell"),
             choice=AgentChoice(),
             task=task,
             limits=Limits(),

@@ -24,13 +24,13 @@ from penstock_sandbox.sandboxes.policy import Limits
 class NoToolboxes:
     """There are none."""
 
-    def mounted(self, toolbox_id: str, *, host_programs: bool) -> MountedToolbox:
+    def mounted(self, toolbox_id: str, namespace: str, *, host_programs: bool) -> MountedToolbox:
         raise AssertionError(toolbox_id)
 
-    def hold(self, toolbox_ids: Sequence[str]) -> None:
+    def hold(self, toolbox_ids: Sequence[str], namespace: str) -> None:
         assert not toolbox_ids
 
-    def release(self, toolbox_ids: Sequence[str]) -> None:
+    def release(self, toolbox_ids: Sequence[str], namespace: str) -> None:
         assert not toolbox_ids
 
 

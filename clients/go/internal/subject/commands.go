@@ -79,6 +79,9 @@ func (s *subject) carryOut(ctx context.Context, c *command) (object, error) {
 	case "intercept":
 		return s.intercept(ctx, ps, c)
 	}
+	if answer, err, is := s.surface(ctx, ps, c); is {
+		return answer, err
+	}
 	if c.GroupID != "" {
 		group, err := one(s, s.groups, c.GroupID)
 		if err != nil {
@@ -125,6 +128,9 @@ func (s *subject) connect(c *command) error {
 	if c.Token != "" {
 		opts = append(opts, penstock.WithToken(c.Token))
 	}
+	if c.Namespace != "" {
+		opts = append(opts, penstock.WithNamespace(c.Namespace))
+	}
 	if c.TLS != nil {
 		opts = append(opts, penstock.WithTLS(penstock.TLS{CA: c.TLS.CA}))
 	}
@@ -136,7 +142,7 @@ func (s *subject) connect(c *command) error {
 }
 
 func (s *subject) intercept(ctx context.Context, ps *penstock.Client, c *command) (object, error) {
-	opts := []penstock.SessionOption{penstock.WithCredits(c.Credits)}
+	opts := []penstock.SessionOption{penstock.WithCredits(c.Credits), penstock.WithToolErrors(quiet)}
 	if c.PolicyVersion != nil {
 		opts = append(opts, penstock.WithPolicyVersion(*c.PolicyVersion))
 	}

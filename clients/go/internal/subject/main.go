@@ -33,6 +33,7 @@ type command struct {
 	Host           string            `json:"host"`
 	ConnectionFile string            `json:"connection_file"`
 	Token          string            `json:"token"`
+	Namespace      string            `json:"namespace"`
 	TLS            *struct {
 		CA string `json:"ca"`
 	} `json:"tls"`
@@ -58,6 +59,8 @@ type command struct {
 	Reason       string `json:"reason"`
 	Message      string `json:"message"`
 	Retriable    bool   `json:"retriable"`
+
+	line []byte // as it came
 }
 
 // subject has the clients, sessions, handles and calls of the case that runs.
@@ -70,6 +73,11 @@ type subject struct {
 	rollouts map[string]*penstock.Rollout
 	calls    map[string]*penstock.Call
 	waiting  map[int]context.CancelCauseFunc
+
+	sandboxes map[string]*penstock.Sandbox
+	processes map[string]*penstock.Process
+	terminals map[string]*penstock.Terminal
+	tools     map[string]*tool
 
 	whole  context.Context // of the case
 	forget context.CancelFunc
@@ -106,6 +114,7 @@ func main() {
 			fmt.Fprintln(os.Stderr, "the input is no command:", err)
 			os.Exit(1)
 		}
+		c.line = line
 		ctx, cancel := context.WithCancelCause(s.whole)
 		if c.Do != "reset" {
 			s.mu.Lock()
@@ -121,6 +130,8 @@ func (s *subject) begin() {
 	s.clients, s.sessions = map[string]*penstock.Client{}, map[string]*penstock.Session{}
 	s.serving, s.groups = map[string]<-chan next{}, map[string]*penstock.Group{}
 	s.rollouts, s.calls = map[string]*penstock.Rollout{}, map[string]*penstock.Call{}
+	s.sandboxes, s.processes = map[string]*penstock.Sandbox{}, map[string]*penstock.Process{}
+	s.terminals, s.tools = map[string]*penstock.Terminal{}, map[string]*tool{}
 	s.whole, s.forget = context.WithCancel(context.Background())
 }
 

@@ -19,6 +19,7 @@ import {
   type RolloutResult,
   type Task,
 } from "../index.js";
+import { forget, type Kept, SURFACE } from "./surface.js";
 
 // What comes is JSON, as the suite defines it.
 type Given = any;
@@ -97,6 +98,22 @@ function observedResult({ rollout, outcome, trajectory }: RolloutResult): object
   };
 }
 
+function observedCall(call: ModelCall): object {
+  return {
+    call_id: call.callId,
+    rollout_id: call.rolloutId,
+    index: call.index,
+    prompt: hex(call.promptTokenIds),
+    prompt_count: call.promptCount,
+    max_tokens: call.sampling?.maxTokens ?? null,
+    lease_attempt: call.leaseAttempt,
+    messages: call.messages.map((message) => ({
+      role: ["", "system", "developer", "user", "assistant", "tool"][message.role],
+      text: message.parts.map(({ part }) => (part.case === "text" ? part.value.text : "")).join(""),
+    })),
+  };
+}
+
 function taskOf(spec: Given): Task {
   return {
     taskId: spec.task_id,
@@ -145,14 +162,18 @@ async function reset(own?: AbortController): Promise<void> {
   for (const kept of [clients, rollouts, groups, sessions, iterators, calls]) {
     kept.clear();
   }
+  forget();
 }
+
+const KEPT: Kept = { sessions, calls, taskOf, observedCall };
 
 type Command = (given: Given, signal: AbortSignal) => Promise<object | undefined | void>;
 
 const COMMANDS: Readonly<Record<string, Command>> = {
-  connect: async ({ client, addresses, connection_file, token, tls }) => {
+  connect: async ({ client, addresses, connection_file, namespace, token, tls }) => {
     const where = connection_file ? { connectionFile: connection_file } : { addresses };
-    clients.set(client, connect({ ...where, ...(token && { token }), ...(tls && { tls: { caFile: tls.ca } }) }));
+    const who = { ...(namespace && { namespace }), ...(token && { token }) };
+    clients.set(client, connect({ ...where, ...who, ...(tls && { tls: { caFile: tls.ca } }) }));
   },
   close: async ({ client }) => {
     await named(clients, client).close();
@@ -200,6 +221,7 @@ const COMMANDS: Readonly<Record<string, Command>> = {
       runId: run_id,
       credits,
       signal,
+      onToolError: () => {}, // what breaks in a case's tool is no complaint
       ...(policy_version !== undefined && { policyVersion: policy_version }),
       ...(messages !== undefined && { messages }),
     });
@@ -214,19 +236,7 @@ const COMMANDS: Readonly<Record<string, Command>> = {
     }
     const call = step.value;
     calls.set(call.callId, call);
-    return {
-      call_id: call.callId,
-      rollout_id: call.rolloutId,
-      index: call.index,
-      prompt: hex(call.promptTokenIds),
-      prompt_count: call.promptCount,
-      max_tokens: call.sampling?.maxTokens ?? null,
-      lease_attempt: call.leaseAttempt,
-      messages: call.messages.map((message) => ({
-        role: ["", "system", "developer", "user", "assistant", "tool"][message.role],
-        text: message.parts.map(({ part }) => (part.case === "text" ? part.value.text : "")).join(""),
-      })),
-    };
+    return observedCall(call);
   },
   deliver: async ({ call_id, token_ids, logprobs, policy_version, finish_reason, top }, signal) => {
     const ids = new Int32Array(unhex(token_ids));
@@ -278,7 +288,12 @@ async function answer(given: Given): Promise<void> {
   const either = given.timeout_s ? AbortSignal.any([signal, AbortSignal.timeout(given.timeout_s * 1000)]) : signal;
   let said: object;
   try {
-    said = { ok: (await COMMANDS[given.do]?.(given, either)) ?? {} };
+    const other = SURFACE[given.do];
+    const done =
+      other === undefined
+        ? await COMMANDS[given.do]?.(given, either)
+        : await other(named(clients, given.client), given, either, KEPT);
+    said = { ok: done ?? {} };
   } catch (error) {
     said = { error: observedError(error) };
   }

@@ -6,6 +6,7 @@ import { type Group, Phase, type RolloutSummary } from "@gen/penstock/driver/v1/
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { type Following, follow } from "../lib/follow";
+import { seesAll } from "../lib/scope";
 import { client } from "../lib/transport";
 import { type Capture, captureSoFar, NO_CAPTURE, trajectory } from "../rollout/records";
 
@@ -34,7 +35,8 @@ export function followGroup(id: string): GroupModel {
       const answer = await service.getGroup({ groupId: id }, { signal });
       group.value = answer.group;
       isFresh = true;
-      yield* service.watchRollouts({ filter: { groupId: id }, endedLimit: MOST_ROLLOUTS }, { signal, timeoutMs: 0 });
+      const filter = { groupId: id, allNamespaces: await seesAll("driver", signal) };
+      yield* service.watchRollouts({ filter, endedLimit: MOST_ROLLOUTS }, { signal, timeoutMs: 0 });
     },
     (message) => {
       const next = new Map(isFresh ? [] : known.peek());

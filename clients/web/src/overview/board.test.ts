@@ -84,7 +84,7 @@ describe("a row", () => {
 });
 
 describe("a filter", () => {
-  const row = rowOf(summary("r1", { agent: "shell", runId: "run-7", labels: { team: "a" }, taskId: "Copy", phase: Phase.RUNNING }));
+  const row = rowOf(summary("r1", { agent: "shell", runId: "run-7", labels: { team: "a" }, taskId: "Copy", namespace: "team-a", phase: Phase.RUNNING }));
   test.each([
     ["", true],
     ["copy", true],
@@ -94,6 +94,8 @@ describe("a filter", () => {
     ["agent:she", false],
     ["run:run-7 state:live", true],
     ["state:ended", false],
+    ["namespace:team-a", true],
+    ["namespace:default", false],
     ["label:team", true],
     ["label:team=a", true],
     ["label:team=b", false],
@@ -105,10 +107,10 @@ describe("a filter", () => {
   });
 
   test("says which of its keys and states there are not, and which was probably meant", () => {
-    expect(misread("stat:faild copy")).toEqual(["There is no key stat:; did you mean state:? There are state:, agent:, run:, group:, task:, label:."]);
+    expect(misread("stat:faild copy")).toEqual(["There is no key stat:; did you mean state:? There are state:, agent:, run:, group:, task:, namespace:, label:."]);
     expect(misread("state:faild bogus:1")).toEqual([
       "There is no state faild; did you mean failed? There are waiting, running, live, ended, completed, failed, cancelled.",
-      "There is no key bogus:. There are state:, agent:, run:, group:, task:, label:.",
+      "There is no key bogus:. There are state:, agent:, run:, group:, task:, namespace:, label:.",
     ]);
     expect(misread("state: agent:shell label:team=a copy a/b:c")).toEqual([]);
   });

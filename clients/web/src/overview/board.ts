@@ -7,11 +7,15 @@ import { timestampMs } from "@bufbuild/protobuf/wkt";
 import { FailureCause, Party, Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 import type { WatchRolloutsResponse } from "@gen/penstock/driver/v1/rollout_service_pb";
 
+/** The namespace of those who name none. */
+export const DEFAULT_NAMESPACE = "default";
+
 export type State = "waiting" | "running" | "completed" | "failed" | "cancelled";
 
 /** One rollout, ready to be shown. */
 export interface Row {
   readonly id: string;
+  readonly namespace: string;
   readonly group: string;
   readonly index: number;
   readonly run: string;
@@ -63,6 +67,7 @@ export function rowOf(summary: RolloutSummary): Row {
   const oldest = calls?.oldestPolicyVersion;
   return {
     id: summary.rolloutId,
+    namespace: summary.namespace || DEFAULT_NAMESPACE,
     group: summary.groupId ?? "",
     index: summary.index,
     run: summary.runId ?? "",

@@ -4,6 +4,7 @@ import { create } from "@bufbuild/protobuf";
 import { RolloutService, WatchRolloutsRequestSchema } from "@gen/penstock/driver/v1/rollout_service_pb";
 
 import { follow, type Following } from "../lib/follow";
+import { seesAll } from "../lib/scope";
 import { client } from "../lib/transport";
 import { Board, type Row } from "./board";
 
@@ -44,12 +45,13 @@ export function watch(): () => void {
 
 function start(): Following {
   const driver = client(RolloutService);
-  const request = create(WatchRolloutsRequestSchema, { endedLimit: ENDED_SHOWN });
   return follow(
     "watch the rollouts",
-    (signal) => {
+    async function* (signal) {
+      const allNamespaces = await seesAll("driver", signal);
+      const request = create(WatchRolloutsRequestSchema, { endedLimit: ENDED_SHOWN, filter: { allNamespaces } });
       board.begin();
-      return driver.watchRollouts(request, { signal, timeoutMs: 0 });
+      yield* driver.watchRollouts(request, { signal, timeoutMs: 0 });
     },
     (message) => {
       heardAt = Date.now();

@@ -90,7 +90,7 @@ function FilterBar() {
         id="filter"
         class="field"
         type="search"
-        placeholder="Filter: words, state:failed, agent:shell, run:…, group:…, task:…, label:team=a"
+        placeholder="Filter: words, state:failed, agent:shell, run:…, group:…, task:…, namespace:…, label:team=a"
         aria-label="Filter the rollouts"
         spellcheck={false}
         autocomplete="off"

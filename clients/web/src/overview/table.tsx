@@ -6,7 +6,7 @@ import { now } from "../lib/clock";
 import { compact, duration, plain, reward } from "../lib/format";
 import { go, href } from "../lib/router";
 import { askToCancel } from "../ui/cancel";
-import { PHASE_NAMES, type Row, type State } from "./board";
+import { DEFAULT_NAMESPACE, PHASE_NAMES, type Row, type State } from "./board";
 
 const MARGIN = 8;
 
@@ -157,6 +157,12 @@ function RowLine({ row, index, top, focusable }: { row: Row; index: number; top:
         <a href={href("/rollouts", row.id)} tabIndex={-1} class="mono" title={row.id}>
           <bdi>{row.id}</bdi>
         </a>
+        {row.namespace !== DEFAULT_NAMESPACE && (
+          <span class="muted">
+            {" "}
+            in <bdi>{row.namespace}</bdi>
+          </span>
+        )}
         {row.attempts > 1 && <span class="muted"> attempt {row.attempts}</span>}
       </span>
       <span role="cell" class="task" title={row.task}>

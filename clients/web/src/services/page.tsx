@@ -21,6 +21,7 @@ import {
 import { now } from "../lib/clock";
 import { bytes, compact, duration, plain } from "../lib/format";
 import { href } from "../lib/router";
+import { seesAll } from "../lib/scope";
 import { useStream } from "../lib/stream";
 import { client } from "../lib/transport";
 import { FollowingNotice } from "../ui/notice";
@@ -45,7 +46,10 @@ function Gate() {
   const queue = useSignal<readonly number[]>([]);
   const { message, following } = useStream<WatchGateResponse>(
     "watch the gate",
-    (signal) => client(RolloutGateService).watchGate(create(WatchGateRequestSchema), { signal, timeoutMs: 0 }),
+    async function* (signal) {
+      const request = create(WatchGateRequestSchema, { allNamespaces: await seesAll("interception", signal) });
+      yield* client(RolloutGateService).watchGate(request, { signal, timeoutMs: 0 });
+    },
     (next) => (queue.value = pushed(queue.value, next.queuedCalls)),
   );
   const gate = message.value;
@@ -242,9 +246,10 @@ function useServed(version: bigint | undefined): string {
 const ROLLOUT_LABEL = "penstock_rollout";
 
 function Sandboxes() {
-  const { message, following } = useStream<WatchSandboxesResponse>("watch the sandboxes", (signal) =>
-    client(SandboxService).watchSandboxes(create(WatchSandboxesRequestSchema), { signal, timeoutMs: 0 }),
-  );
+  const { message, following } = useStream<WatchSandboxesResponse>("watch the sandboxes", async function* (signal) {
+    const request = create(WatchSandboxesRequestSchema, { allNamespaces: await seesAll("sandbox", signal) });
+    yield* client(SandboxService).watchSandboxes(request, { signal, timeoutMs: 0 });
+  });
   const all = message.value;
   const memory = all?.sandboxes.reduce((sum, one) => sum + Number(one.stats?.memoryBytes ?? 0n), 0) ?? 0;
   const processes = all?.sandboxes.reduce((sum, one) => sum + (one.stats?.pids ?? 0), 0) ?? 0;

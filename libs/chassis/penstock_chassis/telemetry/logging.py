@@ -2,7 +2,8 @@
 
 Call `configure` once per process, then `structlog.get_logger()` anywhere, with facts as keyword arguments:
 `log.info("sandbox created", sandbox_id=id)`. Ids bound with `structlog.contextvars.bind_contextvars` are on every line
-of the task. Values of keys that look like secrets are masked whatever the caller passes (R8). Bodies are never logged
+of the task. Values of keys that look like secrets are masked whatever the caller passes (R8), and so are the fields of
+messages that the protos mark as secret. Bodies are never logged
 at info or above; that is the caller's duty.
 """
 
@@ -15,7 +16,10 @@ from typing import Any, Final, Literal, TextIO, cast
 
 import orjson
 import structlog
+from google.protobuf.message import Message
 from structlog.typing import EventDict, Processor, WrappedLogger
+
+from penstock.values import redacted
 
 MASK: Final = "***"
 
@@ -128,7 +132,7 @@ class Meter:
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Masks the values of keys that name a secret, in nested mappings too."""
+    """Masks the values of keys that name a secret, and the secrets of messages, in nested mappings and lists too."""
     return {key: _masked(key, value, _DEPTH) for key, value in event.items()}
 
 
@@ -139,6 +143,10 @@ def _masked(key: str, value: object, depth: int) -> object:
         return value  # most are, and the Mapping check is slow
     if isinstance(value, Mapping) and depth:
         return {str(k): _masked(str(k), v, depth - 1) for k, v in value.items()}
+    if isinstance(value, Message):
+        return redacted(value)
+    if isinstance(value, list | tuple) and depth:
+        return [_masked("", item, depth - 1) for item in value]
     return value
 
 

@@ -15,7 +15,8 @@ from typing import Final
 import tomli_w
 from pydantic import JsonValue
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, Violation
+from penstock_chassis.validation import invalid
 from penstock_driver.agents.output_events import compiled, search
 from penstock_driver.agents.specs import MAX_INSTRUCTION_ARGV_BYTES, AgentSpec, ConfigFile, Mcp, PromptDelivery
 from penstock_driver.agents.templates import Absent, Scope, names, render_text, render_tree
@@ -62,7 +63,7 @@ class LaunchContext:
     workdir: str
     toolbox: str
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     model: str
     rollout_id: str
     wall_time_s: float
@@ -84,13 +85,13 @@ class Launch:
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    secret_env: Mapping[str, str]
+    secret_env: Mapping[str, str] = field(repr=False)
     files: tuple[FileToWrite, ...]
     stdin: bytes | None
 
 
 def check_choice(spec: AgentSpec, choice: AgentChoice, instruction: str) -> None:
-    """Raise InvalidArgument (AGENT_CHOICE_INVALID), naming every field that the agent cannot honour (R63)."""
+    """Raise InvalidArgument (FIELD_INVALID), naming every field that the agent cannot honour (R63)."""
     violations = []
     known = ", ".join(option.name for option in spec.options) or "none"
     for name, value in choice.options.items():
@@ -120,8 +121,7 @@ def check_choice(spec: AgentSpec, choice: AgentChoice, instruction: str) -> None
         limit = f"agent {spec.name} gets the instruction as an argument: at most 100 KiB and no NUL"
         violations.append(Violation("spec.task.instruction", limit))
     if violations:
-        summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
-        raise InvalidArgument(summary, reason="AGENT_CHOICE_INVALID", violations=violations)
+        raise invalid(violations)
 
 
 def check_host_tools(spec: AgentSpec, offered: Sequence[str]) -> None:

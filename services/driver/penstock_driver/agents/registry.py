@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import yaml
 
-from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound
 from penstock_chassis.journal import Journal
+from penstock_chassis.validation import invalid_field
 from penstock_driver.agents.specs import AgentSpec, parse_spec
 
 MIGRATION: Final = """
@@ -30,6 +31,22 @@ CREATE TABLE agent_specs (
     PRIMARY KEY (name, sha256)
 );
 """
+MIGRATION_NAMESPACES: Final = """
+ALTER TABLE agent_specs RENAME TO former_agent_specs;
+CREATE TABLE agent_specs (
+    namespace TEXT NOT NULL,
+    name TEXT NOT NULL,
+    sha256 TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    register_time REAL NOT NULL,
+    deleted INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (namespace, name, sha256)
+);
+INSERT INTO agent_specs SELECT 'default', name, sha256, spec, register_time, deleted FROM former_agent_specs;
+DROP TABLE former_agent_specs;
+"""
+_BUILT_IN: Final = ""
+"""Stands for a namespace: built-in agents belong to all of them."""
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader if PyYAML has it: each start reads all specs."""
@@ -37,12 +54,16 @@ _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A version of an agent; `register_time` in seconds since the epoch, 0 for a built-in one."""
+    """A version of an agent; `register_time` in seconds since the epoch, 0 for a built-in one.
+
+    `namespace` is empty for a built-in one.
+    """
 
     spec: AgentSpec
     sha256: str
     built_in: bool
     register_time: float
+    namespace: str = _BUILT_IN
 
 
 class AgentRegistry:
@@ -50,8 +71,9 @@ class AgentRegistry:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._newest: dict[str, Agent] = {}
-        self._versions: dict[tuple[str, str], Agent] = {}
+        self._newest: dict[tuple[str, str], Agent] = {}
+        """By namespace and name."""
+        self._versions: dict[tuple[str, str, str], Agent] = {}
 
     @classmethod
     async def open(cls, journal: Journal) -> AgentRegistry:
@@ -60,51 +82,56 @@ class AgentRegistry:
         for spec in built_in_specs():
             registry._add(Agent(spec, spec.sha256, True, 0.0))
         rows = await journal.query(
-            "SELECT sha256, spec, register_time, deleted FROM agent_specs ORDER BY register_time"
+            "SELECT namespace, sha256, spec, register_time, deleted FROM agent_specs ORDER BY register_time"
         )
-        for sha256, text, registered, deleted in rows:
-            agent = Agent(AgentSpec.model_validate_json(text), sha256, False, registered)
-            registry._versions[agent.spec.name, sha256] = agent
+        for namespace, sha256, text, registered, deleted in rows:
+            agent = Agent(AgentSpec.model_validate_json(text), sha256, False, registered, namespace)
+            registry._versions[namespace, agent.spec.name, sha256] = agent
             if not deleted:
-                registry._newest[agent.spec.name] = agent
+                registry._newest[namespace, agent.spec.name] = agent
         return registry
 
-    def agents(self) -> list[Agent]:
-        """The newest version of every agent, by name."""
-        return [self._newest[name] for name in sorted(self._newest)]
+    def agents(self, namespace: str | None) -> list[Agent]:
+        """The newest version of every agent of a namespace (None = of all) and of every built-in one, by name."""
+        found = [agent for (owner, _), agent in self._newest.items() if namespace is None or owner in ("", namespace)]
+        return sorted(found, key=lambda agent: (agent.spec.name, agent.namespace))
 
-    def get(self, name: str, sha256: str = "") -> Agent:
+    def get(self, namespace: str, name: str, sha256: str = "") -> Agent:
         """An agent's newest version, or the one with that hash; NotFound (AGENT_UNKNOWN) lists the known agents."""
-        agent = self._versions.get((name, sha256)) if sha256 else self._newest.get(name)
+        agent = None
+        for owner in (_BUILT_IN, namespace):
+            agent = agent or (self._versions.get((owner, name, sha256)) if sha256 else self._newest.get((owner, name)))
         if agent is None:
             version = f" in version {sha256[:12]}" if sha256 else ""
-            known = ", ".join(sorted(self._newest))
+            known = ", ".join(agent.spec.name for agent in self.agents(namespace))
             raise NotFound(f"there is no agent {name}{version}; known agents: {known}", reason="AGENT_UNKNOWN")
         return agent
 
-    async def register(self, spec: AgentSpec) -> Agent:
+    async def register(self, namespace: str, spec: AgentSpec) -> Agent:
         """Add an agent or a version of one; AlreadyExists (AGENT_BUILT_IN) for a built-in agent's name."""
-        if (known := self._newest.get(spec.name)) and known.built_in:
+        if (_BUILT_IN, spec.name) in self._newest:
             raise AlreadyExists(f"{spec.name} is a built-in agent: choose another name", reason="AGENT_BUILT_IN")
-        agent = Agent(spec, spec.sha256, False, time.time())
+        agent = Agent(spec, spec.sha256, False, time.time(), namespace)
         await self._journal.execute(
-            "INSERT INTO agent_specs (name, sha256, spec, register_time) VALUES (?, ?, ?, ?)"
+            "INSERT INTO agent_specs (namespace, name, sha256, spec, register_time) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET register_time = excluded.register_time, deleted = 0",
-            (spec.name, agent.sha256, spec.model_dump_json(by_alias=True), agent.register_time),
+            (namespace, spec.name, agent.sha256, spec.model_dump_json(by_alias=True), agent.register_time),
         )
         self._add(agent)
         return agent
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, namespace: str, name: str) -> None:
         """Remove an agent from the list; running rollouts keep it. FailedPrecondition (AGENT_BUILT_IN) if built in."""
-        if (known := self._newest.get(name)) and known.built_in:
+        if (_BUILT_IN, name) in self._newest:
             raise FailedPrecondition(f"{name} is a built-in agent", reason="AGENT_BUILT_IN")
-        await self._journal.execute("UPDATE agent_specs SET deleted = 1 WHERE name = ?", (name,))
-        self._newest.pop(name, None)
+        await self._journal.execute(
+            "UPDATE agent_specs SET deleted = 1 WHERE namespace = ? AND name = ?", (namespace, name)
+        )
+        self._newest.pop((namespace, name), None)
 
     def _add(self, agent: Agent) -> None:
-        self._newest[agent.spec.name] = agent
-        self._versions[agent.spec.name, agent.sha256] = agent
+        self._newest[agent.namespace, agent.spec.name] = agent
+        self._versions[agent.namespace, agent.spec.name, agent.sha256] = agent
 
 
 def built_in_specs() -> Iterator[AgentSpec]:
@@ -124,17 +151,15 @@ def load_spec(text: str, siblings: Mapping[str, Any]) -> AgentSpec:
     try:
         data = yaml.load(text, _LOADER)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
-        raise InvalidArgument(f"the agent spec is not YAML: {error}", reason="SPEC_INVALID") from None
+        raise invalid_field("spec", f"is not YAML: {error}") from None
     if not isinstance(data, dict):
-        raise InvalidArgument("the agent spec is not a mapping", reason="SPEC_INVALID")
+        raise invalid_field("spec", "is not a mapping")
     toolbox = data.get("toolbox")
     packages = toolbox.get("python_packages") if isinstance(toolbox, dict) else None
     if isinstance(toolbox, dict) and isinstance(packages, dict):
         source = siblings.get(str(packages.get("from")))
         if source is None or len(packages) != 1:
-            raise InvalidArgument(
-                "toolbox.python_packages: from names a requirements file beside the spec", reason="SPEC_INVALID"
-            )
+            raise invalid_field("toolbox.python_packages", "from names a requirements file beside the spec")
         toolbox["python_packages"] = requirements(source.read_text("utf-8"))
     files = toolbox.get("files") if isinstance(toolbox, dict) else None
     for file in files if isinstance(files, list) else []:
@@ -143,9 +168,7 @@ def load_spec(text: str, siblings: Mapping[str, Any]) -> AgentSpec:
         if "from" in file:
             source = siblings.get(str(file.pop("from")))
             if source is None or "content" in file:
-                raise InvalidArgument(
-                    "toolbox.files: from names a file beside the spec, instead of content", reason="SPEC_INVALID"
-                )
+                raise invalid_field("toolbox.files", "from names a file beside the spec, instead of content")
             file["content"] = base64.b64encode(source.read_bytes())
         elif isinstance(file.get("content"), str):
             file["content"] = base64.b64encode(file["content"].encode())

@@ -30,8 +30,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock_chassis.errors import InvalidArgument, Violation
-from penstock_chassis.validation import in_words
+from penstock_chassis.errors import Violation
+from penstock_chassis.validation import in_words, invalid
 from penstock_driver.agents.output_events import EventRule, Expression
 from penstock_driver.agents.templates import is_tail, names, walk
 
@@ -95,8 +95,6 @@ PythonPackage = Annotated[
 
 _PARTS: Final = "parts"
 """Pydantic error type whose context has several problems."""
-_LISTED: Final = 20
-"""Number of mistakes in the message; all are in the violations."""
 
 _BY_NAME: Final = Field(strict=False)
 """For enums in strict models: YAML has only their names."""
@@ -429,7 +427,7 @@ class AgentSpec(_Model):
 
 
 def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
-    """Parse a spec from untrusted data; InvalidArgument (SPEC_INVALID) names each wrong field and the reason."""
+    """Parse a spec from untrusted data; InvalidArgument (FIELD_INVALID) names each wrong field and the reason."""
     try:
         return AgentSpec.model_validate(data)
     except ValidationError as error:
@@ -438,10 +436,7 @@ def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
             for item in error.errors(include_url=False, include_input=False)
             for problem in (item["ctx"]["each"] if item["type"] == _PARTS else (item["msg"],))
         ]
-        summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:_LISTED])
-        raise InvalidArgument(
-            f"the agent spec is not valid: {summary}", reason="SPEC_INVALID", violations=violations
-        ) from None
+        raise invalid(violations) from None
 
 
 def whole_numbers(value: Any) -> Any:

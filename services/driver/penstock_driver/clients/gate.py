@@ -125,6 +125,10 @@ class GrpcGate:
             gave_up=totals.last_unanswered,
             is_final=bool(totals.last_failure_reason) and not totals.last_failure_retriable and not totals.expired,
             refused=sum(one.calls for one in totals.failures if is_of_the_request(one.reason, one.retriable)),
+            lost=totals.expired_since_answer
+            + sum(
+                one.calls_since_answer for one in totals.failures if not is_of_the_request(one.reason, one.retriable)
+            ),
         )
 
     async def delete(self, rollout_id: str) -> None:
@@ -135,7 +139,7 @@ class GrpcGate:
 
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See ports.Gate. A broken stream is resumed; calls that the gate has dropped meanwhile are skipped."""
-        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True)
+        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True, all_namespaces=True)
         backoff = Backoff(_DELAYS)
         while True:
             try:

@@ -24,6 +24,7 @@ from penstock.sandbox.v1 import (
 from penstock.values import writer
 from penstock_chassis import times
 from penstock_chassis.aio.retry import Delays
+from penstock_chassis.auth import acting_in
 from penstock_chassis.channel import error_from_rpc, typed_errors, upload
 from penstock_chassis.errors import (
     FailedPrecondition,
@@ -407,8 +408,8 @@ class GrpcSandboxes:
 
     async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
         """See ports.Sandboxes."""
-        with typed_errors():
-            request = sandbox_service_pb2.DeleteSandboxesRequest(labels=labels)
+        request = sandbox_service_pb2.DeleteSandboxesRequest(labels=labels, all_namespaces=True)
+        with acting_in(None), typed_errors():
             answer = await self._sandboxes.DeleteSandboxes(request, timeout=CALL_S)
         for sandbox_id in answer.sandbox_ids:
             self._planes.drop(sandbox_id)

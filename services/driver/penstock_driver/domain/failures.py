@@ -27,11 +27,11 @@ _OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE", "SESSIO
 """Reasons why a call failed that the conversation causes: a policy could fill it to avoid being graded."""
 _OF_THE_REQUEST: Final = frozenset(
     {
-        "GENERATE_REQUEST_INVALID",
+        "FIELD_INVALID",
         "IMAGE_UNSUPPORTED",
         "MESSAGES_EMPTY",
         "MODEL_NOT_ALLOWED",
-        "REQUEST_INVALID",
+        "REQUEST_FAILS",
         "TEMPLATE_REFUSED",
         "TEMPLATE_WITHOUT_TOOLS",
         "TEXT_NOT_UNICODE",
@@ -41,6 +41,8 @@ _OF_THE_REQUEST: Final = frozenset(
     }
 )
 """Reasons why a call failed for good because of its own request. A policy can send one on purpose, then crash."""
+_AT_ANY_TIME: Final = _OF_THE_POLICY | {"REQUEST_FAILS"}
+"""Those that are the request's even where a retry may help. An upstream's refusal may be either."""
 _LEFT_BY_AN_AGENT: Final = frozenset(
     {
         "FILE_PERMISSION",
@@ -58,9 +60,9 @@ _LEFT_BY_AN_AGENT: Final = frozenset(
 def is_of_the_request(reason: str, retriable: bool) -> bool:
     """Whether a call failed because of its own request, not because the model source could not answer.
 
-    `reason` and `retriable` are the gate's. An upstream's refusal may be either; a retriable one does not count.
+    `reason` and `retriable` are the gate's.
     """
-    return reason in _OF_THE_POLICY or (reason in _OF_THE_REQUEST and not retriable)
+    return reason in _AT_ANY_TIME or (reason in _OF_THE_REQUEST and not retriable)
 
 
 @contextmanager
@@ -91,10 +93,11 @@ def classify_exit(
 ) -> Failure | None:
     """Classify the agent's exit: None for a success (R59).
 
-    The order of the causes matters. An exhausted budget comes first: it explains any behaviour of the agent. Unanswered
+    The order of the causes matters. An exhausted budget comes first: it explains any behaviour of the agent. Lost
     calls, or a gate that was unreachable while the agent ran, explain a bad exit. An agent that reports its own failure
-    failed, whatever its exit code. An agent whose last call got no answer is incomplete, even with a success code. A
-    call that failed because of its own request excuses nothing: a policy could send one to avoid being graded.
+    failed, whatever its exit code. An agent whose last call was lost is incomplete, even with a success code. A call
+    that failed because of its own request, or since which the source has answered the agent, excuses nothing: a policy
+    could send one to avoid being graded (decision 032).
     """
     if end.reason is ExitReason.SANDBOX_LOST:
         message = end.message or "the sandbox was lost"
@@ -111,11 +114,11 @@ def classify_exit(
         return Failure(Cause.TIMEOUT, "AGENT_TIMED_OUT", f"after {end.duration_s:.1f} s", False, phase)
     reported_failed = done is not None and done.data.get("failed") is True
     ended_well = end.reason is ExitReason.EXITED and end.code in success_codes and not reported_failed
-    if ended_well and not closing.gave_up:
+    # If no call was ever answered, the policy has produced nothing: whatever failed is not its doing.
+    is_silent = closing.unanswered >= closing.calls > 0
+    if ended_well and not (closing.gave_up and (closing.lost or is_silent)):
         return None
-    # If no call was ever answered, the policy has produced nothing that could have been refused.
-    is_silent = closing.unanswered >= closing.calls
-    if closing.unanswered and (is_silent or closing.refused < closing.unanswered):
+    if closing.lost or is_silent:
         why = f" (the last: {closing.last_failure})" if closing.last_failure else ""
         message = f"{closing.unanswered} of {closing.calls} model calls were not answered{why}, and the agent gave up"
         return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, not closing.is_final, phase)

@@ -68,7 +68,7 @@ class Command:
     argv: tuple[str, ...] = ()
     shell: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    secret_env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str = ""
     user: str = ""
     timeout_s: float | None = None
@@ -319,8 +319,8 @@ class GateClosing:
     """What became of a rollout's calls; `exhausted_budget` names the exhausted budget, empty for none.
 
     `last_failure` is the reason of the most recent failed call, and `is_final` whether a retry of it would be useless.
-    `gave_up` means that the last call to end failed for a transient reason. `refused` counts those of the `unanswered`
-    calls that failed because of their own request.
+    `gave_up` means that the last call to end failed for a transient reason. Of the `unanswered` calls, `refused` counts
+    those that failed because of their own request, and `lost` the others that came after the rollout's last answer.
     """
 
     exhausted_budget: str = ""
@@ -330,6 +330,7 @@ class GateClosing:
     is_final: bool = False
     gave_up: bool = False
     refused: int = 0
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

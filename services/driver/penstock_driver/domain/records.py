@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 
 from penstock.driver.v1 import rollout_pb2
+from penstock_chassis.auth import DEFAULT_NAMESPACE
+from penstock_chassis.validation import check_request_id
 from penstock_driver.domain.rollout import Phase, RolloutSpec
 
 
@@ -21,16 +23,21 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Identifies a creating request: a repeated `request_id` must come with the same digest."""
+    """Identifies a creating request: a repeated `request_id` of a namespace must come with the same digest."""
 
     request_id: str
     digest: str
+    namespace: str = DEFAULT_NAMESPACE
 
     @classmethod
-    def of(cls, request_id: str, request: Message, prefix: bytes = b"") -> RequestKey:
-        """The key of a request; a fresh id if it has none. A digest, so that no secret of a spec is stored."""
+    def of(cls, namespace: str, request_id: str, request: Message, prefix: bytes = b"") -> RequestKey:
+        """The key of a request. A digest, so that no secret of a spec is stored.
+
+        Raises InvalidArgument FIELD_INVALID without a request id.
+        """
+        check_request_id(request_id)
         data = prefix + request.SerializeToString(deterministic=True)
-        return cls(request_id or new_id("q"), hashlib.sha256(data).hexdigest())
+        return cls(request_id, hashlib.sha256(data).hexdigest(), namespace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class Record:
     fork_kind: int = 0
     last_sequence: int = 0
     attempts: int = 1
+    namespace: str = DEFAULT_NAMESPACE
     home: rollout_pb2.Home | None = None
 
 
@@ -78,11 +86,12 @@ class GroupRecord:
     plan: GroupPlan
     create_time: float
     rollout_ids: tuple[str, ...]
+    namespace: str = DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects the rollouts that match every condition that is set."""
+    """Selects the rollouts that match every condition that is set. `namespace` None = those of all namespaces."""
 
     run_id: str | None = None
     group_id: str | None = None
@@ -90,6 +99,7 @@ class Filter:
     ended: bool | None = None
     task_id: str | None = None
     agent: str | None = None
+    namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,7 @@ def new_records(
             labels=dict(spec.labels),
             spec=effective,
             create_time=now,
+            namespace=spec.namespace,
             home=rollout_pb2.Home(driver=driver),
         )
         for index, rollout_id in enumerate(ids)

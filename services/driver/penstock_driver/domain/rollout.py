@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_driver.agents.launch import AgentChoice, FileToWrite
 from penstock_driver.agents.output_events import AgentEvent
 from penstock_driver.agents.registry import Agent
@@ -247,6 +248,7 @@ class RolloutSpec:
     run_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     max_attempts: int = 1
+    namespace: str = DEFAULT_NAMESPACE
     reports_changes: bool = False
     """Whether its backend reports what changed in a sandbox."""
 

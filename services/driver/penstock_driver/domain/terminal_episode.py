@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from penstock.driver.v1 import terminal_service_pb2
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, ResourceExhausted
 from penstock_driver.domain.ports import Command, CommandResult, SandboxTerms
 from penstock_driver.domain.rollout import Failure, Limits, Reward, Task
@@ -45,6 +46,7 @@ class TerminalSpec:
     output_limit: int = DEFAULT_OUTPUT
     max_commands: int = MAX_COMMANDS
     labels: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)

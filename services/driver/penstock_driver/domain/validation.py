@@ -16,7 +16,8 @@ from google.protobuf.struct_pb2 import ListValue, Struct
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock_chassis import times
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import Violation
+from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.domain.ports import Command, SandboxTerms
 from penstock_driver.domain.records import GroupPlan
@@ -34,32 +35,10 @@ class Violations:
     def add(self, field: str, description: str) -> None:
         self.found.append(Violation(field, description))
 
-    @property
-    def summary(self) -> str:
-        """The first of them, in one line."""
-        return "; ".join(f"{item.field}: {item.description}" for item in self.found[:5])
-
-    # Each reason is a literal where its error is raised: a test compares these with docs/errors.md.
-
-    def refuse_rollout(self) -> None:
-        """Raise InvalidArgument (ROLLOUT_INVALID) with all violations, if there are any."""
+    def refuse(self) -> None:
+        """Raise InvalidArgument (FIELD_INVALID) with all violations, if there are any."""
         if self.found:
-            raise InvalidArgument(self.summary, reason="ROLLOUT_INVALID", violations=self.found)
-
-    def refuse_group(self) -> None:
-        """Raise InvalidArgument (GROUP_INVALID) with all violations, if there are any."""
-        if self.found:
-            raise InvalidArgument(self.summary, reason="GROUP_INVALID", violations=self.found)
-
-    def refuse_terminal(self) -> None:
-        """Raise InvalidArgument (TERMINAL_INVALID) with all violations, if there are any."""
-        if self.found:
-            raise InvalidArgument(self.summary, reason="TERMINAL_INVALID", violations=self.found)
-
-    def refuse_step(self) -> None:
-        """Raise InvalidArgument (STEP_INVALID) with all violations, if there are any."""
-        if self.found:
-            raise InvalidArgument(self.summary, reason="STEP_INVALID", violations=self.found)
+            raise invalid(self.found)
 
 
 MAX_NESTED: Final = 24
@@ -92,9 +71,9 @@ def id_problem(value: str) -> str:
 
 
 def check_chosen_id(value: str, field: str) -> None:
-    """Raise InvalidArgument (ID_INVALID) for a chosen id that cannot be used; empty is not chosen."""
+    """Raise InvalidArgument (FIELD_INVALID) for a chosen id that cannot be used; empty is not chosen."""
     if value and (problem := id_problem(value)):
-        raise InvalidArgument(f"{field}: {problem}", reason="ID_INVALID", violations=[Violation(field, problem)])
+        raise invalid_field(field, problem)
 
 
 def check_group(plan: GroupPlan, found: Violations) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 import structlog
 
 from penstock_chassis.aio.retry import Backoff, Delays, retry
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock_chassis.journal import refusal
 
@@ -115,9 +116,11 @@ class Cleanups:
     async def _failure(self, holder_id: str, then: Then) -> Exception | None:
         """Try a release; return None, or the error."""
         try:
-            async with asyncio.timeout(RELEASE_LIMIT_S):
-                await self._release(holder_id)
-                await then()
+            # The task may have been started for another namespace than the holder's.
+            with acting_in(None):
+                async with asyncio.timeout(RELEASE_LIMIT_S):
+                    await self._release(holder_id)
+                    await then()
         except (PenstockError, TimeoutError) as error:
             _log.warning("cannot release yet", holder=holder_id, error=repr(error))
             return error

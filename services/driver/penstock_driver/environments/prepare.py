@@ -65,15 +65,16 @@ class Environments:
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
-        self._toolboxes: SingleFlight[tuple[str, str, str], PreparedToolbox] = SingleFlight()
-        self._installations: dict[tuple[str, str, str], _Installation] = {}
+        self._toolboxes: SingleFlight[tuple[str, str, str, str], PreparedToolbox] = SingleFlight()
+        self._installations: dict[tuple[str, str, str, str], _Installation] = {}
         self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
         self._snapshots: SingleFlight[tuple[str, str, str], PreparedEnvironment] = SingleFlight()
 
     async def get(
         self, spec: RolloutSpec, on_line: Callable[[str], None], *, again: bool = False
     ) -> PreparedEnvironment:
-        """Return the state that `spec` starts from: one for equal `environment_key`, agent and backend.
+        """Return the state that `spec` starts from: one for equal `environment_key`, agent and backend. The namespace
+        is a part of the key.
 
         `on_line` receives all lines of an installation in progress, also one that another rollout started. `again`
         discards the earlier result, for when the sandbox service no longer knows it. SetupFailed when a setup command
@@ -81,7 +82,7 @@ class Environments:
         """
         agent = spec.agent.spec
         toolbox_name = agent.name if agent.toolbox != Toolbox() else _EMPTY
-        toolbox_key = (agent.name, spec.agent.sha256, spec.sandbox.backend)
+        toolbox_key = (spec.namespace, agent.name, spec.agent.sha256, spec.sandbox.backend)
         snapshot_key = (spec.agent.sha256, spec.sandbox.backend, spec.environment_key)
         if again:
             self._toolboxes.forget(toolbox_key)
@@ -110,7 +111,7 @@ class Environments:
             if not installation.listening:
                 del self._installations[toolbox_key]
 
-    def _forward(self, toolbox_key: tuple[str, str, str], line: str) -> None:
+    def _forward(self, toolbox_key: tuple[str, str, str, str], line: str) -> None:
         installation = self._installations.get(toolbox_key)
         if installation is not None:
             installation.lines.append(line)

@@ -9,7 +9,7 @@ one that records its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,11 +53,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """At most `max_running` rollouts run at once, and `max_queued` more may wait; `events` limits what each records."""
+    """At most `max_running` rollouts run at once, and `max_queued` more may wait; `events` limits what each records.
+
+    `quotas` has the most that run at once in a namespace, for those that have a quota; more of them wait.
+    """
 
     max_running: int
     max_queued: int
     events: EventLimits = DEFAULT_LIMITS
+    quotas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ class RolloutManager:
         self._services = services
         self._instance_id = instance_id
         self._slots = asyncio.Semaphore(capacity.max_running)
+        self._quotas = {namespace: asyncio.Semaphore(quota) for namespace, quota in capacity.quotas.items()}
         self._max_live = capacity.max_running + capacity.max_queued
         self._claimed = 0
         self._limits = capacity.events
@@ -205,7 +210,9 @@ class RolloutManager:
         for record in records:
             recorder = RolloutRecorder(record, self._event_log, self._limits)
             labels = self._labels(record.rollout_id)
-            runner = RolloutRunner(spec, recorder, self._services, labels, self._slots)
+            quota = self._quotas.get(record.namespace)
+            slots = (self._slots,) if quota is None else (quota, self._slots)
+            runner = RolloutRunner(spec, recorder, self._services, labels, slots)
             self._live[record.rollout_id] = runner
             end = self._ends.setdefault(record.rollout_id, _End())
             self._own(self._supervise(runner))
@@ -284,8 +291,10 @@ class RolloutManager:
 
     async def delete(self, rollout_id: str) -> None:
         """Delete the record and the events of an ended rollout."""
+        namespace = await self._records.namespace_of(rollout_id)
         await self._records.delete(rollout_id)
-        self._event_log.deleted([rollout_id])
+        if namespace is not None:
+            self._event_log.deleted([rollout_id], namespace)
 
     @property
     def pending_cleanups(self) -> tuple[str, ...]:

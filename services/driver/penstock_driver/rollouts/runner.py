@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Final
 
 import structlog
 
+from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver.domain.failures import internal_failure
 from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutSpec
@@ -33,7 +36,7 @@ _log = structlog.get_logger("penstock.driver")
 
 
 class RolloutRunner:
-    """Runs one rollout in a task of its own, once one of `slots` is free.
+    """Runs one rollout in a task of its own, once it has one of each of `slots`, which it takes in order.
 
     `labels` are those of its resources in other services.
     """
@@ -44,7 +47,7 @@ class RolloutRunner:
         recorder: RolloutRecorder,
         services: RunnerServices,
         labels: dict[str, str],
-        slots: asyncio.Semaphore,
+        slots: Sequence[asyncio.Semaphore],
     ) -> None:
         self.spec = spec.at(recorder.record.index)
         self.recorder = recorder
@@ -78,7 +81,10 @@ class RolloutRunner:
         # Added to every log line of this task and of the services that it calls.
         record, progress = self.recorder.record, self.recorder.progress
         working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
-        async with self._slots:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(acting_in(record.namespace))
+            for slots in self._slots:
+                await stack.enter_async_context(slots)
             pause = FIRST_PAUSE_S
             while True:
                 spec = AttemptSpec(record, self.spec, progress.attempt, self._labels)

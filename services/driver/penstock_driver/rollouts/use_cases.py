@@ -70,7 +70,7 @@ class RolloutUseCases:
         """Check, record and start a rollout; an empty `rollout_id` is replaced by a fresh one."""
         known = await self._records.known_request(key)
         if known is None:
-            spec = rollout_spec(request, self._agents)
+            spec = rollout_spec(request, self._agents, key.namespace)
             check_chosen_id(rollout_id, "rollout_id")
             rollout_id = rollout_id or self._home.new_id("r")
             with self._manager.room(1):
@@ -87,8 +87,8 @@ class RolloutUseCases:
         if known is None:
             found = Violations()
             check_group(plan, found)
-            found.refuse_group()
-            spec = rollout_spec(request, self._agents)
+            found.refuse()
+            spec = rollout_spec(request, self._agents, key.namespace)
             count = plan.size + plan.spares
             check_chosen_id(group_id, "group_id")
             group_id = group_id or self._home.new_id("g")
@@ -97,7 +97,7 @@ class RolloutUseCases:
                 spec = await self._preflight.check(spec, ids[0], group_id)
                 effective = effective_spec(spec)
                 records = new_records(spec, effective, ids, group_id, driver=self._home.name)
-                group = GroupRecord(group_id, spec.run_id, effective, plan, time.time(), ids)
+                group = GroupRecord(group_id, spec.run_id, effective, plan, time.time(), ids, spec.namespace)
                 known = await self._manager.see_through(self._begin(key, spec, records, group))
         return await self._records.group(known)
 

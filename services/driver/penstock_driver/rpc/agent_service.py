@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
-from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
+from penstock_chassis import auth
+from penstock_chassis.errors import InvalidArgument, PenstockError
+from penstock_chassis.validation import invalid_field, page_size
 from penstock_driver.agents.check import remarks
 from penstock_driver.agents.launch import check_command
 from penstock_driver.agents.registry import AgentRegistry
@@ -15,7 +17,7 @@ from penstock_driver.agents.specs import AgentSpec
 from penstock_driver.domain.ports import Command, CommandReport, PreparedToolbox, Sandboxes, SandboxTerms, SnapshotSpec
 from penstock_driver.environments.prepare import CHECK_TIMEOUT_S
 from penstock_driver.wire.agents import agent_to_proto, spec_from_proto
-from penstock_driver.wire.converters import page_size, page_token
+from penstock_driver.wire.converters import page_token
 
 _PROGRESS: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_PROGRESS
 _OK: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_OK
@@ -35,7 +37,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     ) -> agent_service_pb2.ListAgentsResponse:
         """By name."""
         size, after = page_size(request.page_size), page_token(request.page_token)
-        agents = self._registry.agents()[after : after + size + 1]
+        agents = self._registry.agents(auth.caller().scope(request.all_namespaces))[after : after + size + 1]
         return agent_service_pb2.ListAgentsResponse(
             agents=[agent_to_proto(agent) for agent in agents[:size]],
             next_page_token=str(after + size) if len(agents) > size else "",
@@ -45,7 +47,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
         self, request: agent_service_pb2.GetAgentRequest, context: Any
     ) -> agent_service_pb2.GetAgentResponse:
         """The newest version, or the requested one."""
-        agent = self._registry.get(request.name, request.spec_sha256)
+        agent = self._registry.get(auth.caller().home, request.name, request.spec_sha256)
         return agent_service_pb2.GetAgentResponse(agent=agent_to_proto(agent))
 
     async def RegisterAgent(  # noqa: N802
@@ -53,15 +55,15 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     ) -> agent_service_pb2.RegisterAgentResponse:
         """Checks and stores the spec."""
         if not request.HasField("spec"):
-            raise InvalidArgument("spec is required", reason="SPEC_INVALID", violations=[Violation("spec", "required")])
-        agent = await self._registry.register(spec_from_proto(request.spec))
+            raise invalid_field("spec", "is required")
+        agent = await self._registry.register(auth.caller().home, spec_from_proto(request.spec))
         return agent_service_pb2.RegisterAgentResponse(agent=agent_to_proto(agent))
 
     async def DeleteAgent(  # noqa: N802
         self, request: agent_service_pb2.DeleteAgentRequest, context: Any
     ) -> agent_service_pb2.DeleteAgentResponse:
         """Idempotent."""
-        await self._registry.delete(request.name)
+        await self._registry.delete(auth.caller().home, request.name)
         return agent_service_pb2.DeleteAgentResponse()
 
     async def CheckAgent(  # noqa: N802
@@ -69,11 +71,12 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
     ) -> AsyncIterator[agent_service_pb2.CheckAgentResponse]:
         """Checks the spec, installs the agent and runs its check command in a new sandbox."""
         if request.name and request.HasField("spec"):
-            raise InvalidArgument(
-                "give name or spec, not both", reason="SPEC_INVALID", violations=[Violation("spec", "with a name")]
-            )
+            raise invalid_field("spec", "give a name or a spec, not both")
         try:
-            spec = spec_from_proto(request.spec) if request.HasField("spec") else self._registry.get(request.name).spec
+            if request.HasField("spec"):
+                spec = spec_from_proto(request.spec)
+            else:
+                spec = self._registry.get(auth.caller().home, request.name).spec
         except InvalidArgument as error:
             for violation in error.violations:
                 yield _finding("spec", _FAILED, f"{violation.field}: {violation.description}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
-from penstock_chassis import times
+from penstock_chassis import auth, times
+from penstock_chassis.auth import Owned
 from penstock_chassis.homes import Home
+from penstock_chassis.validation import page_size
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, RequestKey
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rollouts.use_cases import HEARTBEAT_S, RolloutUseCases
@@ -16,10 +18,11 @@ from penstock_driver.rpc.row_stream import watch_rows
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.store.summaries import Summaries
-from penstock_driver.wire.converters import page_size, page_token
+from penstock_driver.wire.converters import page_token
 from penstock_driver.wire.to_proto import group_to_proto, rollout_to_proto
 
 WAIT_SHARE: Final = 0.8
+SERVICE: Final = "penstock.driver.v1.RolloutService"
 
 
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
@@ -47,7 +50,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_service_pb2.CreateRolloutRequest, context: Any
     ) -> rollout_service_pb2.CreateRolloutResponse:
         """Checks, records and starts it."""
-        key = RequestKey.of(request.request_id, request)
+        key = RequestKey.of(auth.caller().home, request.request_id, request)
         record = await self._service.create(key, request.spec, request.rollout_id)
         return rollout_service_pb2.CreateRolloutResponse(rollout=rollout_to_proto(record))
 
@@ -121,7 +124,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             quorum=request.quorum if request.HasField("quorum") else request.size,
             grace_s=times.seconds(stragglers.grace) if stragglers.HasField("grace") else None,
         )
-        key = RequestKey.of(request.request_id, request)
+        key = RequestKey.of(auth.caller().home, request.request_id, request)
         group = await self._service.create_group(key, request.spec, plan, request.group_id)
         return rollout_service_pb2.CreateGroupResponse(group=await self._group(group))
 
@@ -138,7 +141,12 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_service_pb2.ListGroupsResponse:
         """Newest first."""
         run_id = request.run_id if request.HasField("run_id") else None
-        groups, more = await self._records.groups(run_id, page_token(request.page_token), page_size(request.page_size))
+        groups, more = await self._records.groups(
+            run_id,
+            page_token(request.page_token),
+            page_size(request.page_size),
+            auth.caller().scope(request.all_namespaces),
+        )
         return rollout_service_pb2.ListGroupsResponse(
             groups=[await self._group(group) for group in groups], next_page_token=str(more) if more else ""
         )
@@ -209,6 +217,18 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         return message
 
 
+def owned(records: Records) -> Mapping[str, Owned]:
+    """Whose the rollouts and groups are that requests name."""
+    rollout = Owned(("rollout_id",), records.namespace_of)
+    group = Owned(("group_id",), records.namespace_of_group)
+    of_rollouts = ("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "DeleteRollout", "GetTrajectory")
+    of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "DeleteGroup")
+    return {
+        **{f"{SERVICE}/{method}": rollout for method in of_rollouts},
+        **{f"{SERVICE}/{method}": group for method in of_groups},
+    }
+
+
 def _filter(wire: rollout_service_pb2.RolloutFilter) -> Filter:
     return Filter(
         run_id=wire.run_id if wire.HasField("run_id") else None,
@@ -217,6 +237,7 @@ def _filter(wire: rollout_service_pb2.RolloutFilter) -> Filter:
         ended=wire.ended if wire.HasField("ended") else None,
         task_id=wire.task_id if wire.HasField("task_id") else None,
         agent=wire.agent if wire.HasField("agent") else None,
+        namespace=auth.caller().scope(wire.all_namespaces),
     )
 
 

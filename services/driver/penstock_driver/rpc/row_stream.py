@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
 from penstock_chassis import times
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import Violation
+from penstock_chassis.validation import invalid
 from penstock_driver.domain.records import Filter
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.summaries import RolloutRow, Summaries
@@ -38,7 +40,7 @@ async def watch_rows(
     loop = asyncio.get_running_loop()
     # Sent and still running: only its end can make a rollout stop matching.
     running: set[str] = set()
-    with event_log.changes() as changes:
+    with event_log.changes(matching.namespace) as changes:
         async for page in _snapshot(rows, matching, ended_limit):
             running.update(_running(page))
             yield rollout_service_pb2.WatchRolloutsResponse(rollouts=map(row_to_proto, page))
@@ -73,7 +75,7 @@ async def _snapshot(rows: Summaries, matching: Filter, ended_limit: int) -> Asyn
         if matching.ended not in (None, ended):
             continue
         before, left = 0, most
-        wanted = Filter(matching.run_id, matching.group_id, matching.labels, ended, matching.task_id, matching.agent)
+        wanted = replace(matching, ended=ended)
         while left is None or left > 0:
             page = await rows.newest(wanted, before, PAGE if left is None else min(PAGE, left))
             if not page:
@@ -93,8 +95,7 @@ def _terms(request: rollout_service_pb2.WatchRolloutsRequest) -> tuple[int, floa
     if not _INTERVAL_S[0] <= interval_s <= _INTERVAL_S[1]:
         violations.append(Violation("interval", "expected 100 ms to 1 min"))
     if violations:
-        summary = "; ".join(f"{item.field}: {item.description}" for item in violations)
-        raise InvalidArgument(summary, reason="FIELD_INVALID", violations=violations)
+        raise invalid(violations)
     return ended_limit, interval_s
 
 
@@ -110,6 +111,7 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
         phase=PHASES[row.phase],
         create_time=times.timestamp(row.create_time),
         attempts=row.attempts,
+        namespace=row.namespace,
         home=row.home,
         calls=rollout_pb2.CallSums(
             calls=row.calls,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
-from penstock_chassis import times
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis import auth, times
+from penstock_chassis.auth import Owned
+from penstock_chassis.validation import invalid_field
 from penstock_driver.domain.records import RequestKey, new_id
 from penstock_driver.domain.terminal_episode import Step
 from penstock_driver.domain.validation import id_problem
 from penstock_driver.terminals.manager import TerminalManager
-from penstock_driver.terminals.records import TerminalRecord
+from penstock_driver.terminals.records import TerminalRecord, TerminalRecords
 from penstock_driver.wire.specs import step_action, terminal_spec
 
+SERVICE: Final = "penstock.driver.v1.TerminalService"
 MAX_ANSWER_BYTES: Final = 1 << 20
 
 
@@ -29,8 +31,8 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
         self, request: terminal_service_pb2.OpenTerminalRequest, context: Any
     ) -> terminal_service_pb2.OpenTerminalResponse:
         """Returns when the first command may be sent."""
-        key = RequestKey.of(request.request_id, request, b"OpenTerminal")
-        record = await self._terminals.open(key, terminal_spec(request))
+        key = RequestKey.of(auth.caller().home, request.request_id, request, b"OpenTerminal")
+        record = await self._terminals.open(key, terminal_spec(request, key.namespace))
         return terminal_service_pb2.OpenTerminalResponse(terminal=terminal_to_proto(record, self._terminals.home.name))
 
     async def Step(  # noqa: N802
@@ -57,21 +59,27 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
         return terminal_service_pb2.GetTerminalResponse(terminal=terminal_to_proto(record, self._terminals.home.name))
 
 
+def owned(records: TerminalRecords) -> Mapping[str, Owned]:
+    """Whose the episodes are that requests name."""
+    terminal = Owned(("terminal_id",), records.namespace_of)
+    return {f"{SERVICE}/{method}": terminal for method in ("Step", "CloseTerminal", "GetTerminal")}
+
+
 def _same_terminal(known: str, given: str) -> str:
     if not (known or given):
-        raise _invalid("terminal_id", "is required on the first message")
+        raise invalid_field("terminal_id", "is required on the first message")
     if known and given not in ("", known):
-        raise _invalid("terminal_id", "a stream is for one terminal only: open another stream")
+        raise invalid_field("terminal_id", "a stream is for one terminal only: open another stream")
     return known or given
 
 
 def _step(request: terminal_service_pb2.StepRequest) -> Step:
     if request.step_id and (problem := id_problem(request.step_id)):
-        raise _invalid("step_id", problem)
+        raise invalid_field("step_id", problem)
     if request.WhichOneof("action") is None:
-        raise _invalid("action", "is required: a command or the final answer")
+        raise invalid_field("action", "is required: a command or the final answer")
     if len(request.final_answer.encode()) > MAX_ANSWER_BYTES:
-        raise _invalid("final_answer", f"at most {MAX_ANSWER_BYTES} bytes are allowed")
+        raise invalid_field("final_answer", f"at most {MAX_ANSWER_BYTES} bytes are allowed")
     kept = terminal_service_pb2.StepRequest()
     kept.CopyFrom(request)
     kept.ClearField("terminal_id")
@@ -106,7 +114,3 @@ def terminal_to_proto(record: TerminalRecord, driver: str) -> terminal_service_p
     if outcome.HasField("failure"):
         wire.failure.CopyFrom(outcome.failure)
     return wire
-
-
-def _invalid(field: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {problem}", reason="STEP_INVALID", violations=[Violation(field, problem)])

@@ -162,19 +162,23 @@ class EventLog:
                 del self._signals[resource_id]
 
     @contextmanager
-    def changes(self) -> Iterator[Changes]:
-        """The rollouts that were written or deleted since the block began."""
-        changes = Changes()
+    def changes(self, namespace: str | None = None) -> Iterator[Changes]:
+        """The rollouts that were written or deleted since the block began.
+
+        Of deleted ones only those of this namespace; None = of all.
+        """
+        changes = Changes(namespace)
         self._watchers.add(changes)
         try:
             yield changes
         finally:
             self._watchers.discard(changes)
 
-    def deleted(self, rollout_ids: Collection[str]) -> None:
+    def deleted(self, rollout_ids: Collection[str], namespace: str) -> None:
         """Notify the watchers of all rollouts of a deletion."""
         for watcher in self._watchers:
-            watcher.add(rollout_ids)
+            if watcher.namespace in (None, namespace):
+                watcher.add(rollout_ids)
 
     async def events(self, rollout_id: str, after: int) -> list[rollout_pb2.RolloutEvent]:
         """Up to PAGE events of a rollout after a sequence number."""

@@ -44,6 +44,18 @@ ALTER TABLE rollouts ADD COLUMN attempts INTEGER NOT NULL DEFAULT 1;
 CREATE TABLE owed (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 """Adds the number of attempts, and the ended rollouts with a pending cleanup in other services."""
+MIGRATION_NAMESPACES: Final = """
+ALTER TABLE rollouts ADD COLUMN namespace TEXT NOT NULL DEFAULT 'default';
+ALTER TABLE groups ADD COLUMN namespace TEXT NOT NULL DEFAULT 'default';
+CREATE INDEX rollouts_by_namespace ON rollouts (namespace, number);
+ALTER TABLE requests RENAME TO former_requests;
+CREATE TABLE requests (
+    namespace TEXT NOT NULL, request_id TEXT NOT NULL, digest TEXT NOT NULL, resource_id TEXT NOT NULL,
+    PRIMARY KEY (namespace, request_id)
+) WITHOUT ROWID;
+INSERT INTO requests SELECT 'default', request_id, digest, resource_id FROM former_requests;
+DROP TABLE former_requests;
+"""
 MIGRATION_HOME: Final = "ALTER TABLE rollouts ADD COLUMN home BLOB;"
 """Adds which services have the rollout."""
 PAGE: Final = 256
@@ -69,8 +81,8 @@ class Records:
 
     async def known_request(self, key: RequestKey) -> str | None:
         """The resource that this request created; AlreadyExists (REQUEST_ID_REUSED) if it asked for something else."""
-        sql = "SELECT digest, resource_id FROM requests WHERE request_id = ?"
-        rows = await self._journal.query(sql, (key.request_id,))
+        sql = "SELECT digest, resource_id FROM requests WHERE namespace = ? AND request_id = ?"
+        rows = await self._journal.query(sql, (key.namespace, key.request_id))
         if not rows:
             return None
         if rows[0][0] != key.digest:
@@ -88,16 +100,16 @@ class Records:
             raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
         resource_id = group.group_id if group else rollouts[0].rollout_id
         statements: list[Statement] = [
-            ("INSERT INTO requests VALUES (?, ?, ?)", (key.request_id, key.digest, resource_id))
+            ("INSERT INTO requests VALUES (?, ?, ?, ?)", (key.namespace, key.request_id, key.digest, resource_id))
         ]
         if group:
             plan = group.plan
             values = (
                 *(group.group_id, group.run_id, group.spec.SerializeToString()),
                 *(plan.size, plan.spares, plan.quorum, plan.grace_s),
-                *(group.create_time, json.dumps(list(group.rollout_ids))),
+                *(group.create_time, json.dumps(list(group.rollout_ids)), group.namespace),
             )
-            statements.append(("INSERT INTO groups VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values))
+            statements.append(("INSERT INTO groups VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values))
         statements.extend(_insertion(record) for record in rollouts)
         try:
             await self._journal.write(statements)
@@ -114,10 +126,20 @@ class Records:
             raise NotFound(f"there is no rollout {rollout_id}", reason="ROLLOUT_UNKNOWN")
         return _record(rows[0])
 
+    async def namespace_of(self, rollout_id: str) -> str | None:
+        """The namespace of a rollout; None if there is no such rollout."""
+        rows = await self._journal.read("SELECT namespace FROM rollouts WHERE rollout_id = ?", (rollout_id,), few=True)
+        return str(rows[0][0]) if rows else None
+
+    async def namespace_of_group(self, group_id: str) -> str | None:
+        """The namespace of a group; None if there is no such group."""
+        rows = await self._journal.read("SELECT namespace FROM groups WHERE group_id = ?", (group_id,), few=True)
+        return str(rows[0][0]) if rows else None
+
     async def list(self, matching: Filter, before: int, limit: int) -> tuple[Sequence[Record], int]:
         """Up to `limit` rollouts numbered below `before` (0 for the newest), newest first, and the next `before`."""
         where, values = conditions(matching)
-        few = not where and limit <= PAGE  # a filter may scan every rollout
+        few = len(where) <= (matching.namespace is not None) and limit <= PAGE  # other filters may scan every rollout
         if before:
             where.append("number < ?")
             values.append(before)
@@ -141,15 +163,20 @@ class Records:
         """One group; NotFound (GROUP_UNKNOWN)."""
         rows = await self._journal.read("SELECT * FROM groups WHERE group_id = ?", (group_id,), few=True)
         if not rows:
-            raise NotFound("there is no such group", reason="GROUP_UNKNOWN")
+            raise NotFound(f"there is no group {group_id}", reason="GROUP_UNKNOWN")
         return _group(rows[0])
 
-    async def groups(self, run_id: str | None, before: int, limit: int) -> tuple[Sequence[GroupRecord], int]:
-        """Up to `limit` groups numbered below `before` (0 for the newest), newest first, and the next `before`."""
+    async def groups(
+        self, run_id: str | None, before: int, limit: int, namespace: str | None = None
+    ) -> tuple[Sequence[GroupRecord], int]:
+        """Up to `limit` groups numbered below `before` (0 for the newest), newest first, and the next `before`.
+
+        `namespace` None = those of all namespaces.
+        """
         rows = await self._journal.read(
-            "SELECT * FROM groups WHERE (? IS NULL OR run_id = ?) AND (? = 0 OR number < ?)"
-            " ORDER BY number DESC LIMIT ?",
-            (run_id, run_id, before, before, limit + 1),
+            "SELECT * FROM groups WHERE (? IS NULL OR run_id = ?) AND (? IS NULL OR namespace = ?)"
+            " AND (? = 0 OR number < ?) ORDER BY number DESC LIMIT ?",
+            (run_id, run_id, namespace, namespace, before, before, limit + 1),
         )
         more = int(rows[limit - 1]["number"]) if len(rows) > limit else 0
         return [_group(row) for row in rows[:limit]], more
@@ -189,11 +216,12 @@ class Records:
 def _insertion(record: Record) -> Statement:
     return (
         "INSERT INTO rollouts (rollout_id, group_id, idx, run_id, task_id, agent, agent_sha256, labels, spec,"
-        " create_time, phase, home, phase_times) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
+        " create_time, phase, namespace, home, phase_times) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
         (
             *(record.rollout_id, record.group_id, record.index, record.run_id, record.task_id, record.agent),
             *(record.agent_sha256, json.dumps(dict(record.labels)), record.spec.SerializeToString()),
-            *(record.create_time, int(record.phase), record.home.SerializeToString() if record.home else None),
+            *(record.create_time, int(record.phase), record.namespace),
+            record.home.SerializeToString() if record.home else None,
         ),
     )
 
@@ -206,6 +234,7 @@ def conditions(matching: Filter) -> tuple[list[str], list[SqlValue]]:
         ("group_id", matching.group_id),
         ("task_id", matching.task_id),
         ("agent", matching.agent),
+        ("namespace", matching.namespace),
     ):
         if value is not None:
             where.append(f"{column} = ?")
@@ -248,6 +277,7 @@ def _record(row: Row) -> Record:
         fork_kind=row["fork_kind"],
         last_sequence=row["last_sequence"],
         attempts=row["attempts"],
+        namespace=row["namespace"],
         home=parsed_home(row["home"]),
     )
 
@@ -260,4 +290,5 @@ def _group(row: Row) -> GroupRecord:
         plan=GroupPlan(row["size"], row["spares"], row["quorum"], row["grace"]),
         create_time=row["create_time"],
         rollout_ids=tuple(json.loads(row["rollout_ids"])),
+        namespace=row["namespace"],
     )

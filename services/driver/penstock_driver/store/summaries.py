@@ -31,7 +31,7 @@ ALTER TABLE rollouts ADD COLUMN newest_version INTEGER;
 
 _COLUMNS: Final = (
     "number, rollout_id, group_id, idx, run_id, task_id, agent, labels, create_time, end_time, phase, attempts,"
-    " outcome, home, calls, prompt_tokens, completion_tokens, oldest_version, newest_version"
+    " outcome, home, calls, prompt_tokens, completion_tokens, oldest_version, newest_version, namespace"
 )
 
 
@@ -58,6 +58,7 @@ class RolloutRow:
     completion_tokens: int
     oldest_version: int | None
     newest_version: int | None
+    namespace: str
 
     def matches(self, matching: Filter) -> bool:
         """Whether every condition that is set holds."""
@@ -66,6 +67,7 @@ class RolloutRow:
             and matching.group_id in (None, self.group_id)
             and matching.task_id in (None, self.task_id)
             and matching.agent in (None, self.agent)
+            and matching.namespace in (None, self.namespace)
             and matching.labels.items() <= self.labels.items()
             and matching.ended in (None, self.end_time is not None)
         )
@@ -97,9 +99,10 @@ class Summaries:
 
 
 class Changes:
-    """The rollouts that changed since the last `take`."""
+    """The rollouts that changed since the last `take`. Deletions of other namespaces than `namespace` are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str | None = None) -> None:
+        self.namespace = namespace
         self._ids: dict[str, None] = {}
         self._some = asyncio.Event()
 
@@ -164,4 +167,5 @@ def _row(row: Row) -> RolloutRow:
         completion_tokens=row["completion_tokens"],
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
+        namespace=row["namespace"],
     )

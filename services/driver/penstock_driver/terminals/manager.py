@@ -19,6 +19,7 @@ import structlog
 
 from penstock.driver.v1 import terminal_service_pb2
 from penstock_chassis import times
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import AlreadyExists, NotFound, PenstockError, ResourceExhausted
 from penstock_chassis.homes import Home
 from penstock_driver.domain.ports import Sandboxes
@@ -157,7 +158,8 @@ class TerminalManager:
 
     async def _open(self, record: TerminalRecord, spec: TerminalSpec) -> None:
         try:
-            prepared, place = await self._setups.place(spec, record.terminal_id, self._labels(record.terminal_id))
+            with acting_in(record.namespace):
+                prepared, place = await self._setups.place(spec, record.terminal_id, self._labels(record.terminal_id))
             left_s = spec.limits.agent_s
             deadline = self._clock() + left_s
             setup = commands_to_proto(prepared.commands)
@@ -225,7 +227,8 @@ class TerminalManager:
             elif record.answered or record.request is None or record.deadline is None:
                 await self._end_lost(record, steps)
             else:
-                self._resume(record, record.place, terminal_spec(record.request), record.deadline, steps)
+                spec = terminal_spec(record.request, record.namespace)
+                self._resume(record, record.place, spec, record.deadline, steps)
                 continued += 1
         return continued
 

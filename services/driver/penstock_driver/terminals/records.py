@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
 from penstock_chassis import times
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_chassis.journal import Journal, Statement
 from penstock_driver.domain.records import RequestKey
@@ -80,6 +81,11 @@ class TerminalRecord:
     released: bool = False
     step_count: int = 0
 
+    @property
+    def namespace(self) -> str:
+        """Of an episode that an earlier version opened: the default one."""
+        return self.public.namespace or DEFAULT_NAMESPACE
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -99,6 +105,11 @@ class TerminalRecords:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
+    async def namespace_of(self, terminal_id: str) -> str | None:
+        """The namespace of an episode; None if there is no such episode."""
+        rows = await self._journal.query(f"{_TERMINALS} WHERE terminal_id = ?", (terminal_id,))
+        return _terminal(rows[0]).namespace if rows else None
+
     async def create(self, record: TerminalRecord, key: RequestKey) -> None:
         """Record an episode that is being opened, and its request; AlreadyExists (ROLLOUT_EXISTS) if known."""
         values = (
@@ -110,7 +121,10 @@ class TerminalRecords:
         try:
             await self._journal.write(
                 [
-                    ("INSERT INTO requests VALUES (?, ?, ?)", (key.request_id, key.digest, record.terminal_id)),
+                    (
+                        "INSERT INTO requests VALUES (?, ?, ?, ?)",
+                        (key.namespace, key.request_id, key.digest, record.terminal_id),
+                    ),
                     (
                         "INSERT INTO terminals (terminal_id, request_id, labels, shown, create_time)"
                         " VALUES (?, ?, ?, ?, ?)",
@@ -123,18 +137,13 @@ class TerminalRecords:
 
     async def forget_request(self, record: TerminalRecord) -> None:
         """Forget the request of a failed opening, so it may open another episode; the record stays until `forget`."""
-        await self._journal.execute(
-            "DELETE FROM requests WHERE request_id = ? AND resource_id = ?", (record.request_id, record.terminal_id)
-        )
+        await self._journal.execute(*_request_forgotten(record))
 
     async def forget(self, record: TerminalRecord) -> None:
         """Delete the record of a failed opening, once its sandbox is gone."""
         await self._journal.write(
             [
-                (
-                    "DELETE FROM requests WHERE request_id = ? AND resource_id = ?",
-                    (record.request_id, record.terminal_id),
-                ),
+                _request_forgotten(record),
                 ("DELETE FROM terminals WHERE terminal_id = ?", (record.terminal_id,)),
             ]
         )
@@ -219,7 +228,7 @@ class TerminalRecords:
         """One episode; NotFound (TERMINAL_UNKNOWN), also while it is being opened."""
         rows = await self._journal.query(f"{_TERMINALS} WHERE terminal_id = ?", (terminal_id,))
         if not rows or (rows[0]["place"] is None and rows[0]["outcome"] is None):
-            raise NotFound("there is no such terminal", reason="TERMINAL_UNKNOWN")
+            raise NotFound(f"there is no terminal {terminal_id}", reason="TERMINAL_UNKNOWN")
         return _terminal(rows[0])
 
     async def unreleased(self) -> list[TerminalRecord]:
@@ -242,6 +251,13 @@ def _bytes(message: Message | None) -> bytes | None:
 
 
 _TERMINALS: Final = "SELECT * FROM terminals"
+
+
+def _request_forgotten(record: TerminalRecord) -> Statement:
+    return (
+        "DELETE FROM requests WHERE namespace = ? AND request_id = ? AND resource_id = ?",
+        (record.namespace, record.request_id, record.terminal_id),
+    )
 
 
 def _terminal(row: Row) -> TerminalRecord:

@@ -13,7 +13,7 @@ from penstock.driver.v1 import agent_pb2, agent_service_pb2
 from penstock.sandbox.v1 import toolbox_service_pb2
 from penstock.values import numbers
 from penstock_chassis import times
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import invalid_field
 from penstock_driver.agents.output_events import EventKind
 from penstock_driver.agents.registry import Agent
 from penstock_driver.agents.specs import AgentSpec, EventSource, OptionType, PromptDelivery, parse_spec, whole_numbers
@@ -33,13 +33,14 @@ _SOURCES = numbers(EventSource, agent_pb2.EventMapping.Source)
 def agent_to_proto(agent: Agent) -> agent_service_pb2.Agent:
     """A registered agent."""
     wire = agent_service_pb2.Agent(spec=spec_to_proto(agent.spec), spec_sha256=agent.sha256, built_in=agent.built_in)
+    wire.namespace = agent.namespace
     if agent.register_time:
         wire.register_time.CopyFrom(times.timestamp(agent.register_time))
     return wire
 
 
 def spec_from_proto(wire: agent_pb2.AgentSpec) -> AgentSpec:
-    """A checked spec; InvalidArgument (SPEC_INVALID) with every wrong field."""
+    """A checked spec; InvalidArgument (FIELD_INVALID) with every wrong field."""
     data: dict[str, Any] = {
         "name": wire.name,
         "description": wire.description,
@@ -167,7 +168,7 @@ def _known(table: Mapping[Any, Any], wire: int, where: str) -> Any:
         if known == wire:
             return value
     description = f"{wire} is unknown to this version, and unset is not allowed"
-    raise InvalidArgument(f"{where}: {description}", reason="SPEC_INVALID", violations=[Violation(where, description)])
+    raise invalid_field(where, description)
 
 
 def _toolbox_file(file: toolbox_service_pb2.ToolboxFile) -> dict[str, Any]:

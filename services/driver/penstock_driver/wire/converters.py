@@ -13,13 +13,10 @@ from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2, toolbo
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import numbers, reader, writer
 from penstock_chassis import times
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import foreign_page_token
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Dialect, RuntimeKind, Toolbox
 from penstock_driver.domain.ports import Command, CommandResult, Exit, ExitReason
-
-_DEFAULT_PAGE: Final = 100
-_MAX_PAGE: Final = 1000
 
 DIALECTS: Final = numbers(Dialect, trajectory_pb2.Dialect)
 RUNTIMES: Final = numbers(RuntimeKind, toolbox_service_pb2.RuntimeKind)
@@ -103,23 +100,10 @@ def toolbox_to_proto(name: str, toolbox: Toolbox) -> toolbox_service_pb2.Toolbox
     )
 
 
-def page_size(asked: int) -> int:
-    """The page size: 0 is the default, sizes above the maximum are reduced to it, negative sizes are refused."""
-    if asked < 0:
-        raise InvalidArgument(
-            "page_size must not be negative", reason="PAGE_INVALID", violations=[Violation("page_size", "negative")]
-        )
-    return min(asked, _MAX_PAGE) or _DEFAULT_PAGE
-
-
 def page_token(token: str) -> int:
     """The position in one of our page tokens; 0 for none."""
     if not token:
         return 0
     if not token.isascii() or not token.isdigit() or len(token) > 18:
-        raise InvalidArgument(
-            "page_token is not from this service",
-            reason="PAGE_INVALID",
-            violations=[Violation("page_token", "unknown")],
-        )
+        raise foreign_page_token()
     return int(token)

@@ -25,7 +25,7 @@ from penstock_driver.domain.validation import Violations
 from penstock_driver.wire.converters import command_from_proto, struct_to_dict
 
 
-def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry) -> RolloutSpec:
+def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namespace: str) -> RolloutSpec:
     """The domain's spec, checked; InvalidArgument with every wrong field, NotFound (AGENT_UNKNOWN)."""
     found = Violations()
     if not request.HasField("task"):
@@ -34,8 +34,8 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry) -> Rol
         found.add("spec.agent.name", "is required")
     if request.mode not in interception_pb2.Mode.values()[1:]:
         found.add("spec.mode", "is required: MODE_BLACK_BOX, MODE_TRANSPARENT_PROXY or MODE_INTERCEPTION_GATE")
-    found.refuse_rollout()
-    agent = agents.get(request.agent.name, request.agent.spec_sha256)
+    found.refuse()
+    agent = agents.get(namespace, request.agent.name, request.agent.spec_sha256)
     limits = _limits(request.limits)
     if not request.limits.HasField("agent"):
         limits = replace(limits, agent_s=agent.spec.default_timeout_s)
@@ -52,50 +52,54 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry) -> Rol
         sandbox=_sandbox_terms(request.sandbox),
         gate_terms=_gate_terms(request),
         request=request,
-        environment_key=_environment_key(request.task, request.sandbox, request.limits),
+        environment_key=_environment_key(namespace, request.task, request.sandbox, request.limits),
         run_id=request.run_id if request.HasField("run_id") else None,
         labels=dict(request.labels),
         max_attempts=request.max_attempts if request.HasField("max_attempts") else 1,
+        namespace=namespace,
     )
     validation.check_rollout(spec, found)
-    found.refuse_rollout()
+    found.refuse()
     check_choice(agent.spec, spec.choice, spec.task.instruction)
     return spec
 
 
-def terminal_spec(request: terminal_service_pb2.OpenTerminalRequest) -> TerminalSpec:
-    """The spec of a terminal episode, checked; InvalidArgument (TERMINAL_INVALID) with every wrong field."""
+def terminal_spec(request: terminal_service_pb2.OpenTerminalRequest, namespace: str) -> TerminalSpec:
+    """The spec of a terminal episode, checked; InvalidArgument (FIELD_INVALID) with every wrong field."""
     found = Violations()
     if not request.HasField("task"):
         found.add("task", "is required")
-    found.refuse_terminal()
+    found.refuse()
     spec = TerminalSpec(
         task=_task(request.task, "", found),
         sandbox=_sandbox_terms(request.sandbox),
         limits=Limits(agent_s=_seconds(request, "wall_time", 1800.0)),
         request=request,
-        environment_key=_environment_key(request.task, request.sandbox, rollout_pb2.Limits()),
+        environment_key=_environment_key(namespace, request.task, request.sandbox, rollout_pb2.Limits()),
         command_s=_seconds(request, "command_timeout", 120.0),
         output_limit=request.output_limit_bytes if request.HasField("output_limit_bytes") else DEFAULT_OUTPUT,
         max_commands=request.max_steps if request.HasField("max_steps") else MAX_COMMANDS,
         labels=dict(request.labels),
+        namespace=namespace,
     )
     validation.check_terminal(spec, found)
-    found.refuse_terminal()
+    found.refuse()
     return spec
 
 
 def step_action(request: terminal_service_pb2.StepRequest) -> Action:
-    """A step's action, which must be set; InvalidArgument (STEP_INVALID) for a command that cannot run."""
+    """A step's action, which must be set; InvalidArgument (FIELD_INVALID) for a command that cannot run."""
     if request.WhichOneof("action") == "final_answer":
         return Answer(request.final_answer)
     found, command = Violations(), command_from_proto(request.command)
     validation.check_step_command(command, found)
-    found.refuse_step()
+    found.refuse()
     return command
 
 
-def _environment_key(task: rollout_pb2.Task, sandbox: rollout_pb2.SandboxChoice, limits: rollout_pb2.Limits) -> str:
+def _environment_key(
+    namespace: str, task: rollout_pb2.Task, sandbox: rollout_pb2.SandboxChoice, limits: rollout_pb2.Limits
+) -> str:
     """A digest of what a prepared state depends on, except agent and backend: equal keys share the state.
 
     A default backend has no name yet: `Preflight` names it, and users of this key add the name.
@@ -106,7 +110,7 @@ def _environment_key(task: rollout_pb2.Task, sandbox: rollout_pb2.SandboxChoice,
         limits=rollout_pb2.Limits(setup=limits.setup if limits.HasField("setup") else None),
     )
     relevant.sandbox.ClearField("backend")
-    return hashlib.sha256(relevant.SerializeToString(deterministic=True)).hexdigest()
+    return hashlib.sha256(namespace.encode() + b"\0" + relevant.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _gate_terms(spec: rollout_pb2.RolloutSpec) -> rollout_gate_service_pb2.OpenRolloutRequest:

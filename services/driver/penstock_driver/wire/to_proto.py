@@ -162,6 +162,7 @@ def group_to_proto(group: GroupRecord, ended: Sequence[Record]) -> rollout_pb2.G
     is_over = len(ended) == len(group.rollout_ids)
     wire = rollout_pb2.Group(
         group_id=group.group_id,
+        namespace=group.namespace,
         spec=group.spec,
         size=plan.size,
         spares=plan.spares,
@@ -184,6 +185,7 @@ def add_driver_fields(trajectory: trajectory_pb2.Trajectory, record: Record) -> 
     """Add the fields that only the driver knows to a trajectory's first fragment, and return it."""
     outcome, spec = record.outcome or rollout_pb2.Outcome(), record.spec
     trajectory.rollout_id = record.rollout_id
+    trajectory.namespace = record.namespace
     # The gate's record also has the driver's own labels, used to find resources for cleanup.
     trajectory.labels.clear()
     trajectory.labels.update(record.labels)
@@ -208,7 +210,7 @@ def add_driver_fields(trajectory: trajectory_pb2.Trajectory, record: Record) -> 
 
 def public_terminal(spec: TerminalSpec) -> terminal_service_pb2.Terminal:
     """The part of an episode's spec that is stored and returned, as a Terminal: without secrets and file contents."""
-    wire = terminal_service_pb2.Terminal(task=spec.request.task, labels=spec.labels)
+    wire = terminal_service_pb2.Terminal(task=spec.request.task, labels=spec.labels, namespace=spec.namespace)
     make_effective(wire.task, spec.task)
     return wire
 

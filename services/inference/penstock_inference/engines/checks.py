@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from penstock_chassis.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable, Violation
+from penstock_chassis.errors import Aborted, FailedPrecondition, Unavailable, Violation
+from penstock_chassis.validation import invalid
 from penstock_inference.engines.base import Sampling, TokenIds
 
 T = TypeVar("T")
@@ -44,10 +45,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
 def raise_violations(violations: list[Violation]) -> None:
     """Raises InvalidArgument when there are any."""
     if violations:
-        first = violations[0]
-        raise InvalidArgument(
-            f"{first.field} {first.description}", reason="GENERATE_REQUEST_INVALID", violations=violations
-        )
+        raise invalid(violations)
 
 
 def check_update(version: int, in_force: int, *, another_open: bool) -> None:

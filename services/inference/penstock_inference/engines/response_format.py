@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.validation import invalid_field
 
 FIELD = "sampling.response_format_json"
 MAX_LENGTH = 128 * 1024
@@ -45,7 +46,7 @@ class ResponseFormat:
         """Parse the OpenAI API's format: `json_object`, `json_schema` and `text` (None), and three more types.
 
         The others are `regex`, `choice` and `grammar`, with the value under the type's name. Raises InvalidArgument
-        (GENERATE_REQUEST_INVALID).
+        (FIELD_INVALID).
         """
         if len(json_text) > MAX_LENGTH:
             raise _invalid(f"must be of at most {MAX_LENGTH} characters")
@@ -87,4 +88,4 @@ def _object(json_text: str) -> dict[str, Any]:
 
 
 def _invalid(text: str) -> InvalidArgument:
-    return InvalidArgument(f"{FIELD} {text}", reason="GENERATE_REQUEST_INVALID", violations=[Violation(FIELD, text)])
+    return invalid_field(FIELD, text)

@@ -11,7 +11,8 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import numbers, reader, to_proto, writer
 from penstock_chassis import times
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, Violation
+from penstock_chassis.validation import invalid, invalid_field
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -33,6 +34,7 @@ from penstock_inference.engines.base import (
 from penstock_inference.engines.optional_features import ChatAnswer, ChatRequest, missing_capability
 from penstock_inference.engines.response_format import ResponseFormat
 from penstock_inference.logprob_diff import Gap
+from penstock_inference.namespaces import scoped
 from penstock_inference.rpc import messages
 from penstock_inference.weights.model_files import TokenizerDirectory
 
@@ -60,24 +62,29 @@ _FORMAT: Final = "response_format_json"
 def token_ids(data: bytes, field: str) -> TokenIds:
     """Little-endian int32."""
     if len(data) % 4:
-        raise invalid(field, f"has {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
+        raise invalid_field(field, f"has {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo) -> GenerateRequest:
-    """Raises InvalidArgument or Unsupported for errors that the message alone shows."""
+def generate_request(
+    message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo, namespace: str
+) -> GenerateRequest:
+    """A generation of a caller in a namespace.
+
+    Raises InvalidArgument or Unsupported for errors that the message alone shows.
+    """
     if message.adapter and not info.capabilities.adapters:
         raise missing_capability("adapters")
     version = message.version
     return GenerateRequest(
-        request_id=message.request_id,
+        request_id=scoped(namespace, message.request_id),
         prompt_token_ids=prompt,
         sampling=sampling(message.sampling, info, prompt.size),
-        session_id=message.session_id,
+        session_id=scoped(namespace, message.session_id),
         stream=message.stream,
         min_policy_version=version.min_version if version.HasField("min_version") else None,
         exact_policy_version=version.exact_version if version.HasField("exact_version") else None,
-        adapter=message.adapter,
+        adapter=scoped(namespace, message.adapter),
     )
 
 
@@ -107,11 +114,7 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
     if message.HasField("top_k") and message.top_k < 1:
         violations.append(Violation("sampling.top_k", "must be at least 1; leave it unset for off"))
     if violations:
-        raise InvalidArgument(
-            f"{violations[0].field} {violations[0].description}",
-            reason="GENERATE_REQUEST_INVALID",
-            violations=violations,
-        )
+        raise invalid(violations)
     # A prompt that fills the context leaves no token; the engine reports that error.
     given: dict[str, Any] = {"max_tokens": max(1, info.max_context_tokens - prompt_tokens)}
     given |= {name: getattr(message, name) for name in _NUMBERS if message.HasField(name)}  # type: ignore[arg-type]
@@ -120,20 +123,20 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
     return Sampling(stop_token_ids=tuple(message.stop_token_ids), stop=tuple(message.stop), **given)
 
 
-def chat_request(message: pb.GenerateRequest, info: EngineInfo, options: dict[str, Any]) -> ChatRequest:
+def chat_request(message: pb.GenerateRequest, info: EngineInfo, options: dict[str, Any], namespace: str) -> ChatRequest:
     """A conversation for an engine without token ids; raises the errors of `generate_request`."""
     if message.adapter:
         raise missing_capability("adapters")
     if message.version.HasField("min_version") or message.version.HasField("exact_version"):
         raise FailedPrecondition("policy versions are unknown without token ids", reason="POLICY_VERSION_UNAVAILABLE")
     return ChatRequest(
-        request_id=message.request_id,
+        request_id=scoped(namespace, message.request_id),
         messages=tuple(messages.messages_from(message.chat.messages)),
         tools=tuple(messages.tools_from(message.chat.tools)),
         sampling=sampling(message.sampling, info, 0),
         limited=message.sampling.HasField("max_tokens"),
         template_options=options,
-        session_id=message.session_id,
+        session_id=scoped(namespace, message.session_id),
     )
 
 
@@ -308,10 +311,5 @@ def pause_mode(mode: int, default: PauseMode | None = None) -> PauseMode:
     """Raises InvalidArgument for an unspecified mode without a default."""
     found = _PAUSE_MODES.get(mode) or default
     if found is None:
-        raise invalid("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
+        raise invalid_field("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
     return found
-
-
-def invalid(field: str, text: str) -> InvalidArgument:
-    """The violation of one field."""
-    return InvalidArgument(f"{field} {text}", reason="REQUEST_INVALID", violations=[Violation(field, text)])

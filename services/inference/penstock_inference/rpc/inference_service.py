@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.auth import DEFAULT_NAMESPACE, caller
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied, Violation
 from penstock_chassis.telemetry.tracing import note_here
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode, TokenIds
 from penstock_inference.engines.optional_features import Chats, Sleeper, missing_capability
 from penstock_inference.logprob_diff import GapReports
+from penstock_inference.namespaces import Served, scoped
 from penstock_inference.rpc import convert, messages, weight_updates
 from penstock_inference.rpc.messages import template_options
 from penstock_inference.status import Health
@@ -41,15 +45,20 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         updates: WeightUpdates,
         adapters: AdapterUploads,
         transfers: Transfers,
+        weights_namespace: str = DEFAULT_NAMESPACE,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
+        """`weights_namespace`: whose callers may change the engine for all. `quotas`: most requests by namespace."""
         self._engine = engine
         self._codec = codec
         self._files = files
         self._updates = updates
         self._adapters = adapters
         self._transfers = transfers
-        self._gaps = GapReports()
-        self.health = Health(engine, self._gaps)
+        self._weights_namespace = weights_namespace
+        self._served = Served(quotas or {})
+        self._gaps: defaultdict[str, GapReports] = defaultdict(GapReports)
+        self.health = Health(engine, self._gaps[weights_namespace])
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
         parser = "" if self._codec is None else self._codec.parser
@@ -64,14 +73,17 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        info = self._engine.info()
+        check_request_id(request.request_id)
+        info, namespace = self._engine.info(), caller().home
         rendered = request.WhichOneof("prompt") == "chat"
         if not info.capabilities.token_ids:
-            yield await self._chat(request, info)
+            with self._served.serving(namespace, scoped(namespace, request.request_id)):
+                answer = await self._chat(request, info, namespace)
+            yield answer
             return
         prompt = await self._render(request.chat) if rendered else convert.token_ids(request.token_ids, "token_ids")
-        wanted = convert.generate_request(request, prompt, info)
-        with self.health.generating(wanted):
+        wanted = convert.generate_request(request, prompt, info, namespace)
+        with self._served.serving(namespace, wanted.request_id), self.health.generating(wanted):
             async with aclosing(self._engine.generate(wanted)) as events:
                 async for event in events:
                     if isinstance(event, Done):
@@ -85,9 +97,11 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             raise missing_capability("score")
         ids = convert.token_ids(request.token_ids, "token_ids")
         if not 1 <= request.start < max(ids.size, 2):
-            raise convert.invalid("start", f"must be in [1, {ids.size}): the first token has no logprob")
+            raise invalid_field("start", f"must be in [1, {ids.size}): the first token has no logprob")
         temperature = request.temperature if request.HasField("temperature") else 1.0
-        scores = await self._engine.score(ids, temperature, request.adapter)
+        namespace = caller().home
+        with self._served.serving(namespace):
+            scores = await self._engine.score(ids, temperature, scoped(namespace, request.adapter))
         if request.HasField("exact_version") and scores.policy_version != request.exact_version:
             raise FailedPrecondition(
                 f"policy version {scores.policy_version} is in force, not {request.exact_version}",
@@ -99,27 +113,31 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        target = request.WhichOneof("target")
+        target, namespace = request.WhichOneof("target"), caller().home
+        scope = caller().scope(request.all_namespaces)
         if (
             target is None
             or (target == "all" and not request.all)
             or (target == "session_id" and not request.session_id)
         ):
-            raise convert.invalid("target", "must name requests, a session, or all = true")
+            raise invalid_field("target", "must name requests, a session, or all = true")
+        ids = [scoped(namespace, request_id) for request_id in request.requests.request_ids]
         count = await self._engine.abort(
-            request_ids=request.requests.request_ids,
-            session_id=request.session_id if target == "session_id" else None,
-            everything=target == "all",
+            request_ids=self._served.ids(scope) if target == "all" and scope is not None else ids,
+            session_id=scoped(namespace, request.session_id) if target == "session_id" else None,
+            everything=target == "all" and scope is None,
         )
         return pb.AbortResponse(aborted_count=count)
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:  # noqa: N802
+        self._check_weights()
         await self._engine.pause(convert.pause_mode(request.mode))
         self.health.look()
         stats = self._engine.stats()
         return pb.PauseResponse(in_flight_count=stats.running + stats.waiting)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:  # noqa: N802
+        self._check_weights()
         await self._engine.resume()
         self.health.look()
         return pb.ResumeResponse()
@@ -127,6 +145,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def UpdateWeights(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
     ) -> pb.UpdateWeightsResponse:
+        self._check_weights()
         try:
             return weight_updates.update_response(
                 await self._updates.receive(weight_updates.update_frames(request_iterator))
@@ -135,7 +154,9 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             self.health.look()
 
     async def ReportGap(self, request: pb.ReportGapRequest, context: Context) -> pb.ReportGapResponse:  # noqa: N802
-        self._gaps.take(convert.gap(request.gap), self._engine.info().policy_version)
+        self._gaps[caller().namespace or self._weights_namespace].take(
+            convert.gap(request.gap), self._engine.info().policy_version
+        )
         return pb.ReportGapResponse()
 
     async def WatchStats(  # noqa: N802
@@ -143,17 +164,21 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.WatchStatsResponse]:
         interval = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
         if not _MIN_INTERVAL_S <= interval <= _MAX_INTERVAL_S:
-            raise convert.invalid("interval", f"must be in [{_MIN_INTERVAL_S:g} s, {_MAX_INTERVAL_S:g} s]")
+            raise invalid_field("interval", f"must be in [{_MIN_INTERVAL_S:g} s, {_MAX_INTERVAL_S:g} s]")
+        namespace = caller().namespace or self._weights_namespace
         while True:
-            yield convert.stats_response(self._engine.stats(), self._gaps.all())
+            reports = self._gaps.get(namespace)
+            yield convert.stats_response(self._engine.stats(), reports.all() if reports else ())
             await asyncio.sleep(interval)
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:  # noqa: N802
+        self._check_weights()
         await self._sleeper().sleep(request.level)
         self.health.look()
         return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:  # noqa: N802
+        self._check_weights()
         await self._sleeper().wake()
         self.health.look()
         return pb.WakeResponse()
@@ -161,12 +186,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def InitTransfer(  # noqa: N802
         self, request: pb.InitTransferRequest, context: Context
     ) -> pb.InitTransferResponse:
+        self._check_weights()
         await self._transfers.init(request.backend, request.options_json)
         return pb.InitTransferResponse()
 
     async def StartTransfer(  # noqa: N802
         self, request: pb.StartTransferRequest, context: Context
     ) -> pb.StartTransferResponse:
+        self._check_weights()
         idle = request.idle_timeout.ToTimedelta().total_seconds() if request.HasField("idle_timeout") else None
         mode = convert.pause_mode(request.mode, PauseMode.KEEP)
         transfer = await self._transfers.start(request.request_id, request.policy_version, mode, idle)
@@ -175,12 +202,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def TransferTensors(  # noqa: N802
         self, request: pb.TransferTensorsRequest, context: Context
     ) -> pb.TransferTensorsResponse:
+        self._check_weights()
         await self._transfers.transfer(request.transfer_id, request.descriptor_json)
         return pb.TransferTensorsResponse()
 
     async def FinishTransfer(  # noqa: N802
         self, request: pb.FinishTransferRequest, context: Context
     ) -> pb.FinishTransferResponse:
+        self._check_weights()
         try:
             return weight_updates.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
         finally:
@@ -190,7 +219,9 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[pb.LoadAdapterRequest], context: Context
     ) -> pb.LoadAdapterResponse:
         try:
-            loaded = await self._adapters.load(weight_updates.adapter_frames(request_iterator))
+            loaded = await self._adapters.load(
+                weight_updates.adapter_frames(request_iterator), caller().home, paths=self._may_change_weights()
+            )
         finally:
             self.health.look()
         return pb.LoadAdapterResponse(adapter=weight_updates.adapter(loaded))
@@ -198,13 +229,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        await self._adapters.unload(request.name)
+        await self._adapters.unload(request.name, caller().home)
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        return weight_updates.adapters_page(self._adapters.engine().adapters(), request.page_size, request.page_token)
+        found, scope = self._adapters.in_force(), caller().scope(request.all_namespaces)
+        return weight_updates.adapters_page(found, scope, request.page_size, request.page_token)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
         add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
@@ -221,13 +253,26 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             malformed_tool_calls=len(parsed.malformed),
         )
 
-    async def _chat(self, request: pb.GenerateRequest, info: EngineInfo) -> pb.GenerateResponse:
+    async def _chat(self, request: pb.GenerateRequest, info: EngineInfo, namespace: str) -> pb.GenerateResponse:
         """Sends a conversation to an engine that knows no token ids."""
         if request.WhichOneof("prompt") != "chat" or not isinstance(self._engine, Chats):
             raise missing_capability("token_ids")
         chat = request.chat
         options = template_options(chat.thinking if chat.HasField("thinking") else None, chat.template_options_json)
-        return convert.chat_done(await self._engine.chat(convert.chat_request(request, info, options)), info)
+        asked = convert.chat_request(request, info, options, namespace)
+        return convert.chat_done(await self._engine.chat(asked), info)
+
+    def _may_change_weights(self) -> bool:
+        return caller().may_reach(self._weights_namespace)
+
+    def _check_weights(self) -> None:
+        """Raises PermissionDenied (NAMESPACE_NOT_ALLOWED) for a caller who may not change the engine for all."""
+        if not self._may_change_weights():
+            raise PermissionDenied(
+                "This would change the engine for every namespace. It is for operators and for callers of one "
+                "namespace, which the operator set as weights_namespace.",
+                reason="NAMESPACE_NOT_ALLOWED",
+            )
 
     def _sleeper(self) -> Sleeper:
         if not self._engine.info().capabilities.sleep or not isinstance(self._engine, Sleeper):

@@ -9,7 +9,8 @@ from typing import Any
 
 from penstock.chat.v1 import chat_pb2
 from penstock.values import numbers
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.validation import invalid_field
 from penstock_codec.chat import (
     FinishReason,
     ImagePart,
@@ -90,7 +91,7 @@ def _image_from(image: chat_pb2.Image) -> ImagePart:
 
 
 def _unset(field: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} is not set", reason="REQUEST_INVALID", violations=[Violation(field, "is not set")])
+    return invalid_field(field, "is not set")
 
 
 def template_options(thinking: bool | None, options_json: str) -> dict[str, Any]:
@@ -100,9 +101,5 @@ def template_options(thinking: bool | None, options_json: str) -> dict[str, Any]
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise InvalidArgument(
-            "template_options_json must be a JSON object",
-            reason="REQUEST_INVALID",
-            violations=[Violation("template_options_json", "must be a JSON object")],
-        )
+        raise invalid_field("template_options_json", "must be a JSON object")
     return options if thinking is None else {**options, "enable_thinking": thinking}

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.values import writer
+from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
 from penstock_inference.engines.base import PauseMode, UpdateFormat
 from penstock_inference.engines.optional_features import AdapterInfo
+from penstock_inference.namespaces import parted
 from penstock_inference.rpc import convert
 from penstock_inference.weights.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.weights.manager import UpdateBegin, UpdateFrame, UpdateResult
@@ -17,7 +19,6 @@ _FORMATS: dict[int, UpdateFormat] = {
     pb.WEIGHT_FORMAT_SAFETENSORS: UpdateFormat.FULL,
     pb.WEIGHT_FORMAT_SAFETENSORS_PARTIAL: UpdateFormat.DELTA,
 }
-_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 
 
 async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncIterator[UpdateFrame]:
@@ -31,7 +32,7 @@ async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> Async
         elif kind == "begin":
             begin = message.begin
             if begin.format not in _FORMATS:
-                raise convert.invalid(
+                raise invalid_field(
                     "begin.format", "must be WEIGHT_FORMAT_SAFETENSORS or WEIGHT_FORMAT_SAFETENSORS_PARTIAL"
                 )
             yield UpdateBegin(
@@ -43,7 +44,7 @@ async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> Async
                 path=begin.path,
             )
         else:
-            raise convert.invalid("frame", "is not set")
+            raise invalid_field("frame", "is not set")
 
 
 async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncIterator[AdapterFrame]:
@@ -64,22 +65,31 @@ async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncI
                 mode=convert.pause_mode(begin.mode, PauseMode.KEEP),
             )
         else:
-            raise convert.invalid("frame", "is not set")
+            raise invalid_field("frame", "is not set")
 
 
-adapter = writer(AdapterInfo, pb.Adapter)
+adapter = writer(
+    AdapterInfo,
+    pb.Adapter,
+    by={"namespace": lambda info: parted(info.name)[0], "name": lambda info: parted(info.name)[1]},
+)
 """One adapter in force."""
 
 
-def adapters_page(found: tuple[AdapterInfo, ...], page_size: int, page_token: str) -> pb.ListAdaptersResponse:
-    """The adapters after the token, which is the last name of the previous page."""
-    if not 0 <= page_size <= _MAX_PAGE:
-        raise convert.invalid("page_size", f"must be in [0, {_MAX_PAGE}]")
-    size = page_size or _DEFAULT_PAGE
-    left = [info for info in found if not page_token or info.name > page_token]
+def adapters_page(
+    found: tuple[AdapterInfo, ...], namespace: str | None, asked: int, page_token: str
+) -> pb.ListAdaptersResponse:
+    """A namespace's adapters (None: all) after the token, which names the last one of the previous page."""
+    size = page_size(asked)
+    try:
+        after = bytes.fromhex(page_token).decode()
+    except ValueError:
+        raise foreign_page_token() from None
+    shown = sorted((f"{one.namespace}/{one.name}", one) for one in map(adapter, found))
+    left = [(key, one) for key, one in shown if namespace in (None, one.namespace) and (not after or key > after)]
     return pb.ListAdaptersResponse(
-        adapters=[adapter(info) for info in left[:size]],
-        next_page_token=left[size - 1].name if len(left) > size else "",
+        adapters=[one for _, one in left[:size]],
+        next_page_token=left[size - 1][0].encode().hex() if len(left) > size else "",
     )
 
 

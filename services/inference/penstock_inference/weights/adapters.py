@@ -11,14 +11,17 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.disk import on_disk
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import PermissionDenied, Violation
+from penstock_chassis.validation import invalid
 from penstock_inference.engines.base import Engine, PauseMode
 from penstock_inference.engines.optional_features import AdapterInfo, Adapters, AdapterSource, missing_capability
+from penstock_inference.namespaces import scoped
 from penstock_inference.weights.uploads import Commit, Uploads, frame_invalid, under
 
 MAX_NAME_LENGTH = 128
@@ -68,23 +71,38 @@ class AdapterUploads:
             raise missing_capability("adapters")
         return self._engine
 
-    async def load(self, frames: AsyncIterator[AdapterFrame]) -> AdapterInfo:
-        """Read one adapter to its end and put it in force.
+    def in_force(self) -> tuple[AdapterInfo, ...]:
+        """Every adapter; none with an engine that does not support them."""
+        return self.engine().adapters() if self._engine.info().capabilities.adapters else ()
+
+    async def load(
+        self, frames: AsyncIterator[AdapterFrame], namespace: str = DEFAULT_NAMESPACE, *, paths: bool = True
+    ) -> AdapterInfo:
+        """Read one adapter to its end and put it in force in a namespace; `paths`: it may be named by a path.
+
+        The info that it returns has the engine's name of it (`namespaces.scoped`).
 
         Raises InvalidArgument (UPDATE_FRAME_INVALID, PATH_REFUSED, ADAPTER_INVALID), FailedPrecondition (PATHS_OFF),
-        ResourceExhausted (UPDATE_TOO_LARGE), DataLoss (DIGEST_MISMATCH), DeadlineExceeded (UPDATE_STALLED), Unavailable
-        (DISK_REFUSED), and the engine's errors.
+        PermissionDenied (NAMESPACE_NOT_ALLOWED: a path), ResourceExhausted (UPDATE_TOO_LARGE), DataLoss
+        (DIGEST_MISMATCH), DeadlineExceeded (UPDATE_STALLED), Unavailable (DISK_REFUSED), and the engine's errors.
         """
         with on_disk("this adapter"):
-            return await self._receive(frames)
+            return await self._receive(frames, namespace, paths=paths)
 
-    async def _receive(self, frames: AsyncIterator[AdapterFrame]) -> AdapterInfo:
+    async def _receive(self, frames: AsyncIterator[AdapterFrame], namespace: str, *, paths: bool) -> AdapterInfo:
         engine = self.engine()
         begin = await self._uploads.next(frames)
         if not isinstance(begin, AdapterBegin):
             raise frame_invalid("the first message must be `begin`")
         _check(begin)
+        begin = replace(begin, name=scoped(namespace, begin.name))
         if begin.path:
+            if not paths:
+                raise PermissionDenied(
+                    "A path names the operator's files, which are for the namespace that the operator set as "
+                    "weights_namespace: send the adapter's file instead.",
+                    reason="NAMESPACE_NOT_ALLOWED",
+                )
             directory = under(self._adapters_dir, begin.path, "adapters_dir", "begin.path")
             await self._uploads.nothing(frames)
             return await self._finishing.run(
@@ -99,9 +117,9 @@ class AdapterUploads:
             raise
         return await self._finishing.run(self._put_ours(engine, begin, digest, directory), "load-adapter")
 
-    async def unload(self, name: str) -> None:
-        """Unload an adapter. Idempotent."""
-        await self._finishing.run(self._unload(self.engine(), name), "unload-adapter")
+    async def unload(self, name: str, namespace: str = DEFAULT_NAMESPACE) -> None:
+        """Unload a namespace's adapter. Idempotent."""
+        await self._finishing.run(self._unload(self.engine(), scoped(namespace, name)), "unload-adapter")
 
     async def aclose(self) -> None:
         """Wait for adapters that are being loaded, and remove the uploaded files."""
@@ -152,5 +170,4 @@ def _check(begin: AdapterBegin) -> None:
     if bool(begin.path) == bool(begin.config_json):
         violations.append(Violation("begin.adapter_config_json", "must be set, or a path: exactly one of them"))
     if violations:
-        first = violations[0]
-        raise InvalidArgument(f"{first.field} {first.description}", reason="REQUEST_INVALID", violations=violations)
+        raise invalid(violations)

@@ -10,7 +10,8 @@ from typing import Any
 import structlog
 
 from penstock_chassis.aio.tasks import TaskOwner
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_inference.engines.base import Engine, PauseMode
 from penstock_inference.engines.optional_features import WeightTransfers, missing_capability
 from penstock_inference.metrics import UPDATE_SECONDS
@@ -43,17 +44,16 @@ class Transfers:
         """Raises Unsupported (CAPABILITY_MISSING), InvalidArgument for anything but a JSON object."""
         options = _json(options_json or "{}", "options_json")
         if not isinstance(options, dict):
-            raise _invalid("options_json", "must be a JSON object")
+            raise invalid_field("options_json", "must be a JSON object")
         await self._offered().init_transfer(backend, options)
 
     async def start(self, request_id: str, version: int, mode: PauseMode, idle_s: float | None) -> str:
         """Return the transfer's id; idempotent by request. Raises the errors of `WeightTransfers.start_transfer`."""
         engine = self._offered()
-        if not request_id:
-            raise _invalid("request_id", "must not be empty")
+        check_request_id(request_id)
         idle = DEFAULT_IDLE_S if idle_s is None else idle_s
         if not 0 < idle <= MAX_IDLE_S:
-            raise _invalid("idle_timeout", f"must be in (0 s, {MAX_IDLE_S:g} s]")
+            raise invalid_field("idle_timeout", f"must be in (0 s, {MAX_IDLE_S:g} s]")
         async with self._starting:  # a repeated call may arrive while the first one waits for the engine
             if self._transfer_id and request_id == self._request_id:
                 return self._transfer_id
@@ -68,7 +68,9 @@ class Transfers:
         engine = self._offered()
         descriptor = _json(descriptor_json, "descriptor_json")
         if not isinstance(descriptor, dict | list):
-            raise _invalid("descriptor_json", "must be a JSON object, or an array of one for each data-parallel rank")
+            raise invalid_field(
+                "descriptor_json", "must be a JSON object, or an array of one for each data-parallel rank"
+            )
         self._check(transfer_id)
         self._unwatch()
         self._under_way += 1
@@ -152,8 +154,4 @@ def _json(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise _invalid(field, "must be JSON") from None
-
-
-def _invalid(field: str, text: str) -> InvalidArgument:
-    return InvalidArgument(f"{field} {text}", reason="REQUEST_INVALID", violations=[Violation(field, text)])
+        raise invalid_field(field, "must be JSON") from None

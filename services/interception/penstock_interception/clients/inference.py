@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import grpc
 
+from penstock.chat.v1 import chat_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable
+from penstock_codec.chat import Message
 from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import Answerer, CodecChoice, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion
@@ -27,6 +29,9 @@ from penstock_interception.wire import convert
 CHECK_TIMEOUT_S = 10.0
 NO_ENGINE = "none"
 """`GetInfoResponse.engine` of a service that has only a tokenizer."""
+_MAY_BE_THE_REQUEST = frozenset({"ENGINE_FAILED", "INTERNAL", "UPSTREAM_ANSWER_INVALID", "UPSTREAM_FAILED"})
+"""Failures of an engine that a request can cause too, unless the status of its endpoint is one of overload."""
+_OVERLOADED = frozenset({"408", "409", "425", "503", "504"})
 _FOR_GOOD = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION"})
 
 
@@ -109,10 +114,30 @@ class InferenceSource(ModelSource):
         except grpc.aio.AioRpcError as error:
             failure = error_from_rpc(error)
             retriable = error.code().name not in _FOR_GOOD
-            raise SourceError(failure.reason, type(failure).__name__, retriable=retriable) from error
+            raise SourceError(
+                failure.reason,
+                type(failure).__name__,
+                retriable=retriable,
+                may_be_the_request=failure.reason in _MAY_BE_THE_REQUEST
+                and failure.metadata.get("http_status") not in _OVERLOADED,
+            ) from error
         except PenstockError as error:
             raise SourceError(error.reason, error.message) from error
         raise SourceError("GENERATION_UNFINISHED")
+
+    async def answers_others(self, call: Call) -> bool:
+        """See ModelSource. One token after the prompt's first token, which is the template's, or after a fixed text."""
+        request = pb.GenerateRequest(
+            request_id=f"{call.id}.{call.leases}.other", sampling=chat_pb2.Sampling(max_tokens=1), adapter=self._adapter
+        )
+        if call.rollout.facts.tokenizer_sha256 and call.plan is not None:
+            request.token_ids = convert.ids_to(call.plan.prompt_ids[:1])
+        else:
+            request.chat.messages.append(convert.message_to(Message.user(".")))
+        try:
+            return any([event.HasField("done") async for event in self._stub.Generate(request)])
+        except (grpc.aio.AioRpcError, PenstockError):
+            return False
 
     def _chat(self, call: Call) -> pb.ChatPrompt:
         """The conversation as the agent sent it."""

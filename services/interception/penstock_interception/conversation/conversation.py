@@ -14,7 +14,8 @@ from functools import partial
 
 import re2
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_chassis.validation import invalid_field
 from penstock_codec import Codec, ControlTokens
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, TextPart, Tool, ToolCallPart, Usage
 from penstock_codec.fast_dataclass import quick
@@ -53,7 +54,7 @@ class Conversation:
     def __init__(
         self, spec: RolloutSpec, codec: Codec | None, *, vocab_size: int | None, records: Sequence[GraphRecord] = ()
     ) -> None:
-        """Raises InvalidArgument VOLATILE_PATTERN_INVALID."""
+        """Raises InvalidArgument FIELD_INVALID."""
         self._spec = spec
         self._codec = codec
         self.spell: Spell | None = None if codec is None else codec.token_bytes
@@ -218,10 +219,8 @@ def _compile(patterns: Iterable[str]) -> tuple[LinePattern, ...]:
         try:
             compiled.append(re2.compile(f"(?m){pattern}", options))
         except re2.error as error:
-            raise InvalidArgument(
-                "A volatile line pattern is not a regular expression.",
-                reason="VOLATILE_PATTERN_INVALID",
-                violations=[Violation(f"hints.volatile_line_patterns[{index}]", str(error))],
+            raise invalid_field(
+                f"hints.volatile_line_patterns[{index}]", f"not a regular expression: {error}"
             ) from error
     return tuple(compiled)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
 from penstock_codec.fast_dataclass import quick
@@ -156,6 +157,12 @@ class RolloutSpec:
     sampling_override: Sampling = Sampling()  # noqa: RUF009 - immutable
     run_budgets: RunBudgets | None = None
     token_terms: KeyTerms = KeyTerms()  # noqa: RUF009 - immutable
+    namespace: str = DEFAULT_NAMESPACE
+
+    @property
+    def run_key(self) -> str | None:
+        """The rollout's run among those of all namespaces; None without a run. A namespace has no slash."""
+        return None if self.run_id is None else f"{self.namespace}/{self.run_id}"
 
 
 @quick
@@ -252,6 +259,8 @@ class Failures:
     reason: str
     retriable: bool
     calls: int = 0
+    # Those that came after the rollout's last answer.
+    calls_since_answer: int = 0
 
 
 @dataclass(slots=True)
@@ -275,6 +284,9 @@ class Totals:
     refused: int = 0
     # One entry per reason and `retriable`.
     failures: list[Failures] = field(default_factory=list)
+    # Expired calls that came after the rollout's last answer, and the number of calls that had come when it came.
+    expired_since_answer: int = 0
+    calls_at_answer: int = 0
 
     @property
     def open(self) -> int:

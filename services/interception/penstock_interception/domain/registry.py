@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from penstock_chassis.errors import AlreadyExists, NotFound
@@ -14,10 +15,13 @@ class Registry:
 
     def __init__(self) -> None:
         self.open_rollouts = 0
+        self.open_in: Counter[str] = Counter()
+        """How many rollouts are open in each namespace."""
         # The service is stopping: no rollout is opened, no call admitted.
         self.draining = False
         self._rollouts: dict[str, Rollout] = {}
-        self._by_request: dict[str, Rollout] = {}
+        # By namespace and request id.
+        self._by_request: dict[tuple[str, str], Rollout] = {}
         self._calls: dict[str, Call] = {}
         self._sessions: dict[str, Session] = {}
 
@@ -28,7 +32,7 @@ class Registry:
 
         Raises AlreadyExists: REQUEST_ID_REUSED, ROLLOUT_EXISTS.
         """
-        before = self._by_request.get(spec.request_id)
+        before = self._by_request.get((spec.namespace, spec.request_id))
         if before is not None:
             if before.spec != spec:
                 raise AlreadyExists("The request id was used for another rollout.", reason="REQUEST_ID_REUSED")
@@ -54,14 +58,22 @@ class Registry:
 
     def keep(self, rollout: Rollout) -> None:
         self._rollouts[rollout.id] = rollout
-        self._by_request[rollout.spec.request_id] = rollout
+        self._by_request[rollout.spec.namespace, rollout.spec.request_id] = rollout
         if rollout.state is not RolloutState.CLOSED:
             self.open_rollouts += 1
+            self.open_in[rollout.spec.namespace] += 1
+
+    def ended(self, rollout: Rollout) -> None:
+        """Counts an open rollout as closed."""
+        self.open_rollouts -= 1
+        self.open_in[rollout.spec.namespace] -= 1
+        if not self.open_in[rollout.spec.namespace]:
+            del self.open_in[rollout.spec.namespace]
 
     def drop(self, rollout: Rollout) -> None:
         """Removes a rollout and its calls."""
         self._rollouts.pop(rollout.id, None)
-        self._by_request.pop(rollout.spec.request_id, None)
+        self._by_request.pop((rollout.spec.namespace, rollout.spec.request_id), None)
         self.drop_calls(rollout)
 
     # Calls -----------------------------------------------------------------------------------------------------------

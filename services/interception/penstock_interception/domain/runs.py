@@ -20,19 +20,29 @@ CREATE TABLE runs (
     run_id TEXT PRIMARY KEY, budgets BLOB NOT NULL, created REAL NOT NULL, exhausted TEXT NOT NULL, gone BLOB NOT NULL
 ) STRICT;
 """
+NAMESPACES: Final = "UPDATE runs SET run_id = 'default/' || run_id;"
+"""A run's key begins with its namespace (RolloutSpec.run_key)."""
 _BUDGETS: Final = TypeAdapter(RunBudgets)
 _SPENT: Final = TypeAdapter(Spent)
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A run: `gone` is the usage of its deleted rollouts, `exhausted` its exhausted budget or ""."""
+    """A run: `gone` is the usage of its deleted rollouts, `exhausted` its exhausted budget or "".
+
+    `id` is its key among the runs of all namespaces (RolloutSpec.run_key).
+    """
 
     id: str
     budgets: RunBudgets
     created: float
     exhausted: str = ""
     gone: Spent = field(default_factory=Spent)
+
+    @property
+    def name(self) -> str:
+        """The run's id in its namespace."""
+        return self.id.partition("/")[2]
 
 
 class RunStore:

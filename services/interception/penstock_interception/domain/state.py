@@ -101,12 +101,16 @@ DEFAULT_CREDIT_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selects rollouts' calls: a rollout matches if it meets every condition that is set."""
+    """Selects rollouts' calls: a rollout matches if it meets every condition that is set.
+
+    `namespace` None = rollouts of all namespaces.
+    """
 
     run_id: str | None = None
     group_id: str | None = None
     rollout_ids: frozenset[str] = frozenset()
     labels: frozenset[tuple[str, str]] = frozenset()
+    namespace: str | None = None
 
     def matches(self, spec: RolloutSpec) -> bool:
         """Returns whether such a rollout matches."""
@@ -115,6 +119,7 @@ class Selector:
             and (self.group_id is None or self.group_id == spec.group_id)
             and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
             and self.labels.issubset(spec.labels)
+            and self.namespace in (None, spec.namespace)
         )
 
 
@@ -197,6 +202,11 @@ class Session:
         self.ready_serial = -1
         self._outbox = Outbox()
         self._wake = asyncio.Event()
+
+    @property
+    def namespace(self) -> str | None:
+        """The namespace whose calls it receives; None = all of them."""
+        return self.queue.selector.namespace
 
     @property
     def has_credit(self) -> bool:

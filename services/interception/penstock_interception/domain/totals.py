@@ -8,13 +8,23 @@ from penstock_interception.domain.state import Call
 
 
 def count_ended(call: Call, totals: Totals) -> None:
-    """Adds an ended call to its rollout's totals."""
+    """Adds an ended call to its rollout's totals, which count all calls that have come until then."""
     name = call.state.value
     setattr(totals, name, getattr(totals, name) + 1)
+    if call.state is CallState.DELIVERED:
+        totals.calls_at_answer, totals.expired_since_answer = totals.calls, 0
+        for one in totals.failures:
+            one.calls_since_answer = 0
+    # A source that has answered since the call came was not away: the call waited behind others, or had bad luck.
+    since_answer = int(call.index >= totals.calls_at_answer)
     if call.state is CallState.FAILED and call.failure is not None:
         totals.last_failure_reason = call.failure.reason
         totals.last_failure_retriable = call.failure.retriable
-        _failures(totals, call.failure).calls += 1
+        failures = _failures(totals, call.failure)
+        failures.calls += 1
+        failures.calls_since_answer += since_answer
+    if call.state is CallState.EXPIRED:
+        totals.expired_since_answer += since_answer
     if call.state is not CallState.CANCELLED:
         may_pass = call.failure is None or call.failure.retriable
         totals.last_unanswered = call.state is not CallState.DELIVERED and may_pass

@@ -62,7 +62,7 @@ class BudgetEnforcer:
             FailedPrecondition: RUN_BUDGETS_DIFFER, with the fields.
             ResourceExhausted: BUDGET_EXHAUSTED, the run's.
         """
-        running = self._runs.get(spec.run_id or "")
+        running = self._runs.get(spec.run_key or "")
         if running is None:
             return
         if spec.run_budgets is not None and spec.run_budgets != running.run.budgets:
@@ -78,14 +78,14 @@ class BudgetEnforcer:
     def open(self, rollout: Rollout, others: Iterable[Rollout]) -> Run | None:
         """Adds a rollout to its run; returns the run, to be written with it. `others` may belong to the same run."""
         spec = rollout.spec
-        run_id, budgets = spec.run_id, spec.run_budgets
-        if run_id is None:
+        run_key, budgets = spec.run_key, spec.run_budgets
+        if run_key is None:
             return None
-        running = self._runs.get(run_id)
+        running = self._runs.get(run_key)
         if running is None and budgets is not None:
-            running = self._keep(Run(run_id, budgets, self._clock.wall()))
+            running = self._keep(Run(run_key, budgets, self._clock.wall()))
             for other in others:
-                if other.spec.run_id == run_id:
+                if other.spec.run_key == run_key:
                     self._count_in(running, other)
         if running is None:
             return None
@@ -95,7 +95,7 @@ class BudgetEnforcer:
     def remove_rollout(self, rollout: Rollout) -> Run | None:
         """Removes a deleted rollout from its run but keeps its usage; returns the run, to be written with that."""
         self._buckets.pop(rollout.id, None)
-        running = self._runs.get(rollout.spec.run_id or "")
+        running = self._runs.get(rollout.spec.run_key or "")
         if running is None or rollout.id not in running.rollouts:
             return None
         running.rollouts.discard(rollout.id)
@@ -104,7 +104,7 @@ class BudgetEnforcer:
 
     def put_back(self, rollout: Rollout) -> None:
         """Undoes `remove_rollout` after the journal failed to delete the rollout."""
-        running = self._runs.get(rollout.spec.run_id or "")
+        running = self._runs.get(rollout.spec.run_key or "")
         if running is None or rollout.id in running.rollouts:
             return
         running.rollouts.add(rollout.id)
@@ -113,8 +113,8 @@ class BudgetEnforcer:
 
     def idle_run(self, rollout: Rollout) -> str | None:
         """Returns the run of a deleted rollout, if that has no rollouts left."""
-        run_id = rollout.spec.run_id
-        return run_id if run_id in self._runs and not self._runs[run_id].rollouts else None
+        run_key = rollout.spec.run_key
+        return run_key if run_key in self._runs and not self._runs[run_key].rollouts else None
 
     def forget(self, run_id: str) -> bool:
         """Drops a run after its retention, unless it has rollouts again. Returns whether it was dropped."""
@@ -131,7 +131,7 @@ class BudgetEnforcer:
             run.created = min(run.created, now)  # it is later than `now` if the clock was set back
             self._keep(run)
         for rollout in rollouts:
-            running = self._runs.get(rollout.spec.run_id or "")
+            running = self._runs.get(rollout.spec.run_key or "")
             if running is not None:
                 self._count_in(running, rollout)
         return [run_id for run_id, running in self._runs.items() if not running.rollouts]
@@ -147,7 +147,7 @@ class BudgetEnforcer:
         budgets = rollout.spec.budgets
         age = rollout.age_s(self._clock.wall())
         budget = rollout.exhausted_budget or exhausted(budgets, rollout.totals.spent, age, request_bytes)
-        if not budget and (running := self._runs.get(rollout.spec.run_id or "")) is not None:
+        if not budget and (running := self._runs.get(rollout.spec.run_key or "")) is not None:
             budget = self._run_budget(running, request_bytes)
         if not budget and _journal_bytes(rollout, request_bytes) > self._most_bytes:
             budget = JOURNAL
@@ -180,7 +180,7 @@ class BudgetEnforcer:
         """Returns the request with `max_tokens` lowered to what the budgets leave."""
         asked, budgets = request.sampling.max_tokens, rollout.spec.budgets
         most, name = tokens_left(budgets, rollout.totals.spent)
-        running = self._runs.get(rollout.spec.run_id or "")
+        running = self._runs.get(rollout.spec.run_key or "")
         if running is not None:
             left, which = tokens_left(running.run.budgets, running.spent)
             if left is not None and (most is None or left < most):
@@ -199,12 +199,12 @@ class BudgetEnforcer:
         used = Spent(calls=1, request_bytes=call.request.body_bytes)
         call.rollout.totals.calls += 1
         call.rollout.totals.request_bytes += used.request_bytes
-        if (running := self._runs.get(call.rollout.spec.run_id or "")) is not None:
+        if (running := self._runs.get(call.rollout.spec.run_key or "")) is not None:
             running.spent.add(used)
 
     def count_ended(self, call: Call) -> None:
         """Adds an ended call's tokens to its run's usage; the rollout's totals already include them."""
-        if (running := self._runs.get(call.rollout.spec.run_id or "")) is not None:
+        if (running := self._runs.get(call.rollout.spec.run_key or "")) is not None:
             prompt, completion = tokens_of(call)
             running.spent.add(Spent(prompt_tokens=prompt, completion_tokens=completion))
 
@@ -230,7 +230,7 @@ class BudgetEnforcer:
             if not run.exhausted:
                 return ""
             self._store.runs.update(run)
-            self._audit.record(Event.BUDGET_EXHAUSTED, run_id=run.id, budget=_RUN + run.exhausted)
+            self._audit.record(Event.BUDGET_EXHAUSTED, run_id=run.name, budget=_RUN + run.exhausted)
         return _RUN + run.exhausted
 
     def _buckets_of(self, rollout: Rollout) -> list[Bucket]:
@@ -241,7 +241,7 @@ class BudgetEnforcer:
             if bucket is None:
                 bucket = self._buckets[rollout.id] = Bucket(rate, self._clock.steady())
             found.append(bucket)
-        running = self._runs.get(rollout.spec.run_id or "")
+        running = self._runs.get(rollout.spec.run_key or "")
         if running is not None and running.bucket is not None:
             found.append(running.bucket)
         return found

@@ -48,6 +48,8 @@ class GateLimits:
     retention_s: float = 24 * 3600.0
     leasing: LeasingLimits = LeasingLimits()
     tools: ToolLimits = ToolLimits()
+    quotas: tuple[tuple[str, int], ...] = ()
+    """Namespaces, and the most rollouts that each may have open."""
 
 
 class DeadlineKind(StrEnum):

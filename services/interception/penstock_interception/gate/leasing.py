@@ -64,8 +64,8 @@ class Leasing:
     def link(self, rollout: Rollout) -> None:
         """Makes the rollout's calls available for leasing and dispatch."""
         self._rollouts[rollout.id] = rollout
-        if rollout.spec.run_id is not None:
-            self._in_run[rollout.spec.run_id] += 1
+        if (run_key := rollout.spec.run_key) is not None:
+            self._in_run[run_key] += 1
         if rollout.spec.mode is not Mode.INTERCEPTION_GATE:
             return
         for queue in self._queues.values():
@@ -152,26 +152,37 @@ class Leasing:
 
     def restore_lease(self, call: Call, session_id: str, lease_id: str) -> None:
         """Restores the lease of a call after a restart; its session may resume within the window."""
-        session = self.restore_session(session_id)
+        session = self.restore_session(session_id, call.rollout.spec.namespace)
         call.state = CallState.LEASED
         call.holder = session
         call.lease_id = lease_id
         session.hold(call)
 
-    def restore_session(self, session_id: str) -> Session:
-        """Restores a session after a restart, as lost until it is resumed within the window."""
+    def restore_session(self, session_id: str, namespace: str | None) -> Session:
+        """Restores a session after a restart, as lost until it is resumed within the window.
+
+        `namespace` is that of something which it holds; a session that holds things of several is of all.
+        """
         session = self._registry.find_session(session_id)
+        if session is not None and session.namespace != namespace:
+            session.queue = SelectorQueue(Selector())
         if session is None:
-            session = Session(session_id, SelectorQueue(Selector()), "", Credits(self._limits.max_credit_calls), View())
+            queue = SelectorQueue(Selector(namespace=namespace))
+            session = Session(session_id, queue, "", Credits(self._limits.max_credit_calls), View())
             session.lost = True
             self._registry.add_session(session)
             self._deadlines.set((DeadlineKind.SESSION, session_id), self._clock.steady() + self._limits.resume_window_s)
         return session
 
-    def extend(self, lease_id: str, rollout_id: str = "") -> bool:
-        """Restarts a unary lease's timeout; returns False if the lease does not exist, or is of another rollout."""
+    def extend(self, lease_id: str, namespace: str | None, rollout_id: str = "") -> bool:
+        """Restarts a unary lease's timeout.
+
+        Returns False if the lease does not exist in the namespace (None = any), or is of another rollout ("" = of any).
+        """
         call = self._unary.get(lease_id)
-        if call is None or call.lease_s is None or rollout_id not in ("", call.rollout.id):
+        if call is None or call.lease_s is None or namespace not in (None, call.rollout.spec.namespace):
+            return False
+        if rollout_id not in ("", call.rollout.id):
             return False
         self._deadlines.set((DeadlineKind.LEASE, call.id), self._clock.steady() + call.lease_s)
         return True
@@ -321,12 +332,12 @@ class Leasing:
         self._newest[run] = max(version, self._newest.get(run, version))
 
     def _forget_newest(self, rollout: Rollout) -> None:
-        run_id = rollout.spec.run_id
-        if run_id is not None:
-            self._in_run[run_id] -= 1
-            if self._in_run[run_id] > 0:
+        run_key = rollout.spec.run_key
+        if run_key is not None:
+            self._in_run[run_key] -= 1
+            if self._in_run[run_key] > 0:
                 return
-            del self._in_run[run_id]
+            del self._in_run[run_key]
         self._newest.pop(_run_of(rollout), None)
 
     def _end_lease(self, call: Call) -> None:
@@ -408,5 +419,5 @@ class Leasing:
 
 def _run_of(rollout: Rollout) -> Hashable:
     """Scope of a rollout's policy versions: its run, or the rollout itself if it has none."""
-    run_id = rollout.spec.run_id
-    return ("rollout", rollout.id) if run_id is None else ("run", run_id)
+    run_key = rollout.spec.run_key
+    return ("rollout", rollout.id) if run_key is None else ("run", run_key)

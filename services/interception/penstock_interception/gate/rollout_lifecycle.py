@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from functools import partial
 
+from penstock_chassis.auth import Quotas
 from penstock_chassis.errors import ResourceExhausted, Unavailable
 from penstock_interception.domain.agent_keys import AgentKey
 from penstock_interception.domain.calls import ModelFacts, RolloutSpec, RolloutState
@@ -31,6 +32,7 @@ class RolloutLifecycle:
         self._clock = context.clock
         self._deadlines = context.deadlines
         self._limits = context.limits
+        self._quotas = Quotas(dict(context.limits.quotas), "open rollouts")
         self._leasing = leasing
         self._budgets = budgets
         self._timeouts = timeouts
@@ -42,12 +44,13 @@ class RolloutLifecycle:
 
         Raises what BudgetEnforcer.check raises, and:
             Unavailable: DRAINING.
-            ResourceExhausted: ROLLOUT_LIMIT.
+            ResourceExhausted: ROLLOUT_LIMIT, NAMESPACE_QUOTA.
         """
         if self._registry.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=5.0)
         if self._registry.open_rollouts >= self._limits.max_rollouts:
             raise ResourceExhausted("Too many rollouts are open.", reason="ROLLOUT_LIMIT", retry_after_s=5.0)
+        self._quotas.check(spec.namespace, self._registry.open_in[spec.namespace])
         self._budgets.check(spec)
         rollout = Rollout(spec, self._clock.wall(), facts=facts, caller_key=caller_key)
         rollout.keys[key.id] = key
@@ -63,7 +66,7 @@ class RolloutLifecycle:
         rollout.state = RolloutState.CLOSED
         rollout.closed = self._clock.wall()
         rollout.close_reason = reason
-        self._registry.open_rollouts -= 1
+        self._registry.ended(rollout)
         self._leasing.unlink(rollout)
 
     def retain(self, rollout_id: str, for_s: float) -> None:
@@ -126,7 +129,7 @@ class RolloutLifecycle:
         # The write failed: the opening is undone, since a crash would lose the rollout.
         if rollout.state is not RolloutState.CLOSED:
             rollout.state = RolloutState.CLOSED
-            self._registry.open_rollouts -= 1
+            self._registry.ended(rollout)
         self._leasing.unlink(rollout)
         self._budgets.remove_rollout(rollout)
         self._drop(rollout)

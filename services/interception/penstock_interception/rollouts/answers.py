@@ -115,10 +115,15 @@ class AnswerHandler:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
+def call_unknown(call_id: str) -> Rejection:
+    """Returns the verdict on an answer to a call that does not exist for the trainer."""
+    return Rejection(call_id, RejectionReason.UNKNOWN_CALL, "There is no such call.")
+
+
 def judge_trainer(call: Call | None, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
     """Returns the call, if the owner of this lease or session may answer it. `call` is None if it is unknown."""
     if call is None:
-        return Rejection(call_id, RejectionReason.UNKNOWN_CALL, "There is no such call.")
+        return call_unknown(call_id)
     if call.state.terminal or call.claimed:
         return Rejection(call_id, RejectionReason.CALL_ENDED, f"The call has ended: {call.end_reason or 'answered'}.")
     own = lease_id == call.lease_id or (session is not None and call.holder is session)

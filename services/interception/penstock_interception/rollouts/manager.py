@@ -11,6 +11,7 @@ from functools import partial
 
 import structlog
 
+from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_interception import cache
@@ -56,7 +57,7 @@ class Rollouts:
 
         Raises what Sources.resolve and BudgetEnforcer.check raise.
         """
-        resolved = await self._sources.resolve(spec.mode, spec.source, caller_key, "")
+        resolved = await self._resolve(spec, caller_key, "")
         self._gate.budgets.check(spec)
         return resolved
 
@@ -68,7 +69,7 @@ class Rollouts:
         """
         before = self._registry.find_opened(spec)
         if before is None:
-            resolved = await self._sources.resolve(spec.mode, spec.source, caller_key, spec.model_name)
+            resolved = await self._resolve(spec, caller_key, spec.model_name)
             before = self._registry.find_opened(spec)  # a concurrent request may have been first
             if before is None:
                 return await self._open(spec, resolved, caller_key)
@@ -125,6 +126,10 @@ class Rollouts:
         self._gate.lifecycle.restore_runs(await self._store.runs.load())
         still_open = [one.spec for one in self._registry.rollouts() if one.state is not RolloutState.CLOSED]
         await self._tools.restore(still_open, self._gate.leasing.restore_session)
+
+    async def _resolve(self, spec: RolloutSpec, caller_key: str | None, asked_model: str) -> Resolved:
+        with acting_in(spec.namespace):
+            return await self._sources.resolve(spec.mode, spec.source, caller_key, asked_model, spec.namespace)
 
     async def _open(self, spec: RolloutSpec, resolved: Resolved, caller_key: str | None) -> Rollout:
         key = self._agent_keys.make_first(spec)

@@ -10,10 +10,10 @@ from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.values import numbers, reader
 from penstock_chassis import times
+from penstock_chassis.validation import invalid_field
 from penstock_interception.domain.agent_keys import ID_BYTES, AgentKey, KeyTerms, Scope
 from penstock_interception.domain.budgets import Budgets, CallRate, RunBudgets
 from penstock_interception.domain.state import Rollout
-from penstock_interception.wire import convert
 
 _B = TypeVar("_B", bound=RunBudgets)
 
@@ -40,13 +40,13 @@ def key_terms_from(terms: interception_pb2.TokenTerms, where: str) -> KeyTerms:
     for index, number in enumerate(terms.scopes):
         scope = _SCOPES_BACK.get(number)
         if scope is None:
-            raise convert.invalid(f"{where}.scopes[{index}]", "unknown")
+            raise invalid_field(f"{where}.scopes[{index}]", "unknown")
         scopes.append(scope)
     ttl = None
     if terms.HasField("ttl"):
         ttl = times.seconds(terms.ttl)
         if not 1.0 <= ttl <= MAX_TTL_S:
-            raise convert.invalid(f"{where}.ttl", "1 second to 1 year")
+            raise invalid_field(f"{where}.ttl", "1 second to 1 year")
     return KeyTerms(tuple(sorted(set(scopes))), ttl)
 
 
@@ -56,7 +56,7 @@ def delay_from(request: pb.IssueTokenRequest | pb.RevokeTokensRequest, name: str
         return None
     delay = times.seconds(getattr(request, name))
     if not 0.0 <= delay <= MAX_TTL_S:
-        raise convert.invalid(name, "0 seconds to 1 year")
+        raise invalid_field(name, "0 seconds to 1 year")
     return delay
 
 
@@ -69,7 +69,7 @@ def key_ids_from(given: Iterable[str]) -> list[bytes]:
         except ValueError:
             token_id = b""
         if len(token_id) != ID_BYTES:
-            raise convert.invalid(f"token_ids[{index}]", "no token_id")
+            raise invalid_field(f"token_ids[{index}]", "no token_id")
         ids.append(token_id)
     return ids
 
@@ -110,9 +110,9 @@ def _checked(budgets: _B, where: str) -> _B:
     for item in fields(budgets):
         name, value = f"{where}.{item.name.removesuffix('_s')}", getattr(budgets, item.name)
         if isinstance(value, int) and value < 1:
-            raise convert.invalid(name, "at least 1")
+            raise invalid_field(name, "at least 1")
         if isinstance(value, float) and value <= 0:
-            raise convert.invalid(name, "positive")
+            raise invalid_field(name, "positive")
         if isinstance(value, CallRate):
             _check_rate(value, name)
     return budgets
@@ -120,8 +120,8 @@ def _checked(budgets: _B, where: str) -> _B:
 
 def _check_rate(rate: CallRate, where: str) -> None:
     if rate.calls < 1:
-        raise convert.invalid(f"{where}.calls", "at least 1")
+        raise invalid_field(f"{where}.calls", "at least 1")
     if not 0 < rate.period_s <= MAX_PERIOD_S:
-        raise convert.invalid(f"{where}.period", "positive, at most 1 day")
+        raise invalid_field(f"{where}.period", "positive, at most 1 day")
     if rate.burst < 1:
-        raise convert.invalid(f"{where}.burst", "at least 1")
+        raise invalid_field(f"{where}.burst", "at least 1")

@@ -126,6 +126,7 @@ def _fields(call: Call) -> dict[str, Any]:
         "rollout_id": spec.rollout_id,
         "group_id": spec.group_id,
         "run_id": spec.run_id,
+        "namespace": spec.namespace,
         "index": call.index,
         "sampling": convert.sampling_to(call.sampling),
         "min_policy_version": call.min_policy_version,

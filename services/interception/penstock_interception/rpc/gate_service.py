@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -15,7 +15,10 @@ from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import auth
+from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.validation import check_request_id, foreign_page_token, invalid_field, page_size
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
 from penstock_codec.parsers import GRAMMARS
@@ -56,6 +59,7 @@ _CONTROL_TOKENS = {
     interception_pb2.CONTROL_TOKENS_PARSE: ControlTokens.PARSE,
 }
 _MODES = {value: key for key, value in trajectory.MODES.items()}
+SERVICE = "penstock.interception.v1.RolloutGateService"
 register_gate = pb_grpc.add_RolloutGateServiceServicer_to_server
 
 
@@ -91,6 +95,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             run_id=request.run_id if request.HasField("run_id") else None,
             labels=tuple(sorted(request.labels.items())),
             run_budgets=_run_budgets_from(request),
+            namespace=auth.caller().home,
         )
         resolved = await self._interceptor.rollouts.check(spec, caller_key)
         offered = [tool.name for tool in self._interceptor.tools.offered_to(spec)]
@@ -131,7 +136,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def IssueToken(  # noqa: N802
         self, request: pb.IssueTokenRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.IssueTokenResponse:
-        check_id("request_id", request.request_id)
+        check_request_id(request.request_id)
         wanted = budgets_and_keys.key_terms_from(request.terms, "terms")
         retire = budgets_and_keys.delay_from(request, "retire_others_after")
         rollout = self._registry.rollout(request.rollout_id)
@@ -157,11 +162,13 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def ListRollouts(  # noqa: N802
         self, request: pb.ListRolloutsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.ListRolloutsResponse:
-        wanted = set(request.labels.items())
+        wanted, scope = set(request.labels.items()), auth.caller().scope(request.all_namespaces)
         found = [
             rollout
             for rollout in self._registry.rollouts()
-            if wanted.issubset(rollout.spec.labels) and not (request.open_only and rollout.state is RolloutState.CLOSED)
+            if wanted.issubset(rollout.spec.labels)
+            and scope in (None, rollout.spec.namespace)
+            and not (request.open_only and rollout.state is RolloutState.CLOSED)
         ]
         found.sort(key=lambda rollout: (-rollout.created, rollout.id))
         page, token = paged(found, request.page_size, request.page_token, _position)
@@ -189,6 +196,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.WatchCallsResponse]:
         watched, labels = frozenset(request.rollout_ids), set(request.labels.items())
+        found_by_id = bool(watched) and auth.caller().namespace is None
+        scope = None if found_by_id else auth.caller().scope(request.all_namespaces)
         for rollout_id in watched:
             self._registry.rollout(rollout_id)
         changes = self._interceptor.events
@@ -209,6 +218,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 spec = change.rollout.spec
                 if (watched and spec.rollout_id not in watched) or not labels.issubset(spec.labels):
                     continue
+                if scope not in (None, spec.namespace):
+                    continue
                 if request.ended_only and isinstance(change, CallChange) and not change.state.terminal:
                     continue
                 yield _change_to(change)
@@ -224,10 +235,11 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def WatchGate(  # noqa: N802
         self, request: pb.WatchGateRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.WatchGateResponse]:
-        interval = interval_from(request)
+        interval, scope = interval_from(request), auth.caller().scope(request.all_namespaces)
         while not self._stopping.is_set():
             yield snapshot_to(
-                take_snapshot(self._registry.rollouts(), self._registry.sessions()), self._interceptor.clock.wall()
+                take_snapshot(self._registry.rollouts(), self._registry.sessions(), scope),
+                self._interceptor.clock.wall(),
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
@@ -238,18 +250,31 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         return rollout is None or rollout.state is RolloutState.CLOSED
 
 
+def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
+    """Whose the rollouts are that requests name."""
+
+    async def of_rollout(rollout_id: str) -> str | None:
+        rollout = interceptor.registry.find(rollout_id)
+        return None if rollout is None else rollout.spec.namespace
+
+    one = Owned(("rollout_id",), of_rollout)
+    methods = ("CloseRollout", "DeleteRollout", "IssueToken", "RevokeTokens", "GetRollout", "GetCapture")
+    several = Owned(("rollout_ids",), of_rollout)
+    return {f"{SERVICE}/WatchCalls": several, **{f"{SERVICE}/{method}": one for method in methods}}
+
+
 def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[RolloutSpec, str | None]:
     """Returns the rollout's spec and the caller's key. Raises InvalidArgument that names the field."""
-    for name, value in (("request_id", request.request_id), ("rollout_id", request.rollout_id)):
-        check_id(name, value)
+    check_request_id(request.request_id)
+    check_id("rollout_id", request.rollout_id)
     mode = _mode_from(request.mode)
     if len(request.labels) > MAX_LABELS:
-        raise convert.invalid("labels", f"at most {MAX_LABELS}")
+        raise invalid_field("labels", f"at most {MAX_LABELS}")
     dialects = []
     for index, number in enumerate(request.dialects):
         dialect = convert.DIALECTS_BACK.get(number)
         if dialect is None or dialect not in known:
-            raise convert.invalid(f"dialects[{index}]", "not spoken here")
+            raise invalid_field(f"dialects[{index}]", "not spoken here")
         dialects.append(dialect)
     source, caller_key = _source_from(request.source)
     hints = request.hints
@@ -277,6 +302,7 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         sampling_override=override,
         run_budgets=_run_budgets_from(request),
         token_terms=budgets_and_keys.key_terms_from(request.token_terms, "token_terms"),
+        namespace=auth.caller().home,
     )
     return spec, caller_key
 
@@ -284,19 +310,17 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
 def check_id(name: str, value: str) -> None:
     """Raises InvalidArgument for an invalid identifier."""
     if not _ID.fullmatch(value):
-        raise convert.invalid(name, "an identifier: 1 to 128 of a-z A-Z 0-9 _ . -, the first a letter or digit")
+        raise invalid_field(name, "an identifier: 1 to 128 of a-z A-Z 0-9 _ . -, the first a letter or digit")
 
 
 def paged(items: Sequence[T], size: int, token: str, position: Callable[[T], str]) -> tuple[Sequence[T], str]:
     """Returns one page of an ordered list; the token names the last item of the previous page."""
-    if size < 0:
-        raise convert.invalid("page_size", "not negative")
-    count = min(size or 100, 1000)
+    count = page_size(size)
     start = 0
     if token:
         start = next((index + 1 for index, item in enumerate(items) if position(item) == token), -1)
         if start < 0:
-            raise convert.invalid("page_token", "unknown")
+            raise foreign_page_token()
     page = items[start : start + count]
     more = start + count < len(items)
     return page, position(page[-1]) if more and page else ""
@@ -309,7 +333,7 @@ def _position(rollout: Rollout) -> str:
 def _mode_from(value: interception_pb2.Mode.ValueType) -> Mode:
     mode = _MODES.get(value)
     if mode is None:
-        raise convert.invalid("mode", "unspecified")
+        raise invalid_field("mode", "unspecified")
     return mode
 
 
@@ -319,7 +343,7 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
         case "upstream":
             if choice != CodecChoice():
                 field = "tool_call_parser" if choice.parser else "control_tokens"
-                raise convert.invalid(f"source.{field}", "not allowed for an upstream, which makes its own prompts")
+                raise invalid_field(f"source.{field}", "not allowed for an upstream, which makes its own prompts")
             upstream = source.upstream
             if upstream.WhichOneof("endpoint") == "caller":
                 return CallerUpstream(upstream.caller.base_url, upstream.model), upstream.caller.api_key or None
@@ -334,7 +358,7 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
 def _choice_from(source: interception_pb2.ModelSource) -> CodecChoice:
     control_tokens = _CONTROL_TOKENS.get(source.control_tokens)
     if control_tokens is None:
-        raise convert.invalid("source.control_tokens", "not a known value")
+        raise invalid_field("source.control_tokens", "not a known value")
     if source.tool_call_parser and source.tool_call_parser not in GRAMMARS:
         known = f"there are: {', '.join(sorted(GRAMMARS))}"
         raise InvalidArgument(
@@ -349,13 +373,13 @@ def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) ->
     if not request.HasField("run_budgets"):
         return None
     if not request.run_id:
-        raise convert.invalid("run_budgets", "needs run_id")
+        raise invalid_field("run_budgets", "needs run_id")
     return budgets_and_keys.run_budgets_from(request.run_budgets)
 
 
 def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:
     if policy.HasField("max_staleness") and policy.max_staleness < 0:
-        raise convert.invalid("policy.max_staleness", "not negative")
+        raise invalid_field("policy.max_staleness", "not negative")
     return PolicyBounds(
         policy.min_version if policy.HasField("min_version") else None,
         policy.max_staleness if policy.HasField("max_staleness") else None,

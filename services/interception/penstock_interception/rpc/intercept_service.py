@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 
 import grpc
+import structlog
 from google.protobuf.message import Message as ProtoMessage
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
-from penstock_chassis import times
+from penstock_chassis import auth, times
+from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_chassis.operations import server_info
-from penstock_chassis.validation import refuse_unknown
+from penstock_chassis.validation import invalid_field, refuse_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
@@ -32,12 +34,16 @@ from penstock_interception.rpc.polling import CREDIT_BYTES, PollingLeases
 from penstock_interception.store.commits import durable
 from penstock_interception.wire import convert
 
+_log = structlog.get_logger(__name__)
+
 DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
 MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
+_SHOWN_CLIENT = 200
 FEATURES = ("hello.max_message_bytes", "hello.required_features", "top_logprobs")
 """What the gate serves of the contract beyond revision 1."""
+SERVICE = "penstock.interception.v1.InterceptService"
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
 
 
@@ -72,7 +78,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             raise FailedPrecondition("The first frame of a session must be Hello.", reason="HELLO_EXPECTED")
         hello = first.hello
         refuse_unknown(hello.selector, "hello.selector")
-        check_features(hello.required_features, FEATURES)
+        check_features(hello.required_features, self._info.features)
         asked = SessionRequest(
             selector_from(hello.selector),
             credits_from(hello.credits, least=1),
@@ -82,6 +88,13 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
         session = self._interceptor.join(asked, resume=hello.resume_session_id)
+        _log.info(
+            "a session began",
+            session_id=session.id,
+            identity=hello.identity,
+            client=_client(context),
+            resumed=session.resumed,
+        )
         stream = InterceptStream(session, self._interceptor, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
@@ -100,10 +113,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     ) -> pb.LeaseCallsResponse:
         count = request.max_calls or 1
         if not 1 <= count <= MAX_LEASED_AT_ONCE:
-            raise convert.invalid("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
+            raise invalid_field("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
         lease_s = times.seconds(request.lease) if request.HasField("lease") else DEFAULT_LEASE_S
         if not 0 < lease_s <= MAX_LEASE_S:
-            raise convert.invalid("lease", "positive, at most 1 h")
+            raise invalid_field("lease", "positive, at most 1 h")
         wait_s = times.seconds(request.wait) if request.HasField("wait") else DEFAULT_WAIT_S
         remaining = context.time_remaining()
         if remaining is not None:
@@ -137,9 +150,9 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        acknowledged = await results.judge(self._interceptor, request.results, request.rollout_id)
-        sessions = self._interceptor.sessions
-        lost = [lease for lease in request.extend_lease_ids if not sessions.extend(lease, request.rollout_id)]
+        namespace, extend = auth.caller().namespace, self._interceptor.sessions.extend
+        acknowledged = await results.judge(self._interceptor, request.results, namespace, request.rollout_id)
+        lost = [lease for lease in request.extend_lease_ids if not extend(lease, namespace, request.rollout_id)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
 
     async def RegisterTools(  # noqa: N802
@@ -198,5 +211,30 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         )
 
 
+def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
+    """Whose the sessions, rollouts and calls are that requests name."""
+    registry = interceptor.registry
+
+    async def of_session(session_id: str) -> str | None:
+        session = registry.find_session(session_id)
+        return None if session is None else session.namespace or ""  # one of all namespaces is nobody's in one
+
+    async def of_rollout(rollout_id: str) -> str | None:
+        rollout = registry.find(rollout_id)
+        return None if rollout is None else rollout.spec.namespace
+
+    return {
+        f"{SERVICE}/RegisterTools": Owned(("session_id",), of_session),
+        f"{SERVICE}/ListCalls": Owned(("rollout_id",), of_rollout),
+        f"{SERVICE}/GetCall": Owned(("call_id",), interceptor.namespace_of_call),
+    }
+
+
 def _call_id(call: Call) -> str:
     return call.id
+
+
+def _client(context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]) -> str:
+    """The client's name and version as it states them, for the log."""
+    metadata: Iterable[tuple[str, str | bytes]] = context.invocation_metadata() or ()
+    return next((str(value)[:_SHOWN_CLIENT] for name, value in metadata if name == "user-agent"), "")

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
-from penstock_chassis import times
+from penstock_chassis import auth, times
 from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded, FailedPrecondition
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
+from penstock_chassis.validation import invalid_field
 from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
 from penstock_interception.domain.state import (
     DEFAULT_CREDIT_BYTES,
@@ -26,7 +27,6 @@ from penstock_interception.domain.state import (
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.rpc import results, tools
 from penstock_interception.rpc.frames import CallWriter, frames_of
-from penstock_interception.wire import convert
 
 DEFAULT_PAUSE_S = 600.0
 UNREAD_REPLIES = 64
@@ -158,7 +158,9 @@ class InterceptStream:
         match frame:
             case "results":
                 given = request.results.results
-                await self._judged.put([await results.judge_one(interceptor, result, session) for result in given])
+                await self._judged.put(
+                    [await results.judge_one(interceptor, result, session, session.namespace) for result in given]
+                )
             case "credits":
                 interceptor.sessions.set_credit(
                     session, credits_from(request.credits, least=0, bytes_now=session.credit.bytes)
@@ -232,12 +234,16 @@ class _Judged:
 
 
 def selector_from(selector: pb.CallSelector) -> Selector:
-    """Returns the selector of the rollouts whose calls a trainer wants."""
+    """Returns the selector of the rollouts whose calls a trainer wants.
+
+    Raises PermissionDenied NAMESPACE_NOT_ALLOWED.
+    """
     return Selector(
         selector.run_id if selector.HasField("run_id") else None,
         selector.group_id if selector.HasField("group_id") else None,
         frozenset(selector.rollout_ids),
         frozenset(selector.labels.items()),
+        auth.caller().scope(selector.all_namespaces),
     )
 
 
@@ -247,9 +253,9 @@ def credits_from(credit: pb.Credits, *, least: int, bytes_now: int = DEFAULT_CRE
     Raises InvalidArgument that names the field.
     """
     if credit.calls < least:
-        raise convert.invalid("credits.calls", f"at least {least}")
+        raise invalid_field("credits.calls", f"at least {least}")
     if credit.HasField("bytes") and credit.bytes < 1:
-        raise convert.invalid("credits.bytes", "at least 1")
+        raise invalid_field("credits.bytes", "at least 1")
     return Credits(credit.calls, credit.bytes if credit.HasField("bytes") else bytes_now)
 
 
@@ -260,7 +266,7 @@ def view_from(request: pb.Hello | pb.LeaseCallsRequest) -> View:
     """
     limit = request.max_message_bytes if request.HasField("max_message_bytes") else DEFAULT_MESSAGE_BYTES
     if not DEFAULT_MESSAGE_BYTES <= limit <= MAX_MESSAGE_BYTES:
-        raise convert.invalid("max_message_bytes", f"{DEFAULT_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
+        raise invalid_field("max_message_bytes", f"{DEFAULT_MESSAGE_BYTES} to {MAX_MESSAGE_BYTES}")
     return View(messages=request.view.messages, body=request.view.body, max_message_bytes=limit)
 
 

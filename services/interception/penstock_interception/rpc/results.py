@@ -12,6 +12,7 @@ from penstock_interception.domain.results import Accepted, Rejection, RejectionR
 from penstock_interception.domain.state import Session
 from penstock_interception.interceptor import Interceptor
 from penstock_interception.metrics import REJECTED
+from penstock_interception.rollouts.answers import call_unknown
 from penstock_interception.store.commits import recorded
 from penstock_interception.wire import convert
 
@@ -26,13 +27,14 @@ _REASONS = {
 
 
 async def judge(
-    interceptor: Interceptor, results: Sequence[pb.CallResult], rollout_id: str = ""
+    interceptor: Interceptor, results: Sequence[pb.CallResult], namespace: str | None, rollout_id: str = ""
 ) -> pb.ResultsAcknowledged:
     """Validates each result alone; returns once all accepted ones are on disk.
 
-    `rollout_id` is the rollout of all of them; "" = of several.
+    `namespace`: that of the calls which the caller may answer; None = any. `rollout_id` is the rollout of all of them;
+    "" = of several.
     """
-    return await acknowledge([await judge_one(interceptor, result, None, rollout_id) for result in results])
+    return await acknowledge([await judge_one(interceptor, result, None, namespace, rollout_id) for result in results])
 
 
 async def acknowledge(verdicts: Sequence[Accepted | Rejection]) -> pb.ResultsAcknowledged:
@@ -70,10 +72,17 @@ def _not_recorded(call_id: str) -> pb.ResultRejected:
 
 
 async def judge_one(
-    interceptor: Interceptor, result: pb.CallResult, session: Session | None, rollout_id: str = ""
+    interceptor: Interceptor,
+    result: pb.CallResult,
+    session: Session | None,
+    namespace: str | None,
+    rollout_id: str = "",
 ) -> Accepted | Rejection:
     """Validates one result of a session or of a lease; an accepted one may not be on disk yet."""
-    verdict = _of_another_rollout(interceptor, result, rollout_id) or await _judged(interceptor, result, session)
+    if namespace is not None and await interceptor.namespace_of_call(result.call_id) not in (None, namespace):
+        verdict: Accepted | Rejection = call_unknown(result.call_id)
+    else:
+        verdict = _of_another_rollout(interceptor, result, rollout_id) or await _judged(interceptor, result, session)
     if isinstance(verdict, Rejection):
         REJECTED.labels(verdict.reason.value).inc()
     return verdict

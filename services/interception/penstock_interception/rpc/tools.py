@@ -37,6 +37,7 @@ def call_to(call: ToolCall) -> pb.HostToolCall:
         arguments_json=call.arguments.decode(),
         group_id=spec.group_id,
         run_id=spec.run_id,
+        namespace=spec.namespace,
         labels=dict(spec.labels),
         task_id=spec.task_id,
         group_index=spec.group_index,

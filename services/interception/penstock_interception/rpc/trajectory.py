@@ -109,6 +109,7 @@ def rollout_to(rollout: Rollout, home: str) -> gate_pb2.GateRollout:
         rollout_id=rollout.id,
         group_id=spec.group_id,
         run_id=spec.run_id,
+        namespace=spec.namespace,
         labels=dict(spec.labels),
         mode=MODES[spec.mode],
         state=_STATES[rollout.state],
@@ -173,6 +174,7 @@ def _head(captured: Capture) -> pb.Trajectory:
         rollout_id=rollout.id,
         group_id=spec.group_id,
         run_id=spec.run_id,
+        namespace=spec.namespace,
         group_index=spec.group_index,
         labels=dict(spec.labels),
         branches=map(_branch_to, captured.branches),
@@ -193,7 +195,7 @@ def _head(captured: Capture) -> pb.Trajectory:
 _totals_to = writer(
     Totals,
     gate_pb2.CallTotals,
-    left_out=("top_bytes",),
+    left_out=("top_bytes", "calls_at_answer"),
     by={
         "open": lambda totals: totals.open,
         "failures": lambda totals: [

@@ -6,8 +6,8 @@ from typing import Final
 
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock_chassis import times
+from penstock_chassis.validation import invalid_field
 from penstock_interception.status.gate_snapshot import GateSnapshot, SessionSnapshot
-from penstock_interception.wire import convert
 
 MOST_SESSIONS: Final = 256
 DEFAULT_INTERVAL_S: Final = 1.0
@@ -17,7 +17,7 @@ def interval_from(request: pb.WatchGateRequest) -> float:
     """Returns the seconds between two messages. Raises InvalidArgument."""
     interval = times.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
     if not 0.5 <= interval <= 60.0:
-        raise convert.invalid("interval", "500 ms to 1 min")
+        raise invalid_field("interval", "500 ms to 1 min")
     return interval
 
 
@@ -43,6 +43,7 @@ def _session_to(one: SessionSnapshot) -> pb.GateSession:
         identity=session.identity,
         run_id=queue.selector.run_id or "",
         group_id=queue.selector.group_id or "",
+        namespace=session.namespace or "",
         rollouts=one.rollouts,
         credit_calls=session.credit.calls,
         credit_bytes=session.credit.bytes,

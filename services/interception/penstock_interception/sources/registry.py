@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from penstock_chassis.aio.single_flight import SingleFlight
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.validation import invalid_field
 from penstock_codec import Codec, CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_interception.conversation.codecs import CodecCache
@@ -41,7 +42,7 @@ class Endpoint:
     """An upstream that the operator configured."""
 
     base_url: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     models: tuple[str, ...] = ("*",)
 
 
@@ -71,7 +72,7 @@ class Sources:
         self._upstreams = upstreams
         self._tokenizers = tokenizers
         self._caller_endpoints = caller_endpoints
-        self._resolved: SingleFlight[tuple[Source, str | None, str], Resolved] = SingleFlight(fresh_s=FRESH_S)
+        self._resolved: SingleFlight[tuple[Source, str | None, str, str], Resolved] = SingleFlight(fresh_s=FRESH_S)
 
     def source(self, mode: Mode, ref: Source, caller_key: str | None) -> ModelSource:
         """Returns the source that a rollout in this mode names.
@@ -125,14 +126,18 @@ class Sources:
                 check_url(base_url)
                 return UpstreamSource(self._http, self._parse, base_url, caller_key or None, model, shown=base_url)
 
-    async def resolve(self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str) -> Resolved:
-        """Checks that the source answers, and returns its properties; results are shared for up to 2 s.
+    async def resolve(
+        self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str, namespace: str
+    ) -> Resolved:
+        """Checks that the source answers, and returns its properties; a namespace shares a result for up to 2 s.
 
         Raises what `source` raises, and PenstockError.
         """
         source = self.source(mode, ref, caller_key)
         try:
-            found = await self._resolved.get((ref, caller_key, asked_model), lambda: source.resolve(asked_model))
+            found = await self._resolved.get(
+                (ref, caller_key, asked_model, namespace), lambda: source.resolve(asked_model)
+            )
         except CodecError as error:
             raise FailedPrecondition(
                 f"The model's tokenizer cannot be used: {error}", reason="TEMPLATE_UNSUPPORTED"
@@ -163,6 +168,9 @@ class _TokenizerSource(ModelSource):
     async def complete(self, call: Call) -> Completion:
         raise SourceError("NOBODY_TO_DELEGATE_TO", retriable=False)
 
+    async def answers_others(self, call: Call) -> bool:
+        return False
+
     async def resolve(self, asked_model: str) -> Resolved:
         files = TokenizerFiles.from_directory(self._path)
         codec = await self._codecs.from_files(files, self._choice)
@@ -185,10 +193,6 @@ def check_url(base_url: str) -> None:
     except ValueError:
         good, parts = False, None
     if not good or parts is None or parts.username is not None or parts.query or parts.fragment:
-        raise InvalidArgument(
-            "The upstream's address cannot be used.",
-            reason="UPSTREAM_URL_INVALID",
-            violations=[
-                Violation("source.upstream.caller.base_url", "http(s)://host[:port]/path without credentials or query")
-            ],
+        raise invalid_field(
+            "source.upstream.caller.base_url", "must be http(s)://host[:port]/path without credentials or query"
         )

@@ -42,6 +42,8 @@ MAX_ANSWER_BYTES = 32 << 20
 MAX_LISTING_BYTES = 1 << 20
 # `owned_by` values of servers that return token ids on request.
 _TOKEN_TELLERS = frozenset({"vllm"})
+# Too many requests, or too slow. Any other 5xx may be the request's own.
+_OVERLOADED = frozenset({503, 504})
 _DROPPED = ("stream", "stream_options", "n", "models")
 # A softmax rounds the logprob of a certain token to slightly above 0; a larger value is invalid and is refused.
 _ROUNDED = 1e-3
@@ -125,7 +127,20 @@ class UpstreamSource(ModelSource):
         try:
             written = orjson.dumps(body)
         except TypeError as error:  # a field that is only passed on: orjson parses deeper nesting than it writes
-            raise SourceError("REQUEST_INVALID", "nested too deeply", retriable=False) from error
+            raise SourceError("FIELD_INVALID", "nested too deeply", retriable=False) from error
+        return await self._ask(written)
+
+    async def answers_others(self, call: Call) -> bool:
+        """See ModelSource. One token of a fixed text, of the model that the call asks for."""
+        model = self.model or call.request.model_requested
+        body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+        try:
+            await self._ask(orjson.dumps(body))
+        except SourceError:
+            return False
+        return True
+
+    async def _ask(self, written: bytes) -> Completion:
         try:
             async with self._http.post(
                 f"{self.base_url}/chat/completions",
@@ -140,9 +155,10 @@ class UpstreamSource(ModelSource):
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SourceError("UPSTREAM_UNREACHABLE", type(error).__name__) from error
         if status != 200:
-            _log.warning("upstream refused a call", call_id=call.id, status=status)
+            _log.warning("upstream refused a call", base_url=self.base_url, status=status)
             refused = refusal(status)
-            raise SourceError(refused.reason, refused.message, retriable=refused.retriable)
+            broke = status >= 500 and status not in _OVERLOADED
+            raise SourceError(refused.reason, refused.message, retriable=refused.retriable, may_be_the_request=broke)
         if len(data) > MAX_ANSWER_BYTES:
             raise SourceError("UPSTREAM_ANSWER_TOO_LARGE", retriable=False)
         return _completion(data)
@@ -237,7 +253,7 @@ def _completion(data: bytes) -> Completion:
         usage = read_usage(answer.get("usage"))
         model = str(answer.get("model", ""))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-        raise SourceError("UPSTREAM_ANSWER_INVALID", type(error).__name__) from error
+        raise SourceError("UPSTREAM_ANSWER_INVALID", type(error).__name__, may_be_the_request=True) from error
     return Completion(
         tokens=tokens,
         prompt_ids=prompt,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock_interception.domain.calls import RolloutState
+from penstock_interception.domain.calls import CallState, RolloutState
 from penstock_interception.domain.state import Rollout, SelectorQueue, Session
 
 
@@ -34,15 +34,21 @@ class GateSnapshot:
     sessions: Sequence[SessionSnapshot]
 
 
-def take_snapshot(rollouts: Iterable[Rollout], sessions: Iterable[Session]) -> GateSnapshot:
-    """Takes a snapshot; sessions with the most held or queued calls come first."""
-    count = queued = paused = unanswered = 0
+def take_snapshot(
+    rollouts: Iterable[Rollout], sessions: Iterable[Session], namespace: str | None = None
+) -> GateSnapshot:
+    """Takes a snapshot of a namespace (None = of all); sessions with the most held or queued calls come first.
+
+    A namespace's calls that a session of all namespaces holds count as leased.
+    """
+    count = queued = paused = unanswered = leased = 0
     oldest: float | None = None
     for rollout in rollouts:
-        if rollout.state is RolloutState.CLOSED:
+        if rollout.state is RolloutState.CLOSED or namespace not in (None, rollout.spec.namespace):
             continue
         count += 1
         unanswered += rollout.totals.open
+        leased += sum(call.state is CallState.LEASED for call in rollout.open_calls())
         queued += len(rollout.queued)
         paused += len(rollout.queued) if rollout.paused_by else 0
         for call in rollout.queued.values():
@@ -51,9 +57,10 @@ def take_snapshot(rollouts: Iterable[Rollout], sessions: Iterable[Session]) -> G
     found = []
     for session in sessions:
         queue = session.queue
+        if namespace not in (None, session.namespace):
+            continue
         if queue not in waiting:
             waiting[queue] = queue.waiting
         found.append(SessionSnapshot(session, waiting[queue], len(queue.rollouts)))
     found.sort(key=lambda one: (-len(one.session.held) - one.queued, one.session.identity))
-    leased = sum(len(one.session.held) for one in found)
     return GateSnapshot(count, queued, paused, leased, max(0, unanswered - queued - leased), oldest, found)

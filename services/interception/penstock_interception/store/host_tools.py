@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import orjson
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.journal import Journal, Statement
 from penstock_interception.domain.calls import CallState
 from penstock_interception.domain.host_tools import CallKey, HostTool, ToolCallRecord, ToolResult
@@ -191,9 +192,12 @@ def _load_tools(data: bytes) -> tuple[HostTool, ...]:
 
 
 def _dump_selector(selector: Selector) -> bytes:
-    return orjson.dumps([selector.run_id, selector.group_id, sorted(selector.rollout_ids), sorted(selector.labels)])
+    labels, rollout_ids = sorted(selector.labels), sorted(selector.rollout_ids)
+    return orjson.dumps([selector.run_id, selector.group_id, rollout_ids, labels, selector.namespace])
 
 
 def _load_selector(data: bytes) -> Selector:
-    run_id, group_id, rollout_ids, labels = orjson.loads(data)
-    return Selector(run_id, group_id, frozenset(rollout_ids), frozenset((key, value) for key, value in labels))
+    run_id, group_id, rollout_ids, labels, *more = orjson.loads(data)
+    pairs = frozenset((key, value) for key, value in labels)
+    # An earlier version wrote no namespace.
+    return Selector(run_id, group_id, frozenset(rollout_ids), pairs, more[0] if more else DEFAULT_NAMESPACE)

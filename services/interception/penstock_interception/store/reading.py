@@ -114,9 +114,15 @@ def load_call(rollout: Rollout, row: Row) -> Call:
 
 
 def count(calls: list[Call]) -> Totals:
-    totals = Totals(calls=len(calls))
-    for call in calls:
-        totals.request_bytes += call.request.body_bytes
-        if call.state.terminal:
-            count_ended(call, totals)
+    """Counts a rollout's calls, which are in the order in which they came, as they were counted when they ended."""
+    totals = Totals(request_bytes=sum(call.request.body_bytes for call in calls))
+    for call in sorted((call for call in calls if call.state.terminal), key=_ended):
+        while totals.calls < len(calls) and calls[totals.calls].received <= _ended(call):
+            totals.calls += 1
+        count_ended(call, totals)
+    totals.calls = len(calls)
     return totals
+
+
+def _ended(call: Call) -> float:
+    return call.received if call.ended_at is None else call.ended_at

@@ -95,7 +95,16 @@ class CallStore:
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
         """Opens or creates the state in `directory`. Raises FailedPrecondition as Journal.open does."""
-        schemas = [_SCHEMA, tools_store.SCHEMA, agent_keys.SCHEMA, runs_store.SCHEMA, _LARGE, _HELD, _TOP]
+        schemas = [
+            _SCHEMA,
+            tools_store.SCHEMA,
+            agent_keys.SCHEMA,
+            runs_store.SCHEMA,
+            _LARGE,
+            _HELD,
+            _TOP,
+            runs_store.NAMESPACES,
+        ]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
             store = cls(journal, _load_key(directory / "token.key"))

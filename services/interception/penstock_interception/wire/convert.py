@@ -11,6 +11,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import numbers, reader, writer
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import invalid_field
 from penstock_codec.chat import (
     FinishReason,
     ImagePart,
@@ -75,7 +76,7 @@ def message_from(message: chat_pb2.Message) -> Message:
     """Converts a message. Raises InvalidArgument for an invalid role or part."""
     role = _ROLES_BACK.get(message.role)
     if role is None:
-        raise invalid("message.role", "unspecified")
+        raise invalid_field("message.role", "unspecified")
     return Message(role, tuple(_part_from(part) for part in message.parts), message.name)
 
 
@@ -161,13 +162,6 @@ def mode_to(mode: LogprobsMode | None) -> completion_pb2.LogprobsMode.ValueType:
 def ids_to(ids: IntArray) -> bytes:
     """An int32 array as little-endian bytes."""
     return little_endian(ids)
-
-
-def invalid(field: str, description: str) -> InvalidArgument:
-    """Returns an argument error that names one field."""
-    return InvalidArgument(
-        f"{field}: {description}.", reason="FIELD_INVALID", violations=[Violation(field, description)]
-    )
 
 
 def texts(values: Sequence[str]) -> tuple[str, ...]:
@@ -262,4 +256,4 @@ def _part_from(part: chat_pb2.Part) -> Part:
             text = "".join(item.text.text for item in result.parts if item.HasField("text"))
             images = tuple(_image_from(item.image) for item in result.parts if item.HasField("image"))
             return ToolResultPart(result.tool_call_id, text, result.is_error, None, images)
-    raise invalid("message.parts", "a part is empty")
+    raise invalid_field("message.parts", "a part is empty")

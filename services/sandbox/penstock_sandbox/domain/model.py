@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
+
 SNAPSHOT_LABEL: Final = "penstock/snapshot"
 """Owner of the sandboxes in which snapshots are made: the service's own, never shown to callers."""
 LEAST_MEMORY_BYTES: Final = 4 * 1024 * 1024
@@ -101,6 +103,7 @@ class Sandbox:
     lost_reason: str = ""
     ended_inside: bool = False
     """Whether the sandbox's own workload caused the loss; False if unknown."""
+    namespace: str = DEFAULT_NAMESPACE
 
 
 DISK_EXHAUSTED: Final = "DISK_EXHAUSTED"
@@ -352,6 +355,7 @@ class Snapshot:
     created_at: float
     size: int
     fork: ForkKind
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class RuntimeKind(enum.Enum):
@@ -393,13 +397,14 @@ class ToolboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """An installed toolbox; ``mount_path`` is its path in sandboxes."""
+    """An installed toolbox; ``mount_path`` is its path in sandboxes, ``namespace`` one that prepared it."""
 
     id: str
     name: str
     mount_path: str
     size: int
     created_at: float
+    namespace: str = DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)

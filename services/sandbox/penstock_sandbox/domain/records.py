@@ -19,6 +19,7 @@ from importlib.metadata import version
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.journal import Journal, refusal
 from penstock_sandbox.domain.model import SandboxSpec, Snapshot
 
@@ -34,6 +35,7 @@ MIGRATIONS = (
         id TEXT PRIMARY KEY, backend TEXT NOT NULL, made_by TEXT NOT NULL, content BLOB NOT NULL
     ) STRICT;
     """,
+    "ALTER TABLE sandbox ADD COLUMN namespace TEXT NOT NULL DEFAULT 'default';",
 )
 
 _log = structlog.get_logger(__name__)
@@ -47,6 +49,7 @@ class Record:
     backend: str
     labels: Mapping[str, str]
     created_at: float
+    namespace: str = DEFAULT_NAMESPACE
 
 
 class Records:
@@ -58,16 +61,19 @@ class Records:
     async def all(self) -> list[Record]:
         """Returns every row, oldest first."""
         rows = await self._journal.query(
-            "SELECT id, backend, labels, created_at FROM sandbox ORDER BY created_at, rowid"
+            "SELECT id, backend, labels, created_at, namespace FROM sandbox ORDER BY created_at, rowid"
         )
-        return [Record(row["id"], row["backend"], _labels(row["labels"]), row["created_at"]) for row in rows]
+        return [
+            Record(row["id"], row["backend"], _labels(row["labels"]), row["created_at"], row["namespace"])
+            for row in rows
+        ]
 
     async def write(self, record: Record) -> None:
         """Writes a sandbox's row; returns once it is on disk. Raises Unavailable (JOURNAL_FAILED) if the disk fails."""
         with _refused():
             await self._journal.execute(
-                "INSERT INTO sandbox (id, backend, labels, created_at) VALUES (?, ?, ?, ?)",
-                (record.id, record.backend, json.dumps(dict(record.labels)), record.created_at),
+                "INSERT INTO sandbox (id, backend, labels, created_at, namespace) VALUES (?, ?, ?, ?, ?)",
+                (record.id, record.backend, json.dumps(dict(record.labels)), record.created_at, record.namespace),
             )
 
     async def erase(self, sandbox_ids: Sequence[str]) -> None:

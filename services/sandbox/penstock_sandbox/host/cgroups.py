@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.model import Resources, Stats
 
 _CPU_PERIOD_US = 100_000
@@ -238,15 +238,11 @@ class Group:
 
 
 def refuse_beyond_machine(asked: Resources) -> None:
-    """Raises InvalidArgument (INVALID_SPEC) for more memory than the machine has: that would not be a limit."""
+    """Raises InvalidArgument (FIELD_INVALID) for more memory than the machine has: that would not be a limit."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if asked.memory_bytes is not None and asked.memory_bytes > there:
         problem = f"{asked.memory_bytes} is more than this machine's {there}"
-        raise InvalidArgument(
-            f"spec.resources.memory_bytes: {problem}",
-            reason="INVALID_SPEC",
-            violations=[Violation("spec.resources.memory_bytes", problem)],
-        )
+        raise invalid_field("spec.resources.memory_bytes", problem)
 
 
 def _limits(found: _Hierarchy, limits: Resources) -> list[tuple[str, str]]:

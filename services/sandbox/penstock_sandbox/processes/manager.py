@@ -19,11 +19,11 @@ from pathlib import Path
 from penstock_chassis.errors import (
     AlreadyExists,
     FailedPrecondition,
-    InvalidArgument,
     NotFound,
     ResourceExhausted,
     Violation,
 )
+from penstock_chassis.validation import invalid
 from penstock_sandbox.domain.backend import SandboxHandle, StartFailed
 from penstock_sandbox.domain.model import Command, Exit, ProcessSpec, RunResult, Stream
 from penstock_sandbox.processes.process import RunningProcess
@@ -216,8 +216,4 @@ def _check(spec: ProcessSpec) -> None:
     if spec.output_limit < 0:
         problems.append(Violation("output_limit_bytes", "is negative"))
     if problems:
-        raise InvalidArgument(
-            "; ".join(f"{problem.field} {problem.description}" for problem in problems),
-            reason="INVALID_COMMAND",
-            violations=problems,
-        )
+        raise invalid(problems)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_pb2, sandbox_service_pb2
 from penstock.values import reader, writer
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
 from penstock_sandbox.domain.model import (
     BackendInfo,
     Capabilities,
@@ -32,24 +32,6 @@ from penstock_sandbox.domain.model import (
 
 Item = TypeVar("Item")
 
-PAGE_DEFAULT = 100
-PAGE_MOST = 1000
-
-
-def refuse(field: str, description: str) -> InvalidArgument:
-    """Returns an error about one field of a request."""
-    return InvalidArgument(
-        f"{field}: {description}", reason="INVALID_REQUEST", violations=[Violation(field, description)]
-    )
-
-
-def page_size(asked: int) -> int:
-    """Returns the effective page size."""
-    if asked < 0:
-        raise refuse("page_size", "is negative")
-    return min(asked, PAGE_MOST) or PAGE_DEFAULT
-
-
 # Sandboxes -----------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +49,7 @@ def network_from(policy: sandbox_pb2.NetworkPolicy, field: str) -> NetworkPolicy
             return NetworkPolicy(NetworkKind.OPEN)
         case "none" | None:
             return NetworkPolicy()
-    raise refuse(field, "unknown policy")
+    raise invalid_field(field, "unknown policy")
 
 
 def network_to(policy: NetworkPolicy) -> sandbox_pb2.NetworkPolicy:
@@ -154,7 +136,7 @@ _command_from = reader(Command, process_service_pb2.Command, renamed={"argv": "a
 def command_from(command: process_service_pb2.Command, field: str) -> Command:
     """A command."""
     if command.WhichOneof("command") is None:
-        raise refuse(f"{field}.command", "argv or shell must be set")
+        raise invalid_field(f"{field}.command", "argv or shell must be set")
     return _command_from(command)
 
 
@@ -227,7 +209,7 @@ def _parse_token(token: str) -> tuple[float, str] | None:
     try:
         return float.fromhex(number), name
     except ValueError:
-        raise refuse("page_token", "is not from this service") from None
+        raise foreign_page_token() from None
 
 
 def token_of(name: str) -> str:
@@ -240,7 +222,7 @@ def name_in(token: str) -> str:
     try:
         return os.fsdecode(bytes.fromhex(token))
     except ValueError:
-        raise refuse("page_token", "is not from this service") from None
+        raise foreign_page_token() from None
 
 
 file_to = writer(

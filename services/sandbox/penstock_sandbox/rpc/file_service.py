@@ -11,6 +11,7 @@ import grpc
 
 from penstock.sandbox.v1 import file_service_pb2 as pb
 from penstock.sandbox.v1 import file_service_pb2_grpc
+from penstock_chassis.validation import invalid_field, page_size
 from penstock_sandbox import files
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.model import FileInfo
@@ -55,7 +56,7 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
     ) -> pb.WriteFileResponse:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("frame") != "start":
-            raise convert.refuse("frame", "the first frame must be start")
+            raise invalid_field("frame", "the first frame must be start")
         start = first.start
         expected: list[bytes] = []
 
@@ -69,7 +70,7 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
                         yield None
                         return
                     case _:
-                        raise convert.refuse("frame", "chunk or end is expected here")
+                        raise invalid_field("frame", "chunk or end is expected here")
 
         mode = start.mode & 0o777 if start.HasField("mode") else 0o644
         size, digest = await files.write(self._handle(start.sandbox_id), start.path, mode, chunks(), expected)
@@ -86,7 +87,7 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
     ) -> pb.WriteTreeResponse:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("frame") != "start":
-            raise convert.refuse("frame", "the first frame must be start")
+            raise invalid_field("frame", "the first frame must be start")
         expected: list[bytes] = []
 
         async def chunks() -> AsyncIterator[bytes | None]:
@@ -99,7 +100,7 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
                         yield None
                         return
                     case _:
-                        raise convert.refuse("frame", "tar_chunk or end is expected here")
+                        raise invalid_field("frame", "tar_chunk or end is expected here")
 
         start = first.start
         handle = self._handle(start.sandbox_id)
@@ -115,7 +116,7 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
         entries, last = await handle.entries(
             files.absolute(handle, request.path),
             convert.name_in(request.page_token),
-            convert.page_size(request.page_size),
+            page_size(request.page_size),
         )
         return pb.ListResponse(entries=map(convert.file_to, entries), next_page_token=convert.token_of(last))
 

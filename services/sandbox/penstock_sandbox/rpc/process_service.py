@@ -10,6 +10,7 @@ import grpc
 
 from penstock.sandbox.v1 import process_service_pb2 as pb
 from penstock.sandbox.v1 import process_service_pb2_grpc
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, State, Stream
 from penstock_sandbox.processes.process import RunningProcess
 from penstock_sandbox.rpc import convert
@@ -30,9 +31,9 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         self._table = table
 
     async def StartProcess(self, request: pb.StartProcessRequest, context: Context) -> pb.StartProcessResponse:  # noqa: N802
-        _, _, processes = self._table.usable(request.sandbox_id)
         if not request.process_id:
-            raise convert.refuse("process_id", "is required")
+            raise invalid_field("process_id", "is required")
+        _, _, processes = self._table.usable(request.sandbox_id)
         spec = ProcessSpec(
             id=request.process_id,
             command=convert.command_from(request.command, "command"),
@@ -42,7 +43,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         )
         tail = request.output_tail_bytes
         if not 0 <= tail <= _RUN_LIMIT_MOST:
-            raise convert.refuse("output_tail_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
+            raise invalid_field("output_tail_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
         process = await processes.start(spec, tail)
         return pb.StartProcessResponse(process=convert.process_to(process.view()))
 
@@ -51,7 +52,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
     ) -> AsyncIterator[pb.WatchProcessResponse]:
         process = self._find(request)
         if request.stdout_offset < 0 or request.stderr_offset < 0:
-            raise convert.refuse("stdout_offset", "offsets must not be negative")
+            raise invalid_field("stdout_offset", "offsets must not be negative")
         yield pb.WatchProcessResponse(started=convert.process_to(process.view()))
         offsets = {Stream.STDOUT: request.stdout_offset, Stream.STDERR: request.stderr_offset}
         async for event in process.watch(offsets):
@@ -73,7 +74,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
     ) -> pb.WriteStdinResponse:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("frame") != "start":
-            raise convert.refuse("frame", "the first frame must be start")
+            raise invalid_field("frame", "the first frame must be start")
         process, offset = self._find_working(first.start), first.start.offset
         writer = process.take_stdin()
         async for request in request_iterator:
@@ -85,12 +86,12 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
                     await process.close_stdin(writer)
                     break
                 case _:
-                    raise convert.refuse("frame", "data or end is expected here")
+                    raise invalid_field("frame", "data or end is expected here")
         return pb.WriteStdinResponse(offset=process.stdin_offset)
 
     async def SignalProcess(self, request: pb.SignalProcessRequest, context: Context) -> pb.SignalProcessResponse:  # noqa: N802
         if not 1 <= request.signal <= 64:
-            raise convert.refuse("signal", "must be 1 to 64")
+            raise invalid_field("signal", "must be 1 to 64")
         await self._find_working(request).signal(request.signal)
         return pb.SignalProcessResponse()
 
@@ -126,7 +127,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         _, _, processes = self._table.usable(request.sandbox_id)
         limit = request.output_limit_bytes if request.HasField("output_limit_bytes") else _RUN_LIMIT
         if not 0 <= limit <= _RUN_LIMIT_MOST:
-            raise convert.refuse("output_limit_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
+            raise invalid_field("output_limit_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
         result = await processes.run(
             convert.command_from(request.command, "command"), request.stdin, limit, request.process_id
         )
@@ -155,5 +156,5 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
 
 def _size(size: pb.PtySize) -> PtySize:
     if not (1 <= size.rows <= 65535 and 1 <= size.columns <= 65535):
-        raise convert.refuse("pty", "rows and columns must be 1 to 65535")
+        raise invalid_field("pty", "rows and columns must be 1 to 65535")
     return PtySize(size.rows, size.columns)

@@ -14,12 +14,15 @@ import grpc
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock_chassis import times
+from penstock_chassis.auth import caller
 from penstock_chassis.errors import PenstockError
+from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_sandbox import files
 from penstock_sandbox.domain.model import Sandbox, Snapshot
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
+from penstock_sandbox.sandboxes.layer_refs import unknown
 from penstock_sandbox.sandboxes.manager import Sandboxes
 from penstock_sandbox.snapshots.forks import Forks
 from penstock_sandbox.snapshots.manager import CommandStarted, Snapshots
@@ -39,10 +42,9 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         self._snapshots = snapshots
 
     async def CreateSandbox(self, request: pb.CreateSandboxRequest, context: Context) -> pb.CreateSandboxResponse:  # noqa: N802
-        if not request.request_id:
-            raise convert.refuse("request_id", "is required")
+        check_request_id(request.request_id)
         sandbox = await self._sandboxes.create(
-            request.request_id, convert.spec_from(request.spec), wait_s=_may_wait(context)
+            _scoped(request.request_id), convert.spec_from(request.spec), caller().home, wait_s=_may_wait(context)
         )
         return pb.CreateSandboxResponse(sandbox=self._shown(sandbox))
 
@@ -55,7 +57,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.GetDataPlaneResponse()
 
     async def ListSandboxes(self, request: pb.ListSandboxesRequest, context: Context) -> pb.ListSandboxesResponse:  # noqa: N802
-        found = self._sandboxes.table.matching(dict(request.labels))
+        found = self._sandboxes.table.matching(dict(request.labels), caller().scope(request.all_namespaces))
         shown, token = page(found, lambda one: (one.created_at, one.id), request.page_size, request.page_token)
         return pb.ListSandboxesResponse(sandboxes=map(self._shown, shown), next_page_token=token)
 
@@ -68,22 +70,23 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     async def WatchSandboxes(  # noqa: N802
         self, request: pb.WatchSandboxesRequest, context: Context
     ) -> AsyncIterator[pb.WatchSandboxesResponse]:
-        interval, most = terms_from(request)
+        (interval, most), namespace = terms_from(request), caller().scope(request.all_namespaces)
         while True:
-            found = self._sandboxes.table.matching(dict(request.labels))
+            found = self._sandboxes.table.matching(dict(request.labels), namespace)
             yield pb.WatchSandboxesResponse(
                 sandboxes=await usages(self._sandboxes.table, found[:most], self._shown), count=len(found)
             )
             await asyncio.sleep(interval)
 
     async def DeleteSandbox(self, request: pb.DeleteSandboxRequest, context: Context) -> pb.DeleteSandboxResponse:  # noqa: N802
-        await self._sandboxes.delete(request.sandbox_id)
+        await self._sandboxes.delete(request.sandbox_id, caller().namespace)
         return pb.DeleteSandboxResponse()
 
     async def DeleteSandboxes(  # noqa: N802
         self, request: pb.DeleteSandboxesRequest, context: Context
     ) -> pb.DeleteSandboxesResponse:
-        return pb.DeleteSandboxesResponse(sandbox_ids=await self._sandboxes.delete_labelled(dict(request.labels)))
+        deleted = await self._sandboxes.delete_labelled(dict(request.labels), caller().scope(request.all_namespaces))
+        return pb.DeleteSandboxesResponse(sandbox_ids=deleted)
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:  # noqa: N802
         ends_at = await self._sandboxes.leases.renew(request.sandbox_id, times.seconds(request.lease))
@@ -95,7 +98,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     async def PrepareSnapshot(  # noqa: N802
         self, request: pb.PrepareSnapshotRequest, context: Context
     ) -> AsyncIterator[pb.PrepareSnapshotResponse]:
-        async for event in self._snapshots.prepare(convert.snapshot_spec_from(request.spec)):
+        async for event in self._snapshots.prepare(convert.snapshot_spec_from(request.spec), caller().home):
             if isinstance(event, Snapshot):
                 yield pb.PrepareSnapshotResponse(snapshot=self._snapshot(event))
             elif isinstance(event, CommandStarted):
@@ -114,32 +117,39 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:  # noqa: N802
         shown, token = page(
-            self._snapshots.all(), lambda one: (one.created_at, one.id), request.page_size, request.page_token
+            self._snapshots.all(caller().scope(request.all_namespaces)),
+            lambda one: (one.created_at, one.id),
+            request.page_size,
+            request.page_token,
         )
         return pb.ListSnapshotsResponse(snapshots=map(self._snapshot, shown), next_page_token=token)
 
     async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotResponse:  # noqa: N802
-        await self._snapshots.delete(request.snapshot_id)
+        await self._snapshots.delete(request.snapshot_id, caller().namespace)
         return pb.DeleteSnapshotResponse()
 
     async def ForkSandboxes(  # noqa: N802
         self, request: pb.ForkSandboxesRequest, context: Context
     ) -> AsyncIterator[pb.ForkSandboxesResponse]:
-        if not request.request_id:
-            raise convert.refuse("request_id", "is required")
+        check_request_id(request.request_id)
         if not 1 <= request.count <= _MOST_CHILDREN:
-            raise convert.refuse("count", f"must be 1 to {_MOST_CHILDREN}")
+            raise invalid_field("count", f"must be 1 to {_MOST_CHILDREN}")
         spec = request.spec
         taken = ("backend", "base", "resources", "toolbox_ids", "user", "own_kernel")
         if any(field.name in taken for field, _ in spec.ListFields()):
-            raise convert.refuse("spec", f"{', '.join(taken)} come from the source and must be unset")
+            raise invalid_field("spec", f"{', '.join(taken)} come from the source and must be unset")
         asked, wait_s = convert.spec_from(spec), _may_wait(context)
         if request.WhichOneof("source") == "sandbox_id":
-            children = self._forks.of_sandbox(request.request_id, request.sandbox_id, request.count, asked, wait_s)
+            children = self._forks.of_sandbox(
+                _scoped(request.request_id), request.sandbox_id, request.count, asked, wait_s, caller().namespace
+            )
         else:
-            origin = self._snapshots.sandbox_spec(request.snapshot_id)
+            snapshot = self._snapshots.get(request.snapshot_id)
+            if not caller().may_reach(snapshot.namespace):
+                raise unknown(request.snapshot_id)
+            origin = self._snapshots.sandbox_spec(snapshot.id)
             children = self._forks.of_snapshot(
-                request.request_id, request.snapshot_id, origin, request.count, asked, wait_s
+                _scoped(request.request_id), snapshot.id, origin, request.count, asked, wait_s, snapshot.namespace
             )
         async with aclosing(children):
             async for index, child in children:
@@ -196,6 +206,11 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         message = convert.snapshot_to(snapshot)
         message.service = self._sandboxes.home.name
         return message
+
+
+def _scoped(request_id: str) -> str:
+    """Returns a request's id among those of all namespaces."""
+    return f"{caller().home}/{request_id}"
 
 
 def _may_wait(context: Context) -> float | None:

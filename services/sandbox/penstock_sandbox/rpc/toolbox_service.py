@@ -10,9 +10,10 @@ import grpc
 from penstock.sandbox.v1 import toolbox_service_pb2 as pb
 from penstock.sandbox.v1 import toolbox_service_pb2_grpc
 from penstock.values import reader, writer
+from penstock_chassis.auth import caller
 from penstock_chassis.homes import Home
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.model import Toolbox, ToolboxSpec
-from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.toolboxes.manager import Toolboxes
 
@@ -30,7 +31,7 @@ class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
     async def PrepareToolbox(  # noqa: N802
         self, request: pb.PrepareToolboxRequest, context: Context
     ) -> AsyncIterator[pb.PrepareToolboxResponse]:
-        async for event in self._toolboxes.prepare(_spec(request.spec)):
+        async for event in self._toolboxes.prepare(_spec(request.spec), caller().home):
             if isinstance(event, Toolbox):
                 yield pb.PrepareToolboxResponse(toolbox=self._shown(event))
             else:
@@ -38,12 +39,15 @@ class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
 
     async def ListToolboxes(self, request: pb.ListToolboxesRequest, context: Context) -> pb.ListToolboxesResponse:  # noqa: N802
         shown, token = page(
-            self._toolboxes.all(), lambda one: (one.created_at, one.id), request.page_size, request.page_token
+            self._toolboxes.all(caller().scope(request.all_namespaces)),
+            lambda one: (one.created_at, one.id),
+            request.page_size,
+            request.page_token,
         )
         return pb.ListToolboxesResponse(toolboxes=map(self._shown, shown), next_page_token=token)
 
     async def DeleteToolbox(self, request: pb.DeleteToolboxRequest, context: Context) -> pb.DeleteToolboxResponse:  # noqa: N802
-        await self._toolboxes.delete(request.toolbox_id)
+        await self._toolboxes.delete(request.toolbox_id, caller().namespace)
         return pb.DeleteToolboxResponse()
 
     def _shown(self, toolbox: Toolbox) -> pb.Toolbox:
@@ -55,7 +59,7 @@ class ToolboxServicer(toolbox_service_pb2_grpc.ToolboxServiceServicer):
 def _spec(spec: pb.ToolboxSpec) -> ToolboxSpec:
     for index, runtime in enumerate(spec.runtimes):
         if runtime.kind not in _RUNTIMES:
-            raise convert.refuse(f"spec.runtimes[{index}].kind", "must be PYTHON or NODE")
+            raise invalid_field(f"spec.runtimes[{index}].kind", "must be PYTHON or NODE")
     return _read_spec(spec)
 
 

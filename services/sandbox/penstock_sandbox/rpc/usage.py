@@ -11,8 +11,8 @@ from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock.values import writer
 from penstock_chassis import times
 from penstock_chassis.errors import PenstockError
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.model import Sandbox, Stats
-from penstock_sandbox.rpc import convert
 from penstock_sandbox.sandboxes.table import Table
 
 AT_ONCE: Final = 8
@@ -30,9 +30,9 @@ def terms_from(request: pb.WatchSandboxesRequest) -> tuple[float, int]:
     interval = times.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
     most = request.most if request.HasField("most") else DEFAULT_MOST
     if not 1.0 <= interval <= 60.0:
-        raise convert.refuse("interval", "1 s to 1 min")
+        raise invalid_field("interval", "1 s to 1 min")
     if not 1 <= most <= 1000:
-        raise convert.refuse("most", "1 to 1000")
+        raise invalid_field("most", "1 to 1000")
     return interval, most
 
 

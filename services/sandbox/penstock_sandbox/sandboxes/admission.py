@@ -26,7 +26,8 @@ _RETRY_AFTER_S = 1.0
 _DISK_RETRY_AFTER_S = 5.0
 
 Owner = str | None
-"""The owner that a sandbox counts towards; None is the service itself, which has no limit of its own."""
+"""The owner that a sandbox counts towards, with its namespace; None is the service itself, which has no limit of its
+own."""
 
 
 class FairQueue:

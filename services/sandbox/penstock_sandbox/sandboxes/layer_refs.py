@@ -27,14 +27,24 @@ class _Leaving:
 
 
 class LayerRefs:
-    """Reference counts, by the layer's id."""
+    """Reference counts, and the namespace of each complete layer, by the layer's id."""
 
     def __init__(self, pause: Pause = asyncio.sleep) -> None:
         self._deletions = Deletions(pause=pause)
         self._holders: Counter[str] = Counter()
         self._leaving: dict[str, _Leaving] = {}
+        self._namespaces: dict[str, str] = {}
         self.unused = Signal()
         """Counts the layers whose last reference was released."""
+
+    def put_in(self, namespace: str, layer_id: str) -> None:
+        """Makes a complete layer usable in a namespace, until it is removed."""
+        self._namespaces[layer_id] = namespace
+
+    def check(self, namespace: str, layer_id: str) -> None:
+        """Raises NotFound (SNAPSHOT_UNKNOWN) for a layer that is not of this namespace."""
+        if self._namespaces.get(layer_id) != namespace:
+            raise unknown(layer_id)
 
     def hold(self, layer_id: str) -> None:
         """Adds a reference. Raises NotFound (SNAPSHOT_UNKNOWN) for a layer that is being removed."""
@@ -78,6 +88,7 @@ class LayerRefs:
         async def attempt() -> None:
             await leaving.backend.remove_layer(layer_id)
             del self._leaving[layer_id]
+            self._namespaces.pop(layer_id, None)
             leaving.gone()
 
         leaving.deletion = self._deletions.start(f"snapshot {layer_id}", attempt)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import structlog
 
 from penstock_chassis.aio.broadcast import Signal
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.domain.model import State
 from penstock_sandbox.metrics import LEASES_EXPIRED
 from penstock_sandbox.sandboxes.removal import Teardowns
@@ -70,16 +71,12 @@ class Leases:
     async def renew(self, sandbox_id: str, lease_s: float) -> float:
         """Sets the lease's end to now + ``lease_s``, or to the end of its lifetime if sooner; returns it.
 
-        Raises InvalidArgument (INVALID_LEASE), NotFound (SANDBOX_UNKNOWN: also while it is being removed),
+        Raises InvalidArgument (FIELD_INVALID), NotFound (SANDBOX_UNKNOWN: also while it is being removed),
         FailedPrecondition (SANDBOX_NOT_READY; SANDBOX_LOST while a lost sandbox is being removed).
         """
         live = self._table.get(sandbox_id)
         if not 0 < lease_s <= self._max_lease_s:
-            raise InvalidArgument(
-                f"lease must be positive and at most {self._max_lease_s:g} s",
-                reason="INVALID_LEASE",
-                violations=[Violation("lease", f"not in (0, {self._max_lease_s:g}] s")],
-            )
+            raise invalid_field("lease", f"must be positive and at most {self._max_lease_s:g} s")
         if live.view.state is State.CREATING:
             raise FailedPrecondition("the sandbox is still being created", reason="SANDBOX_NOT_READY")
         # One renewal at a time: backend and table must end up with the same lease end.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,17 +26,17 @@ import structlog
 
 from penstock_chassis.aio.idempotency import IdempotencyTable, cancel_once
 from penstock_chassis.aio.retry import Pause
+from penstock_chassis.auth import DEFAULT_NAMESPACE, Quotas
 from penstock_chassis.errors import (
     Aborted,
     FailedPrecondition,
-    InvalidArgument,
     PenstockError,
     Unavailable,
-    Violation,
 )
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.times import even_time
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox import metrics
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SealedLayer
 from penstock_sandbox.domain.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
@@ -54,13 +55,16 @@ _log = structlog.get_logger(__name__)
 class Toolboxes(Protocol):
     """Access to installed toolboxes."""
 
-    def mounted(self, toolbox_id: str, *, host_programs: bool) -> MountedToolbox:
-        """Returns a toolbox; `host_programs`: sandboxes see this host's and need fewer runtimes. Raises NotFound."""
+    def mounted(self, toolbox_id: str, namespace: str, *, host_programs: bool) -> MountedToolbox:
+        """Returns a namespace's toolbox; `host_programs`: sandboxes see this host's and need fewer runtimes.
 
-    def hold(self, toolbox_ids: Sequence[str]) -> None:
-        """Marks toolboxes as used by a sandbox."""
+        Raises NotFound.
+        """
 
-    def release(self, toolbox_ids: Sequence[str]) -> None:
+    def hold(self, toolbox_ids: Sequence[str], namespace: str) -> None:
+        """Marks toolboxes as used by a sandbox of a namespace."""
+
+    def release(self, toolbox_ids: Sequence[str], namespace: str) -> None:
         """Ends one such use."""
 
 
@@ -87,6 +91,9 @@ class Sandboxes:
         self._clock = clock
         self._records = Records(journal)
         self._requests: IdempotencyTable[SandboxEntry] = IdempotencyTable(clock, cancelled=_deleted_meanwhile)
+        self._quotas = Quotas(limits.quotas, "sandboxes")
+        self._held: Counter[str] = Counter()
+        """Sandboxes by namespace, with those that are being made."""
         self._admission = Admission(
             limits.max_sandboxes, limits.max_sandboxes_per_owner, limits.max_queued, limits.queue_timeout_s
         )
@@ -122,24 +129,32 @@ class Sandboxes:
     # Creating ----------------------------------------------------------------------------------------------------
 
     async def create(
-        self, request_id: str, spec: SandboxSpec, *, wait_s: float | None = None, shared: bool = False
+        self,
+        request_id: str,
+        spec: SandboxSpec,
+        namespace: str = DEFAULT_NAMESPACE,
+        *,
+        wait_s: float | None = None,
+        shared: bool = False,
     ) -> Sandbox:
         """Creates a sandbox, or returns the one that the same request created before, unless its removal has begun.
 
         ``wait_s`` limits the wait for a slot, in addition to the operator's limit. A ``shared`` sandbox belongs to the
-        service and counts towards no owner.
+        service and counts towards no owner. Every sandbox counts towards its namespace's quota. The snapshot and the
+        toolboxes in the spec must be of the same namespace. Request ids of all namespaces share one table: the caller
+        puts the namespace into them.
 
-        Raises InvalidArgument (INVALID_SPEC), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
+        Raises InvalidArgument (FIELD_INVALID), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
         (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN),
-        ResourceExhausted (SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE), Unavailable (DRAINING,
-        CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
+        ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE),
+        Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
         """
-        owner = None if shared else spec.labels.get(self._limits.owner_label, "")
+        owner = None if shared else f"{namespace}/{spec.labels.get(self._limits.owner_label, '')}"
 
         async def create() -> SandboxEntry:
             # Only for the first request: a repeated one gets its sandbox, whatever is refused by now.
             backend, complete = self._applied(spec)
-            return await self._create(request_id, backend, complete, owner, wait_s)
+            return await self._create(request_id, namespace, backend, complete, owner, wait_s)
 
         live = await self._requests.join(request_id, spec, create)
         return live.view
@@ -183,17 +198,28 @@ class Sandboxes:
             )
 
     async def _create(
-        self, request_id: str, backend: Backend, spec: SandboxSpec, owner: Owner, wait_s: float | None
+        self,
+        request_id: str,
+        namespace: str,
+        backend: Backend,
+        spec: SandboxSpec,
+        owner: Owner,
+        wait_s: float | None,
     ) -> SandboxEntry:
         assert spec.lease_s is not None
         # Released here if no sandbox results, otherwise with the sandbox.
         with ExitStack() as holds:
+            self._quotas.check(namespace, self._held[namespace])
+            self._held[namespace] += 1
+            holds.callback(self._held.subtract, (namespace,))
             mounted = [
-                self._toolboxes.mounted(toolbox, host_programs=backend.host_programs) for toolbox in spec.toolbox_ids
+                self._toolboxes.mounted(toolbox, namespace, host_programs=backend.host_programs)
+                for toolbox in spec.toolbox_ids
             ]
-            self._toolboxes.hold(spec.toolbox_ids)
-            holds.callback(self._toolboxes.release, spec.toolbox_ids)
+            self._toolboxes.hold(spec.toolbox_ids, namespace)
+            holds.callback(self._toolboxes.release, spec.toolbox_ids, namespace)
             if spec.snapshot_id:
+                self.layer_refs.check(namespace, spec.snapshot_id)
                 self.layer_refs.hold(spec.snapshot_id)
                 holds.callback(self.layer_refs.release, spec.snapshot_id)
                 if not await backend.has_layer(spec.snapshot_id):
@@ -202,11 +228,12 @@ class Sandboxes:
             async with self._admission.turn(backend.name, backend.creates_at_once, owner):
                 self._watermark.check()
                 with _counted(backend.name, fork=bool(spec.snapshot_id)):
-                    return await self._create_in_slot(request_id, backend, spec, mounted, holds)
+                    return await self._create_in_slot(request_id, namespace, backend, spec, mounted, holds)
 
     async def _create_in_slot(
         self,
         request_id: str,
+        namespace: str,
         backend: Backend,
         spec: SandboxSpec,
         mounted: Sequence[MountedToolbox],
@@ -214,13 +241,14 @@ class Sandboxes:
     ) -> SandboxEntry:
         assert spec.lease_s is not None
         now = self._clock()
-        view = Sandbox(self.home.new_id("sb"), State.CREATING, spec, now, now + spec.lease_s)
+        sandbox_id = self.home.new_id("sb")
+        view = Sandbox(sandbox_id, State.CREATING, spec, now, now + spec.lease_s, namespace=namespace)
         live = SandboxEntry(view, backend, holds.pop_all(), request_id=request_id)
         live.creation = asyncio.current_task()
         self.table.add(live)
         try:
             # Awaited first: a crash in parallel could leave a sandbox without a row.
-            await self._records.write(Record(view.id, backend.name, spec.labels, now))
+            await self._records.write(Record(view.id, backend.name, spec.labels, now, namespace))
             live.handle = await backend.create(
                 view.id, spec, mounted, lambda reason: self._teardowns.lost(live, reason)
             )
@@ -330,12 +358,13 @@ class Sandboxes:
 
     # Ending ------------------------------------------------------------------------------------------------------
 
-    async def delete(self, sandbox_id: str) -> None:
-        """Deletes a sandbox and everything in it; returns when it is gone. Succeeds for unknown ids.
+    async def delete(self, sandbox_id: str, namespace: str | None = None) -> None:
+        """Deletes a sandbox and everything in it; returns when it is gone.
 
-        Raises Unavailable (DELETE_PENDING) if its backend could not delete it yet.
+        Succeeds if a namespace (None: any) has no such sandbox. Raises Unavailable (DELETE_PENDING) if its backend
+        could not delete it yet.
         """
-        live = self.table.find(sandbox_id)
+        live = self.table.find(sandbox_id, namespace)
         if live is None:
             return
         if live.creation is not None and not live.creation.done() and live.view.state is State.CREATING:
@@ -343,13 +372,14 @@ class Sandboxes:
             await asyncio.wait([live.creation])
         await self._teardowns.remove(live)
 
-    async def delete_labelled(self, labels: Mapping[str, str]) -> list[str]:
-        """Deletes every sandbox with all of ``labels`` (at least one); returns their ids. Raises as ``delete`` does."""
+    async def delete_labelled(self, labels: Mapping[str, str], namespace: str | None = None) -> list[str]:
+        """Deletes every sandbox of a namespace (None: of all) with all of ``labels`` (at least one).
+
+        Returns their ids. Raises as ``delete`` does.
+        """
         if not labels:
-            raise InvalidArgument(
-                "at least one label is required", reason="INVALID_LABELS", violations=[Violation("labels", "is empty")]
-            )
-        found = [view.id for view in self.table.matching(labels)]
+            raise invalid_field("labels", "must name at least one")
+        found = [view.id for view in self.table.matching(labels, namespace)]
         outcomes = await asyncio.gather(*(self.delete(sandbox_id) for sandbox_id in found), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

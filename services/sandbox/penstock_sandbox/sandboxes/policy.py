@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, Violation
+from penstock_chassis.validation import invalid
 from penstock_sandbox.domain.backend import Backend
 from penstock_sandbox.domain.model import (
     LEAST_DISK_BYTES,
@@ -44,6 +46,8 @@ class Limits:
     min_free_bytes: int = 0
     min_free_inodes: int = 0
     max_resources: Resources = _NONE
+    quotas: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Most concurrent sandboxes by namespace, for the namespaces that have a limit."""
 
 
 class Policy:
@@ -81,7 +85,7 @@ class Policy:
         ]
 
     def check_values(self, spec: SandboxSpec, lease_s: float) -> None:
-        """Raises InvalidArgument (INVALID_SPEC), with a violation for each invalid field."""
+        """Raises InvalidArgument (FIELD_INVALID), with a violation for each invalid field."""
         problems = []
         if not 0 < lease_s <= self.limits.max_lease_s:
             problems.append(Violation("spec.lease", f"must be positive and at most {self.limits.max_lease_s:g} s"))
@@ -110,11 +114,7 @@ class Policy:
             problems.append(Violation("spec.base", "set an image or a snapshot, not both"))
         problems += network_problems(spec.network)
         if problems:
-            raise InvalidArgument(
-                "; ".join(f"{problem.field}: {problem.description}" for problem in problems),
-                reason="INVALID_SPEC",
-                violations=problems,
-            )
+            raise invalid(problems)
 
     def check_network(self, policy: NetworkPolicy) -> None:
         """Raises FailedPrecondition (UPSTREAM_NOT_ALLOWED) for an upstream that the operator has not listed."""

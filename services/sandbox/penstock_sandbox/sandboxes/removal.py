@@ -136,4 +136,12 @@ class Teardowns:
 
 def _left(record: Record, lost_until: float) -> Sandbox:
     spec = SandboxSpec(backend=record.backend, labels=record.labels)
-    return Sandbox(record.id, State.LOST, spec, record.created_at, lost_until, lost_reason="SERVICE_RESTARTED")
+    return Sandbox(
+        record.id,
+        State.LOST,
+        spec,
+        record.created_at,
+        lost_until,
+        lost_reason="SERVICE_RESTARTED",
+        namespace=record.namespace,
+    )

@@ -56,7 +56,7 @@ class SandboxEntry:
         if self.view.state is State.LOST:
             raise sandbox_lost(self.view.lost_reason, self.view.id)
         if self.view.state is State.DELETED or self.removal is not None:
-            raise _unknown(self.view.id)
+            raise unknown(self.view.id)
 
 
 class Table:
@@ -75,23 +75,24 @@ class Table:
         """Removes a sandbox; an absent one is ignored."""
         self._live.pop(live.view.id, None)
 
-    def find(self, sandbox_id: str) -> SandboxEntry | None:
-        """Returns a sandbox's record, or None."""
-        return self._live.get(sandbox_id)
-
-    def get(self, sandbox_id: str) -> SandboxEntry:
-        """Returns a sandbox's record. Raises NotFound (SANDBOX_UNKNOWN)."""
+    def find(self, sandbox_id: str, namespace: str | None = None) -> SandboxEntry | None:
+        """Returns a sandbox's record; None if a namespace (None: any) has no such sandbox."""
         live = self._live.get(sandbox_id)
+        return live if live is None or namespace in (None, live.view.namespace) else None
+
+    def get(self, sandbox_id: str, namespace: str | None = None) -> SandboxEntry:
+        """Returns a sandbox's record. Raises NotFound (SANDBOX_UNKNOWN) if a namespace (None: any) has no such one."""
+        live = self.find(sandbox_id, namespace)
         if live is None:
-            raise _unknown(sandbox_id)
+            raise unknown(sandbox_id)
         return live
 
-    def there(self, sandbox_id: str) -> tuple[SandboxEntry, SandboxHandle, Processes]:
-        """Returns a sandbox that is READY or PAUSED.
+    def there(self, sandbox_id: str, namespace: str | None = None) -> tuple[SandboxEntry, SandboxHandle, Processes]:
+        """Returns a sandbox of a namespace (None: of any) that is READY or PAUSED.
 
         Raises NotFound (SANDBOX_UNKNOWN), FailedPrecondition (SANDBOX_LOST, SANDBOX_NOT_READY).
         """
-        live = self.get(sandbox_id)
+        live = self.get(sandbox_id, namespace)
         live.check_lives()
         if live.handle is None or live.processes is None:
             raise FailedPrecondition("the sandbox is still being created", reason="SANDBOX_NOT_READY")
@@ -113,9 +114,13 @@ class Table:
         live = self.get(sandbox_id)
         return live.processes if live.processes is not None else self.there(sandbox_id)[2]
 
-    def matching(self, labels: Mapping[str, str]) -> list[Sandbox]:
-        """Returns the sandboxes with all of ``labels``, newest first."""
-        found = [live.view for live in self if labels.items() <= live.view.spec.labels.items()]
+    def matching(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Sandbox]:
+        """Returns the sandboxes of a namespace (None: of all) with all of ``labels``, newest first."""
+        found = [
+            live.view
+            for live in self
+            if namespace in (None, live.view.namespace) and labels.items() <= live.view.spec.labels.items()
+        ]
         return sorted(found, key=lambda view: (view.created_at, view.id), reverse=True)
 
     async def watch(self, sandbox_id: str) -> AsyncIterator[Sandbox]:
@@ -129,7 +134,7 @@ class Table:
             await live.changed.wait(number)
 
 
-def _unknown(sandbox_id: str) -> NotFound:
+def unknown(sandbox_id: str) -> NotFound:
     return NotFound(
         f"there is no sandbox {sandbox_id[:200]!r}", reason="SANDBOX_UNKNOWN", metadata={"sandbox_id": sandbox_id}
     )

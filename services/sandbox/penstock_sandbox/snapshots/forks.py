@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError
 from penstock_sandbox.domain.backend import SandboxHandle
 from penstock_sandbox.domain.model import Sandbox, SandboxSpec
@@ -30,6 +31,7 @@ class _Copy:
     """A live sandbox's files as a layer; ``made`` results in the layer's id."""
 
     source: str
+    namespace: str
     spec: SandboxSpec
     made: asyncio.Task[str]
     callers: int = 0
@@ -50,36 +52,56 @@ class Forks:
         count: int,
         asked: SandboxSpec,
         wait_s: float | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> AsyncGenerator[Child, None]:
-        """Makes ``count`` sandboxes; yields each when it is ready, or its error.
+        """Makes ``count`` sandboxes in the snapshot's ``namespace``; yields each when it is ready, or its error.
 
         ``origin`` is the spec of the sealed sandbox; ``asked`` gives lease, labels, network and additional environment.
         ``wait_s`` is as in ``Sandboxes.create``.
         """
         self._layer_refs.hold(snapshot_id)
         try:
-            async with aclosing(self._children(request_id, snapshot_id, origin, count, asked, wait_s)) as children:
+            async with aclosing(
+                self._children(request_id, snapshot_id, origin, count, asked, wait_s, namespace)
+            ) as children:
                 async for child in children:
                     yield child
         finally:
             self._layer_refs.release(snapshot_id)
 
     async def of_sandbox(
-        self, request_id: str, sandbox_id: str, count: int, asked: SandboxSpec, wait_s: float | None = None
+        self,
+        request_id: str,
+        sandbox_id: str,
+        count: int,
+        asked: SandboxSpec,
+        wait_s: float | None = None,
+        namespace: str | None = None,
     ) -> AsyncGenerator[Child, None]:
         """As ``of_snapshot``, from a live sandbox, whose processes are paused while its files are copied.
+
+        The sandbox must be of ``namespace`` (None: of any). The children are of the sandbox's.
 
         Raises NotFound (SANDBOX_UNKNOWN), FailedPrecondition (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY),
         AlreadyExists (REQUEST_ID_REUSED), Unavailable (PAUSE_FAILED).
         """
-        with self._copy(request_id, sandbox_id) as copy:
+        with self._copy(request_id, sandbox_id, namespace) as copy:
             layer_id = await asyncio.shield(copy.made)
-            async with aclosing(self._children(request_id, layer_id, copy.spec, count, asked, wait_s)) as children:
+            async with aclosing(
+                self._children(request_id, layer_id, copy.spec, count, asked, wait_s, copy.namespace)
+            ) as children:
                 async for child in children:
                     yield child
 
     async def _children(
-        self, request_id: str, layer_id: str, origin: SandboxSpec, count: int, asked: SandboxSpec, wait_s: float | None
+        self,
+        request_id: str,
+        layer_id: str,
+        origin: SandboxSpec,
+        count: int,
+        asked: SandboxSpec,
+        wait_s: float | None,
+        namespace: str,
     ) -> AsyncGenerator[Child, None]:
         spec = dataclasses.replace(
             origin,
@@ -95,7 +117,7 @@ class Forks:
         async def make(index: int) -> Child:
             child_id = f"{request_id}/{index}" if request_id else ""
             try:
-                return index, await self._sandboxes.create(child_id, spec, wait_s=wait_s)
+                return index, await self._sandboxes.create(child_id, spec, namespace, wait_s=wait_s)
             except PenstockError as error:
                 return index, error
 
@@ -111,13 +133,13 @@ class Forks:
     # Copies of live sandboxes ------------------------------------------------------------------------------------
 
     @contextmanager
-    def _copy(self, request_id: str, sandbox_id: str) -> Iterator[_Copy]:
+    def _copy(self, request_id: str, sandbox_id: str, namespace: str | None) -> Iterator[_Copy]:
         """Yields the copy of a request, begun if there is none, and keeps it meanwhile."""
         copy = self._copies.get(request_id)
         if copy is not None and copy.source != sandbox_id:
             raise AlreadyExists("the request id was used for another request", reason="REQUEST_ID_REUSED")
         if copy is None or not self._revived(copy):
-            copy = self._begin(request_id, sandbox_id)
+            copy = self._begin(request_id, sandbox_id, namespace)
         copy.callers += 1
         try:
             yield copy
@@ -126,8 +148,8 @@ class Forks:
             # Copying cannot be interrupted: a copy without callers is dropped when it is complete.
             copy.made.add_done_callback(lambda _: self._let_go(request_id, copy))
 
-    def _begin(self, request_id: str, sandbox_id: str) -> _Copy:
-        live, handle, _ = self._sandboxes.table.there(sandbox_id)
+    def _begin(self, request_id: str, sandbox_id: str, namespace: str | None) -> _Copy:
+        live, handle, _ = self._sandboxes.table.there(sandbox_id, namespace)
         if not live.backend.capabilities.live_fork:
             raise FailedPrecondition(
                 f"the {live.backend.name} backend cannot fork a live sandbox here: prepare a snapshot instead",
@@ -135,7 +157,8 @@ class Forks:
                 metadata={"backend": live.backend.name, "capabilities": "live_fork"},
             )
         spec = live.view.spec
-        copy = _Copy(sandbox_id, spec, asyncio.create_task(self._seal(request_id, live, handle)))
+        made = asyncio.create_task(self._seal(request_id, live, handle))
+        copy = _Copy(sandbox_id, live.view.namespace, spec, made)
         self._copies[request_id] = copy
         return copy
 
@@ -155,6 +178,7 @@ class Forks:
             if below:
                 self._layer_refs.release(below)
 
+        self._layer_refs.put_in(live.view.namespace, layer_id)
         self._layer_refs.hold(layer_id)
         self._layer_refs.leave(layer_id, live.backend, gone, closed=False)
         copy.held = True

@@ -3,11 +3,11 @@
 Purpose: a group of rollouts of one task shares one prepared state (R57: setup runs once and reports each command's real
 exit, output and duration).
 
-Invariants: a snapshot's key is the hash of everything that went into it; concurrent callers for one key share the work;
-a failed setup leaves no snapshot and no sandbox. A snapshot never changes. The cache is LRU-bounded. Snapshots in use
-(by a sandbox, a child snapshot or a fork in progress) or used within 60 s are never evicted, so the size may be
-exceeded. Where layers outlive their service, snapshots survive its crash, and with ``keep`` also its stop; layers that
-the journal does not name are removed.
+Invariants: a snapshot's key is the hash of everything that went into it; concurrent callers of one namespace
+for one key share the work; a failed setup leaves no snapshot and no sandbox. A snapshot never changes. The cache is
+LRU-bounded. Snapshots in use (by a sandbox, a child snapshot or a fork in progress) or used within 60 s are never
+evicted, so the size may be exceeded. Where layers outlive their service, snapshots survive its crash, and with ``keep``
+also its stop; layers that the journal does not name are removed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from penstock_chassis.aio.deletion import Deletion, Deletions
 from penstock_chassis.aio.retry import Pause
 from penstock_chassis.aio.shared_work import SharedWork
 from penstock_chassis.aio.tasks import TaskOwner
+from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.times import even_time
 from penstock_sandbox import files
@@ -107,8 +108,9 @@ class Snapshots:
         self._clock = clock
         # Least recently used first.
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._by_key: dict[str, str] = {}
-        self._working: dict[str, SharedWork[Progress, Snapshot]] = {}
+        # By namespace and key.
+        self._by_key: dict[tuple[str, str], str] = {}
+        self._working: dict[tuple[str, str], SharedWork[Progress, Snapshot]] = {}
 
     async def open(self) -> None:
         """Adopts what the journal names; continues in the background for a backend that cannot list its layers yet.
@@ -152,16 +154,19 @@ class Snapshots:
         if below:
             self._layer_refs.hold(below)
         self._known[snapshot.id] = _Known(snapshot, record.spec, below, self._clock())
-        if self._by_key.setdefault(snapshot.key, snapshot.id) != snapshot.id:
+        self._layer_refs.put_in(snapshot.namespace, snapshot.id)
+        if self._by_key.setdefault((snapshot.namespace, snapshot.key), snapshot.id) != snapshot.id:
             self._forget(snapshot.id)  # prepared again before this one was adopted
 
-    async def prepare(self, spec: SnapshotSpec) -> AsyncIterator[Progress | Snapshot]:
-        """Makes, joins or finds the snapshot; yields progress, then the snapshot.
+    async def prepare(
+        self, spec: SnapshotSpec, namespace: str = DEFAULT_NAMESPACE
+    ) -> AsyncIterator[Progress | Snapshot]:
+        """Makes, joins or finds a namespace's snapshot; yields progress, then the snapshot.
 
         Raises FailedPrecondition (SETUP_FAILED) after the progress that identifies the failed command, and what
         ``Sandboxes.create`` raises.
         """
-        key = key_of(spec)
+        key = (namespace, key_of(spec))
         if (known := self._by_key.get(key)) is not None and await self._is_there(known):
             yield self._used(known).snapshot
             return
@@ -170,7 +175,7 @@ class Snapshots:
 
             async def make(report: Callable[[Progress], None]) -> Snapshot:
                 try:
-                    return await self._make(key, spec, report)
+                    return await self._make(*key, spec, report)
                 finally:
                     self._working.pop(key, None)
 
@@ -188,12 +193,12 @@ class Snapshots:
             self._forget(snapshot_id)
         return snapshot_id in self._known
 
-    async def _make(self, key: str, spec: SnapshotSpec, report: Callable[[Progress], None]) -> Snapshot:
+    async def _make(self, namespace: str, key: str, spec: SnapshotSpec, report: Callable[[Progress], None]) -> Snapshot:
         setup = dataclasses.replace(
             spec.sandbox, lease_s=self._lease_s, labels={SNAPSHOT_LABEL: key[:32]}, to_be_sealed=True
         )
         self._sandboxes.refuse_unforkable(setup)
-        sandbox = await self._sandboxes.create("", setup, shared=True)
+        sandbox = await self._sandboxes.create("", setup, namespace, shared=True)
         try:
             _, handle, processes = self._sandboxes.table.usable(sandbox.id)
             for file in spec.files:
@@ -223,7 +228,7 @@ class Snapshots:
             raise
         backend = self._sandboxes.backend(sealed.backend)
         now = self._clock()
-        snapshot = Snapshot(layer.id, key, backend.name, now, layer.size, backend.capabilities.fork)
+        snapshot = Snapshot(layer.id, key, backend.name, now, layer.size, backend.capabilities.fork, namespace)
         kept = dataclasses.replace(sealed, lease_s=None, labels={}, to_be_sealed=False)
         if backend.layers_outlive:
             try:
@@ -232,7 +237,8 @@ class Snapshots:
                 self._leave(snapshot, below)
                 raise
         self._known[snapshot.id] = _Known(snapshot, kept, below, now)
-        self._by_key[key] = snapshot.id
+        self._layer_refs.put_in(namespace, snapshot.id)
+        self._by_key[namespace, key] = snapshot.id
         self._trim()
         return snapshot
 
@@ -247,25 +253,36 @@ class Snapshots:
         """Returns a snapshot. Raises NotFound (SNAPSHOT_UNKNOWN)."""
         return self._find(snapshot_id).snapshot
 
+    def find(self, snapshot_id: str) -> Snapshot | None:
+        """Returns a snapshot, or None."""
+        known = self._known.get(snapshot_id)
+        return None if known is None else known.snapshot
+
     def sandbox_spec(self, snapshot_id: str) -> SandboxSpec:
         """Returns the spec of the sealed sandbox, to fork it. Raises NotFound (SNAPSHOT_UNKNOWN)."""
         self._find(snapshot_id)
         return self._used(snapshot_id).spec
 
-    def all(self) -> list[Snapshot]:
-        """Returns all snapshots, newest first."""
+    def all(self, namespace: str | None = None) -> list[Snapshot]:
+        """Returns the snapshots of a namespace (None: of all), newest first."""
+        found = [known.snapshot for known in self._known.values()]
         return sorted(
-            (known.snapshot for known in self._known.values()), key=lambda one: (one.created_at, one.id), reverse=True
+            (snapshot for snapshot in found if namespace in (None, snapshot.namespace)),
+            key=lambda one: (one.created_at, one.id),
+            reverse=True,
         )
 
-    async def delete(self, snapshot_id: str) -> None:
-        """Removes a snapshot; succeeds for unknown ids. Sandboxes made from it live on; its files go with the last.
+    async def delete(self, snapshot_id: str, namespace: str | None = None) -> None:
+        """Removes a snapshot. Sandboxes made from it live on; its files go with the last.
 
-        Raises Unavailable (DELETE_PENDING) if its backend could not remove it yet.
+        Succeeds if a namespace (None: any) has no such snapshot. Raises Unavailable (DELETE_PENDING) if its backend
+        could not remove it yet.
         """
-        if snapshot_id in self._known:
-            # If the disk refuses, the snapshot stays known and its deletion can be retried.
-            await self._records.erase(snapshot_id)
+        snapshot = self.find(snapshot_id)
+        if snapshot is None or namespace not in (None, snapshot.namespace):
+            return
+        # If the disk refuses, the snapshot stays known and its deletion can be retried.
+        await self._records.erase(snapshot_id)
         if snapshot_id in self._known and (deletion := self._forget(snapshot_id)) is not None:
             await deletion.outcome()
 
@@ -293,8 +310,9 @@ class Snapshots:
 
     def _forget(self, snapshot_id: str) -> Deletion | None:
         known = self._known.pop(snapshot_id)
-        if self._by_key.get(known.snapshot.key) == snapshot_id:
-            del self._by_key[known.snapshot.key]
+        key = (known.snapshot.namespace, known.snapshot.key)
+        if self._by_key.get(key) == snapshot_id:
+            del self._by_key[key]
         # Erased before its layer is removed: a layer without a row is removed, whatever happens in between.
         self._records.erase(snapshot_id).add_done_callback(_erased)
         return self._leave(known.snapshot, known.below)

@@ -1,7 +1,8 @@
 """Toolboxes: programs installed once on this machine and mounted read-only in any number of sandboxes.
 
 Purpose: "a rollout never installs anything". A toolbox's id is the hash of its content and of the platform. It is
-installed into a temporary directory and renamed, so it is there completely or not at all.
+installed into a temporary directory and renamed, so it is there completely or not at all. Namespaces share its files,
+but it exists only for those that prepared it, until they delete it; its files go with the last of them.
 
 Invariants
 - Concurrent callers for one toolbox share the work; a caller's cancellation does not stop it.
@@ -21,13 +22,15 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 
 from penstock_chassis.aio.shared_work import SharedWork
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
+from penstock_chassis.auth import DEFAULT_NAMESPACE
+from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
+from penstock_chassis.validation import invalid
 from penstock_sandbox.backends.local import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
@@ -50,6 +53,12 @@ class _Installed:
     toolbox: Toolbox
     spec: ToolboxSpec
     python: str
+    namespaces: frozenset[str]
+    """Those that prepared it; at least one."""
+
+    def shown(self, namespace: str | None) -> Toolbox:
+        """Returns the toolbox as it is shown in one of its namespaces; None: in any."""
+        return replace(self.toolbox, namespace=namespace or min(self.namespaces))
 
 
 class Toolboxes:
@@ -60,7 +69,8 @@ class Toolboxes:
         self._installer = installer
         self._working: dict[str, SharedWork[str, Toolbox]] = {}
         self._known: dict[str, _Installed] = {}
-        self._users: Counter[str] = Counter()
+        self._users: Counter[tuple[str, str]] = Counter()
+        """Sandboxes by toolbox and namespace."""
 
     def open(self) -> None:
         """Loads installed toolboxes; removes interrupted installations."""
@@ -81,8 +91,8 @@ class Toolboxes:
         for work in list(self._working.values()):
             await work.aclose()
 
-    async def prepare(self, spec: ToolboxSpec) -> AsyncIterator[str | Toolbox]:
-        """Installs, joins or finds a toolbox: yields lines of progress, then the toolbox.
+    async def prepare(self, spec: ToolboxSpec, namespace: str = DEFAULT_NAMESPACE) -> AsyncIterator[str | Toolbox]:
+        """Installs, joins or finds a toolbox for a namespace: yields lines of progress, then the toolbox.
 
         Raises InvalidArgument, FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED).
         """
@@ -90,25 +100,41 @@ class Toolboxes:
         # Python packages fit one minor version: with another one here it is another toolbox.
         python = runtimes.minor_of(_python_of(spec, _runtimes(spec, "")).version) if spec.python_packages else ""
         toolbox_id = toolbox_hash(spec, python)
-        if (known := self._known.get(toolbox_id)) is not None:
+        # Again if another namespace deleted it between its installation and now.
+        while (known := self._known.get(toolbox_id)) is None:
+            work = self._working.get(toolbox_id)
+            if work is None:
+
+                async def install(report: Callable[[str], None]) -> Toolbox:
+                    try:
+                        return await self._install(toolbox_id, spec, python, namespace, report)
+                    finally:
+                        self._working.pop(toolbox_id, None)
+
+                work = self._working[toolbox_id] = SharedWork(install)
+            async for line in work.events():
+                yield line
+            await work.result()
+        else:
             _runtimes(spec, python)
-            yield known.toolbox
-            return
-        work = self._working.get(toolbox_id)
-        if work is None:
+        if namespace not in known.namespaces:
+            known = self._set_namespaces(known, known.namespaces | {namespace})
+        yield known.shown(namespace)
 
-            async def install(report: Callable[[str], None]) -> Toolbox:
-                try:
-                    return await self._install(toolbox_id, spec, python, report)
-                finally:
-                    self._working.pop(toolbox_id, None)
+    def _set_namespaces(self, known: _Installed, namespaces: frozenset[str]) -> _Installed:
+        toolbox_id = known.toolbox.id
+        changed = replace(known, namespaces=namespaces)
+        record = self._folder / toolbox_id / _META
+        content = json.loads(record.read_text()) | {"namespaces": sorted(namespaces)}
+        fresh = record.with_suffix(".new")
+        fresh.write_text(json.dumps(content))
+        fresh.replace(record)
+        self._known[toolbox_id] = changed
+        return changed
 
-            work = self._working[toolbox_id] = SharedWork(install)
-        async for line in work.events():
-            yield line
-        yield await work.result()
-
-    async def _install(self, toolbox_id: str, spec: ToolboxSpec, python: str, report: Callable[[str], None]) -> Toolbox:
+    async def _install(
+        self, toolbox_id: str, spec: ToolboxSpec, python: str, namespace: str, report: Callable[[str], None]
+    ) -> Toolbox:
         found = _runtimes(spec, python)
         for runtime, one in zip(spec.runtimes, found, strict=True):
             report(f"{runtime.kind.value} {one.version}")
@@ -138,6 +164,7 @@ class Toolboxes:
                         ],
                         "python": python,
                         "path_directories": spec.path_directories,
+                        "namespaces": [namespace],
                     }
                 )
             )
@@ -147,15 +174,19 @@ class Toolboxes:
                 layers.remove(partial)
             raise
         toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
-        self._known[toolbox_id] = _Installed(toolbox, spec, python)
+        self._known[toolbox_id] = _Installed(toolbox, spec, python, frozenset({namespace}))
         return toolbox
 
-    def mounted(self, toolbox_id: str, *, host_programs: bool = True) -> MountedToolbox:
-        """Returns a toolbox's mounts; without ``host_programs`` in the sandbox, prefers mountable runtimes.
+    def mounted(
+        self, toolbox_id: str, namespace: str = DEFAULT_NAMESPACE, *, host_programs: bool = True
+    ) -> MountedToolbox:
+        """Returns the mounts of a namespace's toolbox.
+
+        Without ``host_programs`` in the sandbox, prefers mountable runtimes.
 
         Raises NotFound (TOOLBOX_UNKNOWN)."""
         known = self._known.get(toolbox_id)
-        if known is None:
+        if known is None or namespace not in known.namespaces:
             raise NotFound("no such toolbox", reason="TOOLBOX_UNKNOWN", metadata={"toolbox_id": toolbox_id})
         toolbox, spec = known.toolbox, known.spec
         found = _runtimes(spec, known.python, host_programs=host_programs)
@@ -171,28 +202,40 @@ class Toolboxes:
             runtimes=dict(runtime.mount for runtime in found if runtime.mount is not None),
         )
 
-    def hold(self, toolbox_ids: Sequence[str]) -> None:
-        """Marks toolboxes as used by a sandbox."""
-        self._users.update(toolbox_ids)
+    def hold(self, toolbox_ids: Sequence[str], namespace: str = DEFAULT_NAMESPACE) -> None:
+        """Marks toolboxes as used by a sandbox of a namespace."""
+        self._users.update((toolbox_id, namespace) for toolbox_id in toolbox_ids)
 
-    def release(self, toolbox_ids: Sequence[str]) -> None:
+    def release(self, toolbox_ids: Sequence[str], namespace: str = DEFAULT_NAMESPACE) -> None:
         """Ends one such use."""
-        self._users.subtract(toolbox_ids)
+        self._users.subtract((toolbox_id, namespace) for toolbox_id in toolbox_ids)
 
-    def all(self) -> list[Toolbox]:
-        """Returns installed toolboxes, newest first."""
+    def all(self, namespace: str | None = None) -> list[Toolbox]:
+        """Returns the installed toolboxes of a namespace (None: of all), newest first."""
+        found = [known for known in self._known.values() if namespace is None or namespace in known.namespaces]
         return sorted(
-            (known.toolbox for known in self._known.values()), key=lambda one: (one.created_at, one.id), reverse=True
+            (known.shown(namespace) for known in found), key=lambda one: (one.created_at, one.id), reverse=True
         )
 
-    async def delete(self, toolbox_id: str) -> None:
-        """Removes a toolbox; succeeds for unknown ids. Raises FailedPrecondition (TOOLBOX_IN_USE)."""
-        if self._users[toolbox_id] > 0:
+    async def delete(self, toolbox_id: str, namespace: str | None = None) -> None:
+        """Removes a toolbox from a namespace (None: from all), and its files if no namespace is left.
+
+        Succeeds if it is unknown there. Raises FailedPrecondition (TOOLBOX_IN_USE).
+        """
+        known = self._known.get(toolbox_id)
+        if known is None:
+            return
+        leaving = known.namespaces if namespace is None else known.namespaces & {namespace}
+        if any(self._users[toolbox_id, one] > 0 for one in leaving):
             raise FailedPrecondition("sandboxes use this toolbox", reason="TOOLBOX_IN_USE")
-        if self._known.pop(toolbox_id, None) is not None:
-            gone = self._folder / f"partial-{secrets.token_hex(8)}"
-            (self._folder / toolbox_id).rename(gone)
-            await asyncio.to_thread(layers.remove, gone)
+        if left := known.namespaces - leaving:
+            if leaving:
+                self._set_namespaces(known, left)
+            return
+        del self._known[toolbox_id]
+        gone = self._folder / f"partial-{secrets.token_hex(8)}"
+        (self._folder / toolbox_id).rename(gone)
+        await asyncio.to_thread(layers.remove, gone)
 
 
 def _read_record(folder: Path) -> _Installed:
@@ -208,7 +251,10 @@ def _read_record(folder: Path) -> _Installed:
     )
     size, created_at = int(content["size"]), float(content["created_at"])
     box = Toolbox(folder.name, spec.name, _mount_path(spec), size, created_at)
-    return _Installed(box, spec, content.get("python", ""))
+    namespaces = frozenset(content.get("namespaces", [DEFAULT_NAMESPACE]))
+    if not namespaces:
+        raise ValueError("a toolbox without a namespace")
+    return _Installed(box, spec, content.get("python", ""), namespaces)
 
 
 def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
@@ -309,8 +355,4 @@ def _check(spec: ToolboxSpec) -> None:
         if not _inside(folder) or ":" in folder:
             problems.append(Violation(f"spec.path_directories[{index}]", "must be relative, inside, and without ':'"))
     if problems:
-        raise InvalidArgument(
-            "; ".join(f"{problem.field} {problem.description}" for problem in problems),
-            reason="INVALID_TOOLBOX",
-            violations=problems,
-        )
+        raise invalid(problems)

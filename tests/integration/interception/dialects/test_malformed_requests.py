@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import random
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any, Final
@@ -32,10 +31,9 @@ OF_THE_REQUEST: Final = frozenset(
     {
         "CALL_TOO_LARGE",
         "CONTEXT_EXCEEDED",
-        "GENERATE_REQUEST_INVALID",
+        "FIELD_INVALID",
         "IMAGE_UNSUPPORTED",
         "MESSAGES_EMPTY",
-        "REQUEST_INVALID",
         "TEMPLATE_REFUSED",
         "TEMPLATE_WITHOUT_TOOLS",
         "TEXT_NOT_UNICODE",
@@ -268,16 +266,6 @@ async def rollout(service: Any, request: pytest.FixtureRequest) -> AsyncIterator
         await answering
 
 
-@pytest.fixture
-def unprintable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pydantic prints a value that it refuses, and reports as unraisable that a deeply nested one cannot be."""
-    hook = sys.unraisablehook
-    monkeypatch.setattr(
-        sys, "unraisablehook", lambda what: None if isinstance(what.exc_value, RecursionError) else hook(what)
-    )
-
-
-@pytest.mark.usefixtures("unprintable")
 @pytest.mark.requirement("R33", "R59", "R72")
 @pytest.mark.parametrize("name", DIALECTS)
 async def test_malformed_value_never_fails_the_service_or_excuses_a_crash(

@@ -143,8 +143,8 @@ async def test_adapter_is_sent_as_peft_saves_it_and_adapters_are_paged(fakes: Fa
     fakes.queue(
         "LoadAdapter",
         Refusal(grpc.StatusCode.UNAVAILABLE),
-        pb.LoadAdapterResponse(adapter=pb.Adapter(name="style", policy_version=3, rank=4)),
-        pb.LoadAdapterResponse(adapter=pb.Adapter(name="style", policy_version=4, rank=4)),
+        pb.LoadAdapterResponse(adapter=pb.Adapter(name="style", policy_version=3, rank=4, namespace="default")),
+        pb.LoadAdapterResponse(adapter=pb.Adapter(name="style", policy_version=4, rank=4, namespace="default")),
     )
     tensors = {"a.lora_A.weight": np.ones((4, 8), np.float32)}
     loaded = await ps.inference.load_adapter("style", 3, tensors, {"r": 4}, mode=PauseMode.WAIT)

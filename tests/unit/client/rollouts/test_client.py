@@ -38,7 +38,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
-from penstock.client.rollouts.driver_rpc import Patience
+from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Backoff
 from penstock.driver.v1 import agent_pb2, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb
@@ -135,13 +135,13 @@ async def test_errors_come_out_as_themselves_with_reason_and_fields(fakes: Fakes
     violations = (("spec.task.setup[0]", "argv is empty"),)
     fakes.queue(
         "CreateRollout",
-        Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_TASK", violations=violations),
+        Refusal(grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", violations=violations),
         Refusal(grpc.StatusCode.NOT_FOUND, "AGENT_UNKNOWN", message="there are: opencode, pi"),
         Refusal(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED"),
     )
     with pytest.raises(InvalidArgument, match=r"spec.task.setup\[0\]: argv is empty") as invalid:
         await ps.rollouts.create(TASK, "shell")
-    assert invalid.value.reason == "INVALID_TASK"
+    assert invalid.value.reason == "FIELD_INVALID"
     assert [(item.field, item.description) for item in invalid.value.violations] == list(violations)
     with pytest.raises(NotFound, match="opencode, pi"):
         await ps.rollouts.create(TASK, "shell")

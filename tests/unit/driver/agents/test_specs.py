@@ -37,7 +37,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 def refusal(data: dict[str, Any]) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as caught:
         parse_spec(data)
-    assert caught.value.reason == "SPEC_INVALID"
+    assert caught.value.reason == "FIELD_INVALID"
     return caught.value
 
 
@@ -48,16 +48,16 @@ async def test_a_registered_agent_survives_a_restart_and_its_versions_stay_known
     first, second = parse_spec(changed(toolbox=toolbox)), parse_spec(changed(version="2"))
     async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
         registry = await AgentRegistry.open(journal)
-        await registry.register(first)
-        await registry.register(second)
+        await registry.register("default", first)
+        await registry.register("default", second)
     async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
         registry = await AgentRegistry.open(journal)
-        assert registry.get("tool").spec == second
-        assert registry.get("tool", first.sha256).spec == first
-        await registry.delete("tool")
-        assert [agent.spec.name for agent in registry.agents()] == sorted(SPECS)
+        assert registry.get("default", "tool").spec == second
+        assert registry.get("default", "tool", first.sha256).spec == first
+        await registry.delete("default", "tool")
+        assert [agent.spec.name for agent in registry.agents("default")] == sorted(SPECS)
         with pytest.raises(FailedPrecondition):
-            await registry.delete("shell")
+            await registry.delete("default", "shell")
 
 
 @pytest.mark.requirement("R66")

@@ -24,7 +24,7 @@ class _Shell(AgentRegistry):
     def __init__(self) -> None:
         self._agent = next(Agent(found, found.sha256, True, 0.0) for found in built_in_specs() if found.name == "shell")
 
-    def get(self, name: str, sha256: str = "") -> Agent:
+    def get(self, namespace: str, name: str, sha256: str = "") -> Agent:
         return self._agent
 
 
@@ -82,7 +82,7 @@ def test_a_task_file_that_holds_makes_a_rollout_that_is_taken(tmp_path_factory: 
     assume(task is not None)
     assert task is not None
     try:
-        rollout_spec(spec(task, "shell", {}), _REGISTRY)
+        rollout_spec(spec(task, "shell", {}), _REGISTRY, "default")
     except Refused as refused:
         raise AssertionError(f"the file holds, and a rollout is refused: {refused.message}") from None
 
@@ -108,6 +108,6 @@ def test_values_that_a_client_could_not_read_are_refused(objects: int, lists: in
     asked.spec.agent.options.update({"x": value})
     heard = rollout_service_pb2.CreateRolloutRequest.FromString(asked.SerializeToString())
     with pytest.raises(Refused) as refused:
-        rollout_spec(heard.spec, _REGISTRY)
+        rollout_spec(heard.spec, _REGISTRY, "default")
     fields = {violation.field for violation in refused.value.violations}
     assert {"spec.task.metadata", "spec.agent.options"} <= fields

@@ -614,9 +614,9 @@ def test_named_default_backend_shares_its_throttle_and_prepared_state(driver: Dr
     """Both are kept by the backend's name and the state's key: an empty name is resolved before it is used."""
     wanted = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
     wanted.agent.name, wanted.task.task_id, wanted.task.instruction = "shell", "t", "do it"
-    unnamed = check_backend(rollout_spec(wanted, driver.registry), [facts(diff=True)])
+    unnamed = check_backend(rollout_spec(wanted, driver.registry, "default"), [facts(diff=True)])
     wanted.sandbox.backend = "b"
-    named = check_backend(rollout_spec(wanted, driver.registry), [facts(diff=True)])
+    named = check_backend(rollout_spec(wanted, driver.registry, "default"), [facts(diff=True)])
     assert (unnamed.sandbox, unnamed.environment_key) == (named.sandbox, named.environment_key)
 
 

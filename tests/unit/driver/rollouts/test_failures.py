@@ -156,7 +156,7 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
     at_once = classify_exit(end, replace(closing, unanswered=3, refused=3), None, [0], Phase.RUNNING)
     assert at_once is not None and at_once.cause is Cause.MODEL
     lost = classify_exit(
-        end, replace(closing, last_failure="UPSTREAM_UNREACHABLE", refused=0), None, [0], Phase.RUNNING
+        end, replace(closing, last_failure="UPSTREAM_UNREACHABLE", refused=0, lost=1), None, [0], Phase.RUNNING
     )
     assert lost is not None and not lost.is_gradable
 
@@ -167,7 +167,10 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
     [
         ([("MODEL_NOT_ALLOWED", False)], True),
         ([("UPSTREAM_REFUSED", False), ("TEMPLATE_REFUSED", False)], True),
-        ([("GENERATE_REQUEST_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
+        ([("FIELD_INVALID", False), ("CONTEXT_EXCEEDED", False)], True),
+        ([("REQUEST_FAILS", True)], True),
+        ([("REQUEST_FAILS", False), ("REQUEST_FAILS", True)], True),
+        ([("REQUEST_FAILS", True), ("UPSTREAM_REFUSED", True)], False),
         ([("UPSTREAM_REFUSED", True)], False),
         ([("MODEL_NOT_ALLOWED", False), ("UPSTREAM_UNREACHABLE", True)], False),
         ([("UPSTREAM_UNREACHABLE", True), ("CONTEXT_EXCEEDED", False)], False),
@@ -179,7 +182,13 @@ def test_policy_that_crashes_after_an_unanswerable_request_is_graded(
 ) -> None:
     """A refusal that it can provoke is its own doing; one that a service had first is the service's."""
     refused = sum(is_of_the_request(*failure) for failure in failures)
-    closing = GateClosing(calls=9, unanswered=len(failures), last_failure=failures[-1][0], refused=refused)
+    closing = GateClosing(
+        calls=9,
+        unanswered=len(failures),
+        last_failure=failures[-1][0],
+        refused=refused,
+        lost=len(failures) - refused,
+    )
     failure = classify_exit(Exit(ExitReason.SIGNALED, signal=9), closing, None, [0], Phase.RUNNING)
     assert failure is not None
     assert (failure.is_gradable, failure.retriable) == (graded, not graded)
@@ -190,13 +199,40 @@ def test_policy_that_crashes_after_an_unanswerable_request_is_graded(
 def test_agent_that_ends_well_after_an_unanswered_call_gave_up() -> None:
     """Some end with 0 when the model is gone; what they left is not graded."""
     end = Exit(ExitReason.EXITED, code=0)
-    gave_up = GateClosing(calls=3, unanswered=1, last_failure="UPSTREAM_UNREACHABLE", gave_up=True)
+    gave_up = GateClosing(calls=3, unanswered=1, last_failure="UPSTREAM_UNREACHABLE", gave_up=True, lost=1)
     failure = classify_exit(end, gave_up, None, [0], Phase.RUNNING)
     assert failure is not None
     assert (failure.reason, failure.caused_by, failure.retriable) == ("MODEL_CALL_FAILED", Component.ENGINE, True)
     assert classify_exit(end, replace(gave_up, gave_up=False), None, [0], Phase.RUNNING) is None, (
         "it asked again, and went on"
     )
+    own = replace(gave_up, last_failure="REQUEST_FAILS", refused=1, lost=0)
+    assert classify_exit(end, own, None, [0], Phase.RUNNING) is None, "its own request failed"
+
+
+@pytest.mark.requirement("R72", "R74", "R93")
+@pytest.mark.parametrize("end", [Exit(ExitReason.EXITED, code=1), Exit(ExitReason.SIGNALED, signal=9)])
+@pytest.mark.parametrize("gave_up", [True, False])
+def test_loss_that_an_answer_followed_excuses_no_crash(end: Exit, gave_up: bool) -> None:
+    """The calls of a flood expire while others of it are answered; one that failed before the agent went on is over."""
+    closing = GateClosing(calls=60, unanswered=40, last_failure="UPSTREAM_UNREACHABLE", gave_up=gave_up)
+    failure = classify_exit(end, closing, None, [0], Phase.RUNNING)
+    assert failure is not None and failure.is_gradable and not failure.retriable
+    assert (failure.reason, failure.caused_by) == ("AGENT_CRASHED", Component.AGENT)
+
+
+@pytest.mark.requirement("R43", "R74")
+def test_honest_agent_whose_source_is_down_is_not_graded() -> None:
+    """From the start, or after answers; a refusal of its own among them changes nothing."""
+    end = Exit(ExitReason.EXITED, code=1)
+    for closing in (
+        GateClosing(calls=3, unanswered=3, last_failure="UPSTREAM_UNREACHABLE"),
+        GateClosing(calls=1, unanswered=1, last_failure="REQUEST_FAILS", refused=1),
+        GateClosing(calls=9, unanswered=4, last_failure="REQUEST_FAILS", refused=3, lost=1),
+    ):
+        failure = classify_exit(end, closing, None, [0], Phase.RUNNING)
+        assert failure is not None and not failure.is_gradable
+        assert (failure.reason, failure.caused_by) == ("MODEL_CALL_FAILED", Component.ENGINE)
 
 
 @pytest.mark.requirement("R49", "R74")
@@ -422,7 +458,7 @@ async def test_a_cancelled_create_of_the_service_leaves_a_rollout_that_ends(driv
 
     servicer = _servicer(driver, driver.gate, Slow(driver.journal))
     spec = _order()
-    request = pb.CreateRolloutRequest(rollout_id="r1", spec=spec)
+    request = pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=spec)
     call = asyncio.ensure_future(servicer.CreateRollout(request, None))
     await asyncio.wait([call, asyncio.ensure_future(remembering.wait())], return_when=asyncio.FIRST_COMPLETED)
     assert not call.done(), call.exception()
@@ -440,7 +476,9 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
     room = driver.manager._max_live = 3
     servicer = _servicer(driver, driver.gate)
     spec = _order()
-    requests = [pb.CreateRolloutRequest(rollout_id=f"r{index}", spec=spec) for index in range(6)]
+    requests = [
+        pb.CreateRolloutRequest(request_id=name, rollout_id=name, spec=spec) for name in map("r{}".format, range(6))
+    ]
     answers = await asyncio.gather(
         *(servicer.CreateRollout(request, None) for request in requests), return_exceptions=True
     )
@@ -448,7 +486,8 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
     assert len(answers) - len(refused) == room
     assert {error.reason for error in refused} == {"ROLLOUT_LIMIT"}
     await driver.manager.cancel("r0", "")
-    assert (await servicer.CreateRollout(pb.CreateRolloutRequest(rollout_id="r9", spec=spec), None)).rollout.rollout_id
+    more = pb.CreateRolloutRequest(request_id="r9", rollout_id="r9", spec=spec)
+    assert (await servicer.CreateRollout(more, None)).rollout.rollout_id
 
 
 @pytest.mark.requirement("R49", "R50", "R146")
@@ -673,7 +712,8 @@ async def test_an_id_is_not_given_again_while_a_deletion_of_it_runs(driver: Driv
     """The slower of two deletions would take the new rollout's events and its capture."""
     slow = asyncio.Event()
     servicer = _servicer(driver, driver.gate, captures=(captures := _Captures(slow)))
-    await servicer.CreateRollout(create := pb.CreateRolloutRequest(rollout_id="r1", spec=_order()), None)
+    create = pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=_order())
+    await servicer.CreateRollout(create, None)
     await eventually_async(lambda: driver.is_over("r1"), "it has ended")
     delete = pb.DeleteRolloutRequest(rollout_id="r1")
     slower = asyncio.ensure_future(servicer.DeleteRollout(delete, None))
@@ -704,7 +744,7 @@ async def test_a_rollout_that_is_recorded_and_not_started_is_waited_for_and_canc
 
     servicer = _servicer(driver, driver.gate, Slow(driver.journal))
     creation = asyncio.ensure_future(
-        servicer.CreateRollout(pb.CreateRolloutRequest(rollout_id="r1", spec=_order()), None)
+        servicer.CreateRollout(pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=_order()), None)
     )
     await recorded.wait()
     waiting = asyncio.ensure_future(driver.manager.wait("r1", GUARD_S))

@@ -117,7 +117,7 @@ async def test_unmatched_or_deleted_rollout_is_reported_gone(driver: Driver) -> 
                 break
         await until_ended(everything, record.rollout_id)
         await driver.records.delete(record.rollout_id)
-        driver.history.deleted([record.rollout_id])
+        driver.history.deleted([record.rollout_id], "default")
         async for answer in everything:
             if answer.gone_rollout_ids:
                 assert list(answer.gone_rollout_ids) == [record.rollout_id]
@@ -183,7 +183,7 @@ async def test_a_watch_of_a_day_holds_no_more_than_what_runs(driver: Driver) -> 
         held = stream.ag_frame.f_locals.values()  # type: ignore[attr-defined]
         assert max(len(item) for item in held if isinstance(item, set | dict | list)) <= 256
         await driver.records.delete("r0")
-        driver.history.deleted(["r0"])
+        driver.history.deleted(["r0"], "default")
         assert list((await anext(stream)).gone_rollout_ids) == ["r0"]
 
 

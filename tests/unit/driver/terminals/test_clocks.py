@@ -22,7 +22,7 @@ async def opened(world: World) -> str:  # noqa: F811
     request = terminal_service_pb2.OpenTerminalRequest(request_id="q")
     request.task.task_id, request.task.instruction = "t", "write out.txt"
     request.wall_time.FromSeconds(int(WALL_S))
-    record = await world.terminals.open(RequestKey("q", "d"), terminal_spec(request))
+    record = await world.terminals.open(RequestKey("q", "d"), terminal_spec(request, "default"))
     return record.terminal_id
 
 

@@ -397,7 +397,6 @@ async def test_request_waits_for_its_minimum_version_and_refuses_another_exact_o
         (request("r", np.array([-1], np.int32)), "prompt_token_ids[0]"),
         (request("r", prompt(500)), "sampling.max_tokens"),
         (request("r", prompt(600)), "prompt_token_ids"),
-        (request("", prompt(5)), "request_id"),
         (request("r", prompt(5), max_tokens=0), "sampling.max_tokens"),
         (request("r", prompt(5), temperature=-0.1), "sampling.temperature"),
         (request("r", prompt(5), temperature=float("nan")), "sampling.temperature"),

@@ -231,8 +231,7 @@ async def test_a_request_that_cannot_fit_is_refused_before_it_is_sent(endpoint: 
     long = GenerateRequest("l", np.ones(CONTEXT, np.int32), Sampling(max_tokens=1))
     for wanted, field in ((foreign, "prompt_token_ids[1]"), (long, "prompt_token_ids")):
         error = await failed(engine, wanted)
-        assert (error.reason, error.violations[0].field) == ("GENERATE_REQUEST_INVALID", field)
-    assert (await failed(engine, request(name=""))).violations[0].field == "request_id"
+        assert (error.reason, error.violations[0].field) == ("FIELD_INVALID", field)
     assert endpoint.bodies == []
 
 
@@ -313,7 +312,7 @@ INVALID = (FailedPrecondition, "UPSTREAM_ANSWER_INVALID")
         (_with(finish_reason="content_filter"), INVALID),
         (_with(finish_reason=None), (Unavailable, "UPSTREAM_CUT_OFF")),
         (_with(prompt_token_ids=[5, 6]), (FailedPrecondition, "UPSTREAM_PROMPT_CHANGED")),
-        (_status(400), (InvalidArgument, "GENERATE_REQUEST_INVALID")),
+        (_status(400), (InvalidArgument, "FIELD_INVALID")),
         (_status(401), (FailedPrecondition, "UPSTREAM_KEY_REFUSED")),
         (_status(404), INVALID),
         (_status(418), INVALID),
@@ -334,7 +333,7 @@ async def test_invalid_answer_is_a_typed_error_and_nothing_is_made_up(
         assert KEY not in f"{error.message} {error.violations} {logs}"
         if error.reason == "UPSTREAM_RATE_LIMIT":
             assert error.retry_after_s == 7.0
-        if error.reason == "GENERATE_REQUEST_INVALID":
+        if error.reason == "FIELD_INVALID":
             assert error.violations[0].field == "sampling.top_p"
         if error.reason == "UPSTREAM_KEY_REFUSED":
             # Found out in the midst: it is asked again, and works as soon as it is taken.

@@ -69,7 +69,7 @@ def test_invalid_format_is_refused_by_field(text: str) -> None:
     """Typed, with the field."""
     with pytest.raises(InvalidArgument) as caught:
         ResponseFormat.parse(text)
-    assert caught.value.reason == "GENERATE_REQUEST_INVALID"
+    assert caught.value.reason == "FIELD_INVALID"
     assert caught.value.violations[0].field == "sampling.response_format_json"
 
 

@@ -30,5 +30,5 @@ def test_nonlinear_expressions_are_refused_by_position(pattern: str) -> None:
     """A pattern that could take exponential time over an agent's text cannot be given."""
     with pytest.raises(InvalidArgument) as refused:
         _compile(["fine", pattern])
-    assert refused.value.reason == "VOLATILE_PATTERN_INVALID"
+    assert refused.value.reason == "FIELD_INVALID"
     assert [violation.field for violation in refused.value.violations] == ["hints.volatile_line_patterns[1]"]

@@ -265,7 +265,7 @@ def test_more_memory_than_the_machine_has_is_no_limit_and_so_refused() -> None:
     cgroups.refuse_beyond_machine(Resources())
     with pytest.raises(InvalidArgument, match="than this machine's") as caught:
         cgroups.refuse_beyond_machine(Resources(memory_bytes=10**15))
-    assert caught.value.reason == "INVALID_SPEC"
+    assert caught.value.reason == "FIELD_INVALID"
 
 
 @pytest.mark.requirement("R50")

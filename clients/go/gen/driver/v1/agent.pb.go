@@ -284,7 +284,7 @@ type AgentSpec struct {
 	Version string `protobuf:"bytes,3,opt,name=version,proto3" json:"version,omitempty"`
 	// What must be installed. The driver sets its name.
 	Toolbox *v1.ToolboxSpec `protobuf:"bytes,4,opt,name=toolbox,proto3" json:"toolbox,omitempty"`
-	// Whether the agent or its installation needs root in the sandbox. Refused on a backend without root (R46).
+	// Whether the agent or its installation needs root in the sandbox. Refused on a backend without root.
 	NeedsRoot bool `protobuf:"varint,5,opt,name=needs_root,json=needsRoot,proto3" json:"needs_root,omitempty"`
 	// The program and its arguments. Never a shell line.
 	Argv        []string             `protobuf:"bytes,6,rep,name=argv,proto3" json:"argv,omitempty"`
@@ -298,7 +298,7 @@ type AgentSpec struct {
 	Options   []*AgentOption  `protobuf:"bytes,12,rep,name=options,proto3" json:"options,omitempty"`
 	Events    *EventMapping   `protobuf:"bytes,13,opt,name=events,proto3" json:"events,omitempty"`
 	Artifacts []*ArtifactSpec `protobuf:"bytes,14,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
-	// Arguments appended if the rollout chooses to skip the agent's permission prompts (R68).
+	// Arguments appended if the rollout chooses to skip the agent's permission prompts.
 	SkipPermissionsArgv []string          `protobuf:"bytes,15,rep,name=skip_permissions_argv,json=skipPermissionsArgv,proto3" json:"skip_permissions_argv,omitempty"`
 	SkipPermissionsEnv  map[string]string `protobuf:"bytes,16,rep,name=skip_permissions_env,json=skipPermissionsEnv,proto3" json:"skip_permissions_env,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	AuxiliaryCalls      *AuxiliaryCalls   `protobuf:"bytes,17,opt,name=auxiliary_calls,json=auxiliaryCalls,proto3" json:"auxiliary_calls,omitempty"`
@@ -813,7 +813,7 @@ func (x *McpConfig) GetEntry() string {
 	return ""
 }
 
-// AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused (R63).
+// AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused.
 type AgentOption struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Name        string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`

@@ -30,7 +30,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type AgentServiceClient interface {
-	// ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
+	// ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these.
 	ListAgents(ctx context.Context, in *ListAgentsRequest, opts ...grpc.CallOption) (*ListAgentsResponse, error)
 	// GetAgent returns an agent.
 	// Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
@@ -44,7 +44,7 @@ type AgentServiceClient interface {
 	DeleteAgent(ctx context.Context, in *DeleteAgentRequest, opts ...grpc.CallOption) (*DeleteAgentResponse, error)
 	// CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
 	// finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-	// Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+	// Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
 	CheckAgent(ctx context.Context, in *CheckAgentRequest, opts ...grpc.CallOption) (AgentService_CheckAgentClient, error)
 }
 
@@ -133,7 +133,7 @@ func (x *agentServiceCheckAgentClient) Recv() (*CheckAgentResponse, error) {
 // All implementations must embed UnimplementedAgentServiceServer
 // for forward compatibility
 type AgentServiceServer interface {
-	// ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
+	// ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these.
 	ListAgents(context.Context, *ListAgentsRequest) (*ListAgentsResponse, error)
 	// GetAgent returns an agent.
 	// Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
@@ -147,7 +147,7 @@ type AgentServiceServer interface {
 	DeleteAgent(context.Context, *DeleteAgentRequest) (*DeleteAgentResponse, error)
 	// CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
 	// finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-	// Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+	// Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
 	CheckAgent(*CheckAgentRequest, AgentService_CheckAgentServer) error
 	mustEmbedUnimplementedAgentServiceServer()
 }

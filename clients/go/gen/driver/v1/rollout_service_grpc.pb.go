@@ -66,6 +66,7 @@ type RolloutServiceClient interface {
 	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	WatchRollouts(ctx context.Context, in *WatchRolloutsRequest, opts ...grpc.CallOption) (RolloutService_WatchRolloutsClient, error)
 	// WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+	// Without a deadline it waits for the end.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	WaitRollout(ctx context.Context, in *WaitRolloutRequest, opts ...grpc.CallOption) (*WaitRolloutResponse, error)
 	// CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
@@ -96,7 +97,7 @@ type RolloutServiceClient interface {
 	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteGroup(ctx context.Context, in *DeleteGroupRequest, opts ...grpc.CallOption) (*DeleteGroupResponse, error)
-	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
 	// was opened).
 	GetTrajectory(ctx context.Context, in *GetTrajectoryRequest, opts ...grpc.CallOption) (RolloutService_GetTrajectoryClient, error)
@@ -425,6 +426,7 @@ type RolloutServiceServer interface {
 	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	WatchRollouts(*WatchRolloutsRequest, RolloutService_WatchRolloutsServer) error
 	// WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+	// Without a deadline it waits for the end.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	WaitRollout(context.Context, *WaitRolloutRequest) (*WaitRolloutResponse, error)
 	// CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
@@ -455,7 +457,7 @@ type RolloutServiceServer interface {
 	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteGroup(context.Context, *DeleteGroupRequest) (*DeleteGroupResponse, error)
-	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
 	// was opened).
 	GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error

@@ -32,18 +32,18 @@ type TerminalServiceClient interface {
 	// OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
 	// failed call has made nothing and may be repeated with the same id.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
 	// DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
 	OpenTerminal(ctx context.Context, in *OpenTerminalRequest, opts ...grpc.CallOption) (*OpenTerminalResponse, error)
 	// Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
 	// the commands are dead before the verifier starts. Steps of several streams run one after another.
 	//
 	// The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
 	// sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
 	// shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
 	// background processes run on, except after a timeout. Its standard input is empty.
-	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
 	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
 	// episode that run or wait have more than 8 MiB together).
 	Step(ctx context.Context, opts ...grpc.CallOption) (TerminalService_StepClient, error)
@@ -132,18 +132,18 @@ type TerminalServiceServer interface {
 	// OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
 	// failed call has made nothing and may be repeated with the same id.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
 	// DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
 	OpenTerminal(context.Context, *OpenTerminalRequest) (*OpenTerminalResponse, error)
 	// Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+	// gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
 	// the commands are dead before the verifier starts. Steps of several streams run one after another.
 	//
 	// The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
 	// sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
 	// shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
 	// background processes run on, except after a timeout. Its standard input is empty.
-	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+	// Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
 	// ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
 	// episode that run or wait have more than 8 MiB together).
 	Step(TerminalService_StepServer) error

@@ -65,11 +65,11 @@ type InferenceServiceClient interface {
 	// stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
 	// during one request.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-	// INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+	// INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (InferenceService_GenerateClient, error)
 	// Score returns logprobs of given tokens under the present weights.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-	// (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 	// Abort aborts generations. Idempotent.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
@@ -481,11 +481,11 @@ type InferenceServiceServer interface {
 	// stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
 	// during one request.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-	// INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+	// INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Generate(*GenerateRequest, InferenceService_GenerateServer) error
 	// Score returns logprobs of given tokens under the present weights.
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-	// (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	// Abort aborts generations. Idempotent.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)

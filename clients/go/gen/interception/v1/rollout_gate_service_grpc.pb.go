@@ -37,14 +37,14 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type RolloutGateServiceClient interface {
 	// CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
-	// refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+	// refuse a rollout before anything starts. The answer may be 2 s old: rollouts that are opened together share one
 	// check.
 	// Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
 	// UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
 	// TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
 	CheckSource(ctx context.Context, in *CheckSourceRequest, opts ...grpc.CallOption) (*CheckSourceResponse, error)
 	// OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
-	// is down is an error here and not in an agent's log (R27).
+	// is down is an error here and not in an agent's log.
 	//
 	// Idempotent by request_id: a repeat returns the same token.
 	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
@@ -72,7 +72,7 @@ type RolloutGateServiceClient interface {
 	GetRollout(ctx context.Context, in *GetRolloutRequest, opts ...grpc.CallOption) (*GetRolloutResponse, error)
 	// ListRollouts lists rollouts at the gate, newest first.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
-	// GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+	// GetCapture returns the rollout's trajectory so far, as fragments that merge (see Trajectory). It is graded once the rollout is closed.
 	// To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetCapture(ctx context.Context, in *GetCaptureRequest, opts ...grpc.CallOption) (RolloutGateService_GetCaptureClient, error)
@@ -278,14 +278,14 @@ func (x *rolloutGateServiceWatchGateClient) Recv() (*WatchGateResponse, error) {
 // for forward compatibility
 type RolloutGateServiceServer interface {
 	// CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
-	// refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+	// refuse a rollout before anything starts. The answer may be 2 s old: rollouts that are opened together share one
 	// check.
 	// Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
 	// UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
 	// TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
 	CheckSource(context.Context, *CheckSourceRequest) (*CheckSourceResponse, error)
 	// OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
-	// is down is an error here and not in an agent's log (R27).
+	// is down is an error here and not in an agent's log.
 	//
 	// Idempotent by request_id: a repeat returns the same token.
 	// Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
@@ -313,7 +313,7 @@ type RolloutGateServiceServer interface {
 	GetRollout(context.Context, *GetRolloutRequest) (*GetRolloutResponse, error)
 	// ListRollouts lists rollouts at the gate, newest first.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
-	// GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+	// GetCapture returns the rollout's trajectory so far, as fragments that merge (see Trajectory). It is graded once the rollout is closed.
 	// To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetCapture(*GetCaptureRequest, RolloutGateService_GetCaptureServer) error

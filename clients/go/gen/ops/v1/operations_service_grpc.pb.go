@@ -5,6 +5,14 @@
 // source: penstock/ops/v1/operations_service.proto
 
 // The state of a service, for operators. It is the same in every service and independent of what the service does.
+//
+// Namespaces. Every resource belongs to a namespace, which separates teams that share services. A token of a trainer or
+// observer belongs to one namespace; a resource of another one is unknown to it, and lists, watches and selections leave it
+// out. An operator names the namespace to act in by the metadata `x-penstock-namespace`. Without it, an operator's new
+// resources belong to "default", its selections are of "default" unless all_namespaces is set, and every resource is
+// reached by its id. Errors of every RPC: PERMISSION_DENIED (NAMESPACE_NOT_ALLOWED: the token belongs to another namespace,
+// or may not select all), INVALID_ARGUMENT (NAMESPACE_INVALID). Errors of every RPC that creates: RESOURCE_EXHAUSTED
+// (NAMESPACE_QUOTA, with RetryInfo).
 
 package opsv1
 
@@ -31,7 +39,7 @@ const (
 type OperationsServiceClient interface {
 	// GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
 	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	GetStatus(ctx context.Context, in *GetStatusRequest, opts ...grpc.CallOption) (*GetStatusResponse, error)
 	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
@@ -71,7 +79,7 @@ func (c *operationsServiceClient) GetServerInfo(ctx context.Context, in *GetServ
 type OperationsServiceServer interface {
 	// GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
 	// has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-	// Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	GetStatus(context.Context, *GetStatusRequest) (*GetStatusResponse, error)
 	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)

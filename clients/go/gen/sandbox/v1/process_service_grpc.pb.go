@@ -61,6 +61,7 @@ type ProcessServiceClient interface {
 	// ListProcesses lists the sandbox's processes, newest first.
 	ListProcesses(ctx context.Context, in *ListProcessesRequest, opts ...grpc.CallOption) (*ListProcessesResponse, error)
 	// WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
+	// Without a deadline it waits for the end.
 	WaitProcess(ctx context.Context, in *WaitProcessRequest, opts ...grpc.CallOption) (*WaitProcessResponse, error)
 	// Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
 	// output so far. Cancelling the RPC kills the command.
@@ -253,6 +254,7 @@ type ProcessServiceServer interface {
 	// ListProcesses lists the sandbox's processes, newest first.
 	ListProcesses(context.Context, *ListProcessesRequest) (*ListProcessesResponse, error)
 	// WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
+	// Without a deadline it waits for the end.
 	WaitProcess(context.Context, *WaitProcessRequest) (*WaitProcessResponse, error)
 	// Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
 	// output so far. Cancelling the RPC kills the command.

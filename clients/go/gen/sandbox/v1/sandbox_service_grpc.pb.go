@@ -48,7 +48,7 @@ type SandboxServiceClient interface {
 	// CreateSandbox creates a sandbox and returns once it is READY.
 	//
 	// If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-	// `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+	// `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
 	// between owners.
 	//
 	// Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -71,7 +71,7 @@ type SandboxServiceClient interface {
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	WatchSandbox(ctx context.Context, in *WatchSandboxRequest, opts ...grpc.CallOption) (SandboxService_WatchSandboxClient, error)
 	// WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-	// Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	WatchSandboxes(ctx context.Context, in *WatchSandboxesRequest, opts ...grpc.CallOption) (SandboxService_WatchSandboxesClient, error)
 	// DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
 	// is unknown or DELETED is a success.
@@ -84,7 +84,7 @@ type SandboxServiceClient interface {
 	// RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
 	// READY) if that is sooner. It returns the end that was granted.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-	// SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+	// SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
 	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(ctx context.Context, in *ListBackendsRequest, opts ...grpc.CallOption) (*ListBackendsResponse, error)
@@ -468,7 +468,7 @@ type SandboxServiceServer interface {
 	// CreateSandbox creates a sandbox and returns once it is READY.
 	//
 	// If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-	// `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+	// `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
 	// between owners.
 	//
 	// Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -491,7 +491,7 @@ type SandboxServiceServer interface {
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	WatchSandbox(*WatchSandboxRequest, SandboxService_WatchSandboxServer) error
 	// WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-	// Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID).
 	WatchSandboxes(*WatchSandboxesRequest, SandboxService_WatchSandboxesServer) error
 	// DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
 	// is unknown or DELETED is a success.
@@ -504,7 +504,7 @@ type SandboxServiceServer interface {
 	// RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
 	// READY) if that is sooner. It returns the end that was granted.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-	// SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+	// SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
 	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(context.Context, *ListBackendsRequest) (*ListBackendsResponse, error)

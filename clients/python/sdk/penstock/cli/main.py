@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from importlib import metadata
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
 from rich.markup import escape
@@ -111,6 +111,7 @@ def completion(
 
 _add(up.up)
 _add(up.serve, _PASSED_ON)
+_add(up.demo, _PASSED_ON)
 _add(dashboard.dashboard)
 _add(rollout.rollout)
 _add(watch.watch)
@@ -130,11 +131,15 @@ _add(conformance.conformance)
 _add(completion)
 
 
+DISTRIBUTIONS: Final = "penstock"
+"""How the names of the distributions begin that `--version` lists."""
+
+
 def _print_versions(asked: bool) -> None:
     if not asked:
         return
     names = sorted(
-        {item.name for item in metadata.distributions() if item.name and item.name.lower().startswith("penstock")}
+        {item.name for item in metadata.distributions() if item.name and item.name.lower().startswith(DISTRIBUTIONS)}
     )
     for name in names:
         out.print(f"{name} {metadata.version(name)}")
@@ -147,8 +152,17 @@ def options(
         bool,
         typer.Option("--version", callback=_print_versions, is_eager=True, help="Versions of the installed packages."),
     ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PENSTOCK_NAMESPACE",
+            help="For an operator: the namespace to act in. A trainer's token belongs to one already.",
+        ),
+    ] = None,
 ) -> None:
     """What holds for all commands."""
+    if namespace is not None:
+        os.environ["PENSTOCK_NAMESPACE"] = namespace  # where every connection of the command looks
 
 
 if __name__ == "__main__":

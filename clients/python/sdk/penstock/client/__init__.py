@@ -38,16 +38,18 @@ from penstock.client.errors import (
     Unsupported,
     Violation,
 )
-from penstock.client.inference.client import Prompt
+from penstock.client.inference.client import ParsedMessage, Prompt
 from penstock.client.inference.engine_info import EngineInfo, EngineStats, LogprobGap, ReplicaStats
 from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
 from penstock.client.intercept.calls import ModelCall
+from penstock.client.intercept.gate import GateRolloutHandle, LeasedCall
 from penstock.client.intercept.host_tools import HostTool, HostToolCall, ToolFailed
 from penstock.client.intercept.session import InterceptSession, Selector
-from penstock.client.operations import LeftSandbox, ServiceStatus, Trouble
+from penstock.client.operations import LeftSandbox, ServerInfo, ServiceStatus, Trouble
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
 from penstock.client.sandboxes.handle import Fork, SandboxHandle
+from penstock.client.sandboxes.processes import ProcessHandle
 from penstock.client.tasks.spec import (
     AgentChoice,
     AgentKeyTerms,
@@ -98,6 +100,22 @@ from penstock.client.types.chat import (
     Usage,
     VersionSpan,
 )
+from penstock.client.types.gate import (
+    AgentKey,
+    CallChanged,
+    CallHints,
+    CallTotals,
+    GateEvent,
+    GateLoad,
+    GateRollout,
+    GateSession,
+    IssuedKey,
+    RecordedCall,
+    RolloutClosed,
+    SourceCheck,
+    WatchStarted,
+)
+from penstock.client.types.processes import Output, OutputGap, Process
 from penstock.client.types.results import (
     AgentEvent,
     AgentExited,
@@ -122,7 +140,19 @@ from penstock.client.types.results import (
     RolloutResult,
     VerifierCommand,
 )
-from penstock.client.types.sandboxes import Backend, Diff, FileInfo, RunResult, SandboxSpec, Snapshot, Stats
+from penstock.client.types.sandboxes import (
+    Backend,
+    Diff,
+    FileInfo,
+    RunResult,
+    Sandbox,
+    SandboxesUsage,
+    SandboxSpec,
+    SandboxUsage,
+    Snapshot,
+    Stats,
+)
+from penstock.client.types.toolboxes import Runtime, Toolbox, ToolboxFile, ToolboxSpec
 from penstock.client.types.trajectories import (
     Branch,
     Call,
@@ -140,6 +170,7 @@ __all__ = [
     "AgentChoice",
     "AgentEvent",
     "AgentExited",
+    "AgentKey",
     "AgentKeyTerms",
     "Allowlist",
     "AlreadyDelivered",
@@ -150,9 +181,12 @@ __all__ = [
     "Branch",
     "Budgets",
     "Call",
+    "CallChanged",
     "CallEnded",
     "CallFinished",
+    "CallHints",
     "CallRate",
+    "CallTotals",
     "Cancelled",
     "Changes",
     "Command",
@@ -175,6 +209,11 @@ __all__ = [
     "Finding",
     "FinishReason",
     "Fork",
+    "GateEvent",
+    "GateLoad",
+    "GateRollout",
+    "GateRolloutHandle",
+    "GateSession",
     "Grading",
     "Group",
     "GroupHandle",
@@ -186,6 +225,8 @@ __all__ = [
     "Internal",
     "InvalidArgument",
     "InvalidCompletion",
+    "IssuedKey",
+    "LeasedCall",
     "LeftSandbox",
     "Limits",
     "LogprobGap",
@@ -200,6 +241,9 @@ __all__ = [
     "OneEndpoint",
     "OpenNetwork",
     "Outcome",
+    "Output",
+    "OutputGap",
+    "ParsedMessage",
     "Part",
     "Party",
     "PauseMode",
@@ -209,9 +253,12 @@ __all__ = [
     "Phase",
     "PhaseChanged",
     "PolicyConstraint",
+    "Process",
+    "ProcessHandle",
     "Progress",
     "Prompt",
     "Reasoning",
+    "RecordedCall",
     "RecordedToolCall",
     "ReplicaStats",
     "ResourceExhausted",
@@ -221,22 +268,29 @@ __all__ = [
     "RewardFrom",
     "Role",
     "Rollout",
+    "RolloutClosed",
     "RolloutEvent",
     "RolloutHandle",
     "RolloutOptions",
     "RolloutResult",
     "RunBudgets",
     "RunResult",
+    "Runtime",
     "Sample",
     "Sampling",
+    "Sandbox",
     "SandboxChoice",
     "SandboxHandle",
     "SandboxSpec",
+    "SandboxUsage",
+    "SandboxesUsage",
     "SeedFile",
     "Selector",
+    "ServerInfo",
     "ServiceStatus",
     "SessionLost",
     "Snapshot",
+    "SourceCheck",
     "StalePolicy",
     "Stats",
     "Task",
@@ -256,6 +310,9 @@ __all__ = [
     "ToolChoice",
     "ToolFailed",
     "ToolResult",
+    "Toolbox",
+    "ToolboxFile",
+    "ToolboxSpec",
     "Trajectory",
     "Trouble",
     "TurnSpan",
@@ -269,6 +326,7 @@ __all__ = [
     "VerifierCommand",
     "VersionSpan",
     "Violation",
+    "WatchStarted",
     "WeightTransfer",
     "WeightUpdate",
     "build_terminal_tool_call",

@@ -38,6 +38,8 @@ class Agent:
     options: tuple[AgentOptionInfo, ...]
     register_time: datetime | None
     spec: agent_pb2.AgentSpec
+    namespace: str = ""
+    """Empty for a built-in one, which every namespace has."""
 
     @property
     def can_skip_permissions(self) -> bool:

@@ -8,11 +8,13 @@ from typing import Self
 from penstock.client.agents import AgentsClient
 from penstock.client.errors import ConfigurationError
 from penstock.client.inference.client import InferenceClient
+from penstock.client.intercept.gate import GateClient
 from penstock.client.intercept.session import InterceptSession, Selector, SessionOptions
 from penstock.client.operations import OperationsClient
 from penstock.client.rollouts.client import GroupsClient, RolloutsClient
 from penstock.client.rollouts.driver_rpc import Driver
 from penstock.client.sandboxes.client import SandboxesClient
+from penstock.client.sandboxes.toolboxes import ToolboxesClient
 from penstock.client.terminals import TerminalsClient
 from penstock.client.transport.endpoints import SERVICES, Endpoints, Target, Tls, resolve
 from penstock.client.transport.rpc import Service
@@ -31,12 +33,16 @@ class Penstock:
     """The registry of agents."""
     terminals: TerminalsClient
     """Episodes in which the policy itself types the commands."""
-
+    gate: GateClient
+    """The gate by single requests: rollouts for agents of your own, agent keys, recorded calls."""
+    toolboxes: ToolboxesClient
+    """Programs that are mounted in sandboxes."""
     operations: OperationsClient
     """Status of the services."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        self.endpoints = endpoints
+        self.endpoints: Endpoints = endpoints
+        """The services' addresses."""
         self._stack = AsyncExitStack()
         self._services: dict[str, Service] = {}
         self._inference: InferenceClient | None = None
@@ -51,6 +57,8 @@ class Penstock:
         if "inference" in self._services:
             self._inference = InferenceClient(self._services["inference"])
         self.sandboxes = SandboxesClient(self._services["sandbox"], self.endpoints)
+        self.gate = GateClient(self._services["interception"])
+        self.toolboxes = ToolboxesClient(self._services["sandbox"])
         self.operations = OperationsClient(self._services)
         self.agents = AgentsClient(self._services["driver"])
         self.terminals = TerminalsClient(self._services["driver"])
@@ -132,7 +140,9 @@ class Penstock:
         return self.intercept(selector, credits=credits, policy_version=policy_version)
 
 
-def connect(target: Target | None = None, token: str | None = None, *, tls: Tls | None = None) -> Penstock:
+def connect(
+    target: Target | None = None, token: str | None = None, *, tls: Tls | None = None, namespace: str | None = None
+) -> Penstock:
     """Connects to the services: `async with connect() as ps`.
 
     Args:
@@ -141,8 +151,9 @@ def connect(target: Target | None = None, token: str | None = None, *, tls: Tls 
         token: sent with each call; None = `PENSTOCK_TOKEN`, `PENSTOCK_TOKEN_FILE`, or the connection file's.
         tls: certificates. None = `PENSTOCK_CA_FILE`, or the connection file's; without either plaintext, which
             carries a token to this machine only.
+        namespace: in which an operator acts; None = `PENSTOCK_NAMESPACE`. A trainer's token belongs to one already.
 
     Raises:
         ConfigurationError: an address, the token or the connection file is invalid.
     """
-    return Penstock(resolve(target, token, tls))
+    return Penstock(resolve(target, token, tls, namespace))

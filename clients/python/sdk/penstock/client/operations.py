@@ -18,6 +18,7 @@ from penstock.driver.v1 import (
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as pb_grpc
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
+from penstock.values import reader
 
 ROLLOUT_LABEL: Final = "penstock_rollout"
 TERMINAL_LABEL: Final = "penstock_terminal"
@@ -81,6 +82,26 @@ class _Made:
     create_time: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """Which contract a service serves, and its limits.
+
+    `contract_revision` grows with each release that adds to the protos; `features` are stable names, sorted;
+    docs/compatibility.md lists both. Sizes in bytes; `min_ping_interval` in seconds: clients that ping more often are
+    disconnected.
+    """
+
+    service: str
+    version: str
+    contract_revision: int
+    features: tuple[str, ...]
+    max_message_bytes: int
+    min_ping_interval: float
+
+
+_server_info: Final = reader(ServerInfo, pb.ServerInfo)
+
+
 class OperationsClient:
     """`ps.operations`."""
 
@@ -134,6 +155,18 @@ class OperationsClient:
                 for item in answer.troubles
             ),
         )
+
+    async def server_info(self, service: ServiceName) -> ServerInfo:
+        """Returns which contract a service serves. Every token may ask.
+
+        Raises:
+            Unsupported: a service that is older than this RPC.
+            KeyError: there is no such service here.
+        """
+        of = self._services[service]
+        stub = pb_grpc.OperationsServiceStub(of.channel)
+        answer = await of.call(stub.GetServerInfo, pb.GetServerInfoRequest(), timeout=_CALL_S, repeatable=True)
+        return _server_info(answer.server)
 
     async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
         """Returns the sandboxes of rollouts and terminals that are over.

@@ -16,9 +16,9 @@ from typing import Final, Self
 
 from penstock.client.errors import Unavailable
 from penstock.client.rollouts import client
-from penstock.client.rollouts.driver_rpc import Patience
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
+from penstock.client.transport.patience import Patience
 from penstock.client.transport.rpc import Service
 from penstock.client.types import results
 from penstock.client.types.sandboxes import RunResult
@@ -57,6 +57,7 @@ class Terminal:
     create_time: datetime | None
     expire_time: datetime | None
     end_time: datetime | None
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class TerminalHandle:
     def __init__(self, service: Service, info: Terminal) -> None:
         self._service = service
         self._stub = pb_grpc.TerminalServiceStub(service.channel)
-        self.info = info
+        self.info: Terminal = info
         """The episode as last reported."""
 
     def __repr__(self) -> str:
@@ -136,7 +137,7 @@ class TerminalHandle:
             FailedPrecondition: `EPISODE_ENDED`.
             ResourceExhausted: `STEP_LIMIT`, only an answer is accepted now; `STEPS_PENDING`, too many bytes of this
                 episode's steps wait.
-            InvalidArgument: `STEP_INVALID`.
+            InvalidArgument: `FIELD_INVALID`.
         """
         if isinstance(command, str):
             given = tasks.Command(shell=command)
@@ -219,7 +220,7 @@ class TerminalsClient:
 
         Raises:
             FailedPrecondition: `SETUP_FAILED`, with `output` in its metadata; `CAPABILITY_MISSING`.
-            InvalidArgument: `TERMINAL_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
+            InvalidArgument: `FIELD_INVALID`; `violations` name the fields. `TASK_IMAGE`, as for rollouts.
             ResourceExhausted: `TERMINAL_LIMIT`.
         """
         sandbox = client.sandbox_of(task, sandbox)

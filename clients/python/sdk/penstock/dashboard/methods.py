@@ -36,6 +36,7 @@ ALLOWED: Final[Mapping[str, Method]] = {
         " CreateGroup GetGroup ListGroups WaitGroup CancelGroup",
         "WatchRollout WatchRollouts WatchGroup GetTrajectory",
     ),
+    "penstock.ops.v1.OperationsService/GetServerInfo": Method(None),
     "penstock.ops.v1.OperationsService/GetStatus": Method(None),
     **_methods("driver", "AgentService", "ListAgents GetAgent"),
     **_methods(

@@ -204,9 +204,8 @@ class LocalStack:
     def _prepare(self) -> None:
         missing = [name for name in self.services if importlib.util.find_spec(f"penstock_{name}") is None]
         if missing:
-            packages = " ".join(f"penstock-{name}" for name in missing)
             raise ConfigurationError(
-                f"Not installed: {', '.join(missing)}. Install with: pip install {packages}",
+                f"Not installed: {', '.join(missing)}. Install with: pip install 'penstock[local]'",
                 reason="SERVICE_NOT_INSTALLED",
             )
         private_directory(self.state_dir)

@@ -98,6 +98,8 @@ class Attack(BaseModel):
     """Backends that it applies to; none given = all."""
     seconds: Annotated[float, Field(gt=0, le=300)] = 20.0
     """Seconds that the agent may run."""
+    call_timeout: float | None = Field(None, gt=0)
+    """Seconds after which its unanswered model calls expire; None = the default."""
     alone: bool = False
     """It uses so many resources that no other attack runs meanwhile."""
     expected: Expected = Expected()

@@ -10,13 +10,15 @@ from typing import Any, Final
 from penstock.client.connection import Penstock
 from penstock.client.intercept.host_tools import HostTool, HostToolCall
 from penstock.client.rollouts.client import RolloutOptions
-from penstock.client.tasks.spec import Mode, Upstream
+from penstock.client.tasks.spec import Budgets, Mode, Upstream
 from penstock.redteam.attack import Attack
 
 _KEY: Final = "sk-redteam-no-secret"
 _MAX_BODY: Final = 1 << 20
-_REFUSED: Final = b"no-such-tier"
-"""Marker of a request to refuse, as providers refuse an unknown value of a field."""
+_STATUSES: Final = {b"no-such-tier": "400 Bad Request", b"no-such-schema": "500 Internal Server Error"}
+"""Markers of requests to fail: as providers refuse an unknown value of a field, and as a server fails inside."""
+_HELD: Final = b"no-end"
+"""Marker of a request that is not answered, as one that a model answers without end."""
 _ANY: Final = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Term", "Not", "All", "Any")]}
 _MEMBER: Final = {"type": "array", "items": _ANY}
 _SCHEMA: Final[dict[str, Any]] = {
@@ -47,6 +49,8 @@ async def of(ps: Penstock, attack: Attack) -> AsyncIterator[RolloutOptions]:
         if attack.model != "source":
             options["source"] = await stack.enter_async_context(echo())
             options["mode"] = Mode.BLACK_BOX if attack.model == "black_box" else Mode.TRANSPARENT_PROXY
+        if attack.call_timeout is not None:
+            options["budgets"] = Budgets(max_calls=50, call_timeout=attack.call_timeout)
         if attack.host_tool:
             options["labels"] = {"redteam": secrets.token_hex(8)}
             session = await stack.enter_async_context(ps.intercept(labels=options["labels"]))
@@ -63,7 +67,7 @@ def _done(_: HostToolCall[Any]) -> str:
 async def echo() -> AsyncIterator[Upstream]:
     """A model endpoint on this machine's loopback whose answers are the requests: path, names of headers, body.
 
-    A request with the marker of an unknown value is refused with 400.
+    A request with a marker is failed, or held until the connection ends.
     """
     server = await asyncio.start_server(_answer, "127.0.0.1", 0, limit=_MAX_BODY)
     async with server:
@@ -88,7 +92,9 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
         }
         answer = json.dumps(whole).encode()
-        status = "400 Bad Request" if _REFUSED in body else "200 OK"
+        status = next((status for marker, status in _STATUSES.items() if marker in body), "200 OK")
+        if _HELD in body:
+            await reader.read()
         head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(answer)}\r\n"
         writer.write(f"{head}Connection: close\r\n\r\n".encode() + answer)
         await writer.drain()

@@ -15,6 +15,8 @@ A class's field has the name of the message's field, or that name and `_s` for s
 - a dataclass for a message, a tuple, Sequence (read as a tuple) or frozenset for a repeated field, a Mapping for a map;
 - a message's own class, and `int` for an enum: the same object.
 
+`redacted` is a message as text without its credentials, for logs and people.
+
 `numbers` maps an Enum alone, for the few converters that are written by hand.
 
 Unset fields become None if the class's field may be None, else its default, else what an empty message gives. None is
@@ -24,5 +26,6 @@ written as unset. Of a oneof, the first member that is not None (for other types
 from penstock.values.enums import OpenEnum, numbers
 from penstock.values.fields import ValueMismatch
 from penstock.values.functions import check, from_proto, reader, to_proto, writer
+from penstock.values.secrets import redacted
 
-__all__ = ["OpenEnum", "ValueMismatch", "check", "from_proto", "numbers", "reader", "to_proto", "writer"]
+__all__ = ["OpenEnum", "ValueMismatch", "check", "from_proto", "numbers", "reader", "redacted", "to_proto", "writer"]

@@ -303,8 +303,6 @@ class NumpyEngine:
         )
         if request.sampling.stop and self._detokenizer is None:
             violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory lacks"))
-        if not request.request_id:
-            violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:
             violations.append(Violation("min_policy_version", "cannot be combined with exact_policy_version"))
         if request.sampling.min_tokens and request.sampling.min_tokens > 0:

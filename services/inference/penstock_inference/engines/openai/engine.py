@@ -399,7 +399,6 @@ class OpenAiEngine:
     def _named(self, request_id: str) -> Iterator[None]:
         if self._closed:
             raise closed()
-        raise_violations([] if request_id else [Violation("request_id", "must not be empty")])
         if request_id in self._request_ids:
             raise AlreadyExists(f"request {request_id} is in flight", reason="REQUEST_IN_FLIGHT")
         self._request_ids.add(request_id)

@@ -23,12 +23,12 @@ import structlog
 
 from penstock_chassis.errors import (
     FailedPrecondition,
-    InvalidArgument,
     PenstockError,
     ResourceExhausted,
     Unavailable,
     Violation,
 )
+from penstock_chassis.validation import invalid
 
 MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
@@ -223,11 +223,10 @@ class Endpoint:
             )
         if status in (400, 413, 422):
             field = _FIELDS.get(param, f"sampling.{param}" if param else "sampling")
-            return InvalidArgument(
+            return invalid(
+                [Violation(field, message or "is refused by the upstream")],
                 f"The upstream refuses the request: {message or f'HTTP {status}'}",
-                reason="GENERATE_REQUEST_INVALID",
-                metadata=known,
-                violations=[Violation(field, message or "is refused by the upstream")],
+                known,
             )
         return self.invalid(f"HTTP {status}{': ' + message if message else ''}", known)
 

@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Violation
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
+from penstock_inference.namespaces import parted
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +49,10 @@ class AdapterTable:
     def get(self, name: str) -> LoadedAdapter:
         """Raises InvalidArgument for an unknown name."""
         if name not in self._in_force:
-            known = ", ".join(sorted(self._in_force)) or "none"
+            namespace, shown = parted(name)
+            known = ", ".join(sorted(one for of, one in map(parted, self._in_force) if of == namespace)) or "none"
             raise InvalidArgument(
-                f"there is no adapter {name!r}; loaded: {known}",
+                f"there is no adapter {shown!r}; loaded: {known}",
                 reason="ADAPTER_UNKNOWN",
                 violations=[Violation("adapter", f"is not loaded; loaded: {known}")],
             )
@@ -61,7 +63,7 @@ class AdapterTable:
         older = self._in_force.get(source.name)
         if older is not None and source.policy_version <= older.info.policy_version:
             raise FailedPrecondition(
-                f"version {source.policy_version} of adapter {source.name!r} is not newer than "
+                f"version {source.policy_version} of adapter {parted(source.name)[1]!r} is not newer than "
                 f"{older.info.policy_version}, which is in force",
                 reason="POLICY_VERSION_NOT_NEWER",
                 metadata={"policy_version": str(older.info.policy_version)},

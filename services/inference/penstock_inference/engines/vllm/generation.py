@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 from penstock_chassis.errors import (
     AlreadyExists,
     Internal,
-    InvalidArgument,
     PenstockError,
     Unavailable,
     Violation,
 )
+from penstock_chassis.validation import invalid
 from penstock_codec.decoding import Detokenizer
 from penstock_inference.engines.base import (
     FinishReason,
@@ -259,11 +259,7 @@ class Generations:
             return engine_died()
         if isinstance(error, _REFUSALS):
             text = str(error).splitlines()[0] if str(error) else "is refused"
-            return InvalidArgument(
-                f"vLLM refuses the request: {text}",
-                reason="GENERATE_REQUEST_INVALID",
-                violations=[Violation(field, text)],
-            )
+            return invalid([Violation(field, text)], f"vLLM refuses the request: {text}")
         return Internal(f"the generation failed: {type(error).__name__}", reason="GENERATION_FAILED")
 
     def _check(self, request: GenerateRequest) -> None:
@@ -279,8 +275,6 @@ class Generations:
                 )
         if s.stop and self._detokenizer is None:
             violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory lacks"))
-        if not request.request_id:
-            violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:
             violations.append(Violation("min_policy_version", "cannot be combined with exact_policy_version"))
         if s.response_format is not None and s.min_tokens > 0:

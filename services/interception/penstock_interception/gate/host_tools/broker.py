@@ -263,11 +263,14 @@ class HostToolBroker:
 
     # After a restart -------------------------------------------------------------------------------------------------
 
-    async def restore(self, specs: Iterable[RolloutSpec], session: Callable[[str], Session]) -> None:
-        """Restores these open rollouts' tools and calls from the journal. `session` returns a lost session by id."""
+    async def restore(self, specs: Iterable[RolloutSpec], session: Callable[[str, str | None], Session]) -> None:
+        """Restores these open rollouts' tools and calls from the journal.
+
+        `session` returns a lost session by its id and the namespace of what it holds.
+        """
         stored = await self._store.load()
         for session_id, selector, tools in stored.offers:
-            self._offers.setdefault(session(session_id), {})[selector] = tools
+            self._offers.setdefault(session(session_id, selector.namespace), {})[selector] = tools
         for spec in specs:
             tools = stored.rollouts.get(spec.rollout_id, ())
             self._rollouts[spec.rollout_id] = RolloutTools(spec, {tool.name: tool for tool in tools})
@@ -277,7 +280,9 @@ class HostToolBroker:
                 rollout.made = max(rollout.made, record.index + 1)
                 self._restore_call(rollout, record, session)
 
-    def _restore_call(self, rollout: RolloutTools, record: ToolCallRecord, session: Callable[[str], Session]) -> None:
+    def _restore_call(
+        self, rollout: RolloutTools, record: ToolCallRecord, session: Callable[[str, str | None], Session]
+    ) -> None:
         tool = rollout.tools.get(record.name)
         unread = record.result is not None and not record.answer_sent
         if tool is None or (record.state.terminal and not unread):
@@ -304,7 +309,7 @@ class HostToolBroker:
         self._keep(call)
         self._set_deadline("gone", call, self._rejoin_grace_s)
         if record.session_id:
-            call.holder = session(record.session_id)
+            call.holder = session(record.session_id, rollout.spec.namespace)
             call.holder.tool_calls[call.id] = call
         else:
             self._serve(call)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import invalid
 from penstock_interception.domain.host_tools import HostTool
 from penstock_interception.gate.host_tools import schemas
 from penstock_interception.gate.host_tools.bounded import Steps
@@ -106,7 +107,7 @@ def accepted(proposals: Sequence[Proposal], allowed: Iterable[str]) -> tuple[Hos
         except schemas.SchemaRefused as error:
             broken.append(Violation(f"{here}.parameters_json_schema", str(error)))
     if broken:
-        raise InvalidArgument(_summary(broken), reason="FIELD_INVALID", violations=broken)
+        raise invalid(broken)
     if reserved := [i for i, tool in enumerate(tools) if _is_reserved(tool.name)]:
         text = "is reserved: agents have their own tools with this name"
         broken = [Violation(f"tools[{i}].name", text) for i in reserved]

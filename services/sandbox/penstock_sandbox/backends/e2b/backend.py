@@ -31,12 +31,11 @@ from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import (
     FailedPrecondition,
     Internal,
-    InvalidArgument,
     PenstockError,
     ResourceExhausted,
     Unavailable,
-    Violation,
 )
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.layers import Layers
@@ -235,11 +234,7 @@ class E2BBackend(Backend):
             )
         if (spec.lease_s or 0.0) > self._options.max_lifetime_s:
             most = f"{self._options.max_lifetime_s:g} s"
-            raise InvalidArgument(
-                f"E2B keeps a sandbox for at most {most}",
-                reason="INVALID_LEASE",
-                violations=[Violation("spec.lease", f"more than {most}")],
-            )
+            raise invalid_field("spec.lease", f"E2B keeps a sandbox for at most {most}")
 
     async def create(
         self,

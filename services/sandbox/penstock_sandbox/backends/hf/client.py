@@ -11,7 +11,7 @@ import abc
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,7 +35,7 @@ _TERMINAL = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 class HfOptions:
     """The operator's options. ``token`` is the secret itself; ``max_lifetime_s`` limits a job at the provider."""
 
-    token: str = ""
+    token: str = field(default="", repr=False)
     image: str = "python:3.12"
     images: tuple[str, ...] = ()
     flavor: str = "cpu-basic"

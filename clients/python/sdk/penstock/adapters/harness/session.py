@@ -34,9 +34,9 @@ from penstock.client.connection import Penstock
 from penstock.client.errors import InvalidArgument, RolloutFailed, SessionClosed
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import RolloutHandle
-from penstock.client.sync import Loop
 from penstock.client.tasks.spec import AgentChoice, Limits, Mode
 from penstock.client.tasks.task import Task
+from penstock.client.transport.blocking import Loop
 from penstock.client.transport.endpoints import Target, Tls
 from penstock.client.types.chat import Sampling
 from penstock.client.types.results import AgentEvent, ArtifactCollected, AttemptFailed, FailureCause, RolloutResult

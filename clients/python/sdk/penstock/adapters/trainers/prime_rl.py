@@ -1,7 +1,7 @@
 """prime-rl: the `TrainingSample` that its orchestrator packs for the trainer.
 
-Form: src/prime_rl/transport/types.py of https://github.com/PrimeIntellect-ai/prime-rl, in the layout of 2026 that has a
-flat sequence with a mask, advantages per token, and ends with `trace_id` and `branch_index`.
+Form: src/prime_rl/transports/rollouts/types.py of https://github.com/PrimeIntellect-ai/prime-rl at commit 559b447
+(0.8.1.dev67, 2026-08-21): a flat sequence with a mask, and advantages per token.
 """
 
 from typing import TypedDict
@@ -20,8 +20,6 @@ class TrainingSample(TypedDict):
     temperatures: list[float]
     env_name: str
     advantages: list[float]
-    trace_id: str
-    branch_index: int
 
 
 def training_samples(selection: Selection, *, env_name: str, temperature: float = 1.0) -> list[TrainingSample]:
@@ -38,7 +36,7 @@ def training_samples(selection: Selection, *, env_name: str, temperature: float 
     advantages = selection.advantages(scale=False)
     samples = []
     for place in selection.places:
-        for index, row in enumerate(place.rows):
+        for row in place.rows:
             trained = row.sample.loss_mask
             samples.append(
                 TrainingSample(
@@ -48,8 +46,6 @@ def training_samples(selection: Selection, *, env_name: str, temperature: float 
                     temperatures=_temperatures(row, temperature),
                     env_name=env_name,
                     advantages=np.where(trained, advantages[place.rollout_id], 0.0).tolist(),
-                    trace_id=place.rollout_id,
-                    branch_index=index,
                 )
             )
     return samples

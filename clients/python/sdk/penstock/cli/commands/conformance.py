@@ -24,7 +24,7 @@ def conformance(
 ) -> None:
     """Run the token fidelity suite on your model's tokenizer and chat template, offline."""
     if importlib.util.find_spec("penstock_interception") is None:
-        usage_error("the interception service is not installed: pip install penstock-interception")
+        usage_error("the interception service is not installed: pip install 'penstock[local]'")
     if not model.is_dir():
         usage_error(f"--model: there is no directory {model}")
     options = [*(["--parser", parser] if parser is not None else []), *(["--json"] if as_json else [])]

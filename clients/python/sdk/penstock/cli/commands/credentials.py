@@ -8,6 +8,9 @@ It makes one directory that only its owner may enter:
     ROLE.token                  the tokens of operator, trainer and observer, for people and programs
     scrape.token                the observer's once more, for a Prometheus in a container
     connection.json             a client's connection file, with the trainer's token
+    NAMESPACE.trainer.token     of each namespace that is asked for: the tokens of its trainers and observers, and a
+    NAMESPACE.observer.token    connection file with the trainers'
+    NAMESPACE.connection.json
 
 Invariants: all or nothing (the directory is made beside its final path and moved there); the authority's key is never
 written, so nothing else can be signed in its name; files for containers are readable by any user, which the directory's
@@ -21,6 +24,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -29,7 +33,15 @@ from rich.markup import escape
 
 from penstock.cli.connections.options import AsJson
 from penstock.cli.terminal.console import emit, err, out, usage_error
-from penstock.client.transport.endpoints import DEFAULT_PORTS, SERVICES, Endpoints, ServiceName, Tls, write_connection
+from penstock.client.transport.endpoints import (
+    DEFAULT_PORTS,
+    NAMESPACE,
+    SERVICES,
+    Endpoints,
+    ServiceName,
+    Tls,
+    write_connection,
+)
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -54,6 +66,10 @@ def credentials(
             help="A name or address at which clients reach the services; repeat. The connection file has the first."
         ),
     ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(help="A namespace to make tokens for, beside the default one; repeat (docs/guides/teams.md)."),
+    ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 365,
     renew: Annotated[
         bool, typer.Option(help="Replace existing credentials; services and clients need a restart.")
@@ -65,6 +81,8 @@ def credentials(
         import cryptography  # noqa: F401 - only whether it is there
     except ImportError:
         usage_error("certificates need another package: pip install 'penstock[credentials]'")
+    if wrong := [name for name in namespace or () if not NAMESPACE.fullmatch(name) or name == "default"]:
+        usage_error(f"--namespace: {wrong[0]!r} is not a namespace: 1 to 63 of a-z, 0-9 and -, and not `default`")
     place = directory.absolute()
     if place.exists() and not (place / _MARK).is_file() and any(place.iterdir()):
         usage_error(f"{directory} has other files: use an empty directory, or one that this command made")
@@ -74,7 +92,7 @@ def credentials(
             emit({"directory": str(directory), "made": False, "connection": str(place / _CONNECTION)})
         return
     try:
-        make(place, host or (), days)
+        make(place, host or (), days, sorted(set(namespace or ())))
     except OSError as error:
         usage_error(f"{directory}: {error.strerror}")
     if as_json:
@@ -84,16 +102,17 @@ def credentials(
     err.print(f"clients: export PENSTOCK_CONNECTION={escape(str(place / _CONNECTION))}", soft_wrap=True)
 
 
-def make(place: Path, hosts: Sequence[str], days: int) -> None:
-    """Fills `place`, replacing an earlier run's files. Raises OSError."""
+def make(place: Path, hosts: Sequence[str], days: int, namespaces: Sequence[str] = ()) -> None:
+    """Fills `place`, replacing an earlier run's files; with tokens of these namespaces too. Raises OSError."""
     place.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))  # closed to others
     try:
         tokens = {role: secrets.token_hex(32) for role in ROLES}
+        teams = {name: {role: secrets.token_hex(32) for role in ROLES[1:]} for name in namespaces}
         for name, content in _certificates(hosts, days).items():
             _write(fresh / name, content, 0o444)
         for service in SERVICES:
-            _write(fresh / f"{service}.toml", _settings(service, tokens).encode(), 0o444)
+            _write(fresh / f"{service}.toml", _settings(service, tokens, teams).encode(), 0o444)
         for role, token in tokens.items():
             _write(fresh / f"{role}.token", f"{token}\n".encode(), 0o400)
         _write(fresh / "scrape.token", f"{tokens['observer']}\n".encode(), 0o444)
@@ -102,6 +121,10 @@ def make(place: Path, hosts: Sequence[str], days: int) -> None:
         addresses: dict[ServiceName, str] = {name: f"{reached}:{port}" for name, port in DEFAULT_PORTS.items()}
         endpoints = Endpoints(**addresses, token=tokens["trainer"], tls=Tls(Path(_MARK)))
         write_connection(fresh / _CONNECTION, endpoints, pid=None)
+        for name, own in teams.items():
+            for role, token in own.items():
+                _write(fresh / f"{name}.{role}.token", f"{token}\n".encode(), 0o400)
+            write_connection(fresh / f"{name}.{_CONNECTION}", replace(endpoints, token=own["trainer"]), pid=None)
         if place.exists():
             former = fresh.with_name(f"{fresh.name}-former")
             place.rename(former)
@@ -117,14 +140,18 @@ def make(place: Path, hosts: Sequence[str], days: int) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _settings(service: str, tokens: Mapping[str, str]) -> str:
+def _settings(service: str, tokens: Mapping[str, str], teams: Mapping[str, Mapping[str, str]]) -> str:
     """Returns a service's settings file: the tokens that it accepts, and the one that it calls the others with."""
     table = {f"{role}_token": token for role, token in tokens.items()}
     if service == "driver":
         table |= {"sandbox_token": tokens["operator"], "interception_token": tokens["operator"]}
     elif service == "interception":
         table["inference_token"] = tokens["operator"]
-    return f"[{service}]\n" + "".join(f'{key} = "{value}"\n' for key, value in table.items())
+    text = f"[{service}]\n" + "".join(f'{key} = "{value}"\n' for key, value in table.items())
+    for name, own in teams.items():
+        text += f"\n[{service}.namespaces.{name}]\n"
+        text += "".join(f'{role}_token = "{token}"\n' for role, token in own.items())
+    return text
 
 
 def _certificates(hosts: Sequence[str], days: int) -> dict[str, bytes]:

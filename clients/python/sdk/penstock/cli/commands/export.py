@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from penstock.analysis.export import Format, Table, format_of, write
 from penstock.cli.connections import completion
-from penstock.cli.connections.options import AsJson, Labels, StateDir, directory_of, label_filter
+from penstock.cli.connections.options import AllNamespaces, AsJson, Labels, StateDir, directory_of, label_filter
 from penstock.cli.connections.service_selection import services
 from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, run, usage_error
 from penstock.client import InvalidArgument
@@ -29,6 +29,7 @@ def export(
     label: Labels = None,
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
+    all_namespaces: AllNamespaces = False,
     state_dir: StateDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +45,14 @@ def export(
         chosen = format_of(file, format_)  # before services are started for it
         async with services(state_dir=state_dir) as ps:
             found = ps.rollouts.export(
-                run_id=run_id, group_id=group_id, labels=labels, task_id=task_id, agent=agent, bodies=bodies, top=top
+                run_id=run_id,
+                group_id=group_id,
+                labels=labels,
+                task_id=task_id,
+                agent=agent,
+                bodies=bodies,
+                top=top,
+                all_namespaces=all_namespaces,
             )
             try:
                 count = await write(found, file, table=table, format=chosen)

@@ -17,7 +17,17 @@ import yaml
 from rich.markup import escape
 
 from penstock.cli.commands.dashboard import beside
-from penstock.cli.connections.model_sources import Engine, ModelDir, Script, api_key, is_url, model_choice
+from penstock.cli.connections.model_sources import (
+    LOCAL_EXTRA,
+    Engine,
+    ModelDir,
+    Script,
+    api_key,
+    demo_package,
+    is_url,
+    model_choice,
+    small_model,
+)
 from penstock.cli.connections.options import StateDir
 from penstock.cli.connections.service_selection import ModelChoice
 from penstock.cli.terminal.console import OK, clean, columns, emit, err, out, run, usage_error
@@ -63,7 +73,10 @@ def up(
     ] = DEFAULT_DASHBOARD_PORT,
     as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one line of JSON.")] = False,
 ) -> None:
-    """Start all services on this machine and keep them running until Ctrl-C."""
+    """Start all services on this machine and keep them running until Ctrl-C.
+
+    Without a model of yours or an upstream they serve the small one of penstock[local], where that is installed.
+    """
     keys = dict(_pair(item, "--api-key-env") for item in api_key_env or [])
     endpoints = {
         name: UpstreamEndpoint(url, api_key(keys.pop(name, None)))
@@ -74,20 +87,28 @@ def up(
             usage_error(f"--upstream {name}: expected a URL like http://host:port/v1")
     if keys:
         usage_error(f"--api-key-env: there is no --upstream {next(iter(keys))}=URL")
+    small = model_dir is None and engine == "numpy" and script is None and not endpoints
     choice = replace(
-        model_choice(model_dir, engine, script, endpoints),
+        model_choice(small_model() if small else model_dir, engine, script, endpoints),
         engine_options=dict(_pair(item, "--engine-option") for item in engine_option or []),
         engine_key=api_key(engine_key_env, "--engine-key-env"),
         settings=_settings(settings or []),
     )
     shown = None if not dashboard else 0 if free_ports and dashboard_port == DEFAULT_DASHBOARD_PORT else dashboard_port
-    run(_up(choice, state_dir, free_ports, shown, as_json))
+    package = demo_package() if small and choice.given else None
+    example = "FILE" if package is None else str(package / "task.yaml")
+    run(_up(choice, state_dir, free_ports, shown, as_json, example))
 
 
 async def _up(
-    choice: ModelChoice, state_dir: Path | None, free_ports: bool, dashboard_port: int | None, as_json: bool
+    choice: ModelChoice,
+    state_dir: Path | None,
+    free_ports: bool,
+    dashboard_port: int | None,
+    as_json: bool,
+    example: str,
 ) -> int:
-    """Runs until stopped; without a `dashboard_port` there is no dashboard."""
+    """Runs until stopped; without a `dashboard_port` there is no dashboard. `example` is a task to try."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     stopped = False
@@ -118,7 +139,7 @@ async def _up(
                 if dashboard_port is not None:
                     dashboard = beside(stack.endpoints, stack.trainer_token, dashboard_port)
                     link = await beside_it.enter_async_context(dashboard)
-                _say_where(stack, connection, link, as_json)
+                _say_where(stack, connection, link, as_json, example)
                 await stack.wait()
         except BaseException as error:
             connection.unlink(missing_ok=True)
@@ -136,8 +157,8 @@ def _show_restart(restart: ServiceRestart) -> None:
     err.print(f"[{colour}]{escape(clean(str(restart)))}[/]", soft_wrap=True)
 
 
-def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool) -> None:
-    """Prints the addresses; `link` opens the dashboard, if there is one."""
+def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, example: str) -> None:
+    """Prints the addresses, and how to try the task `example`; `link` opens the dashboard, if there is one."""
     if as_json:
         where = {name: stack.endpoints.address(name) or None for name in SERVICES}
         places = {"ingress": f"http://{stack.ingress_address}", "dashboard": link or None, "logs": str(stack.log_dir)}
@@ -161,7 +182,7 @@ def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool) ->
     where_to = (
         "" if connection == connection_file().absolute() else f" --state-dir {shlex.quote(str(connection.parent))}"
     )
-    tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task FILE"
+    tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task {shlex.quote(example)}"
     err.print(f"try: {escape(tries)} in another terminal", soft_wrap=True)
 
 
@@ -173,8 +194,15 @@ def serve(
     if service not in SERVICES:
         usage_error(f"there is no service {service!r}; services: {', '.join(SERVICES)}")
     if importlib.util.find_spec(f"penstock_{service}") is None:
-        usage_error(f"the {service} service is not installed: pip install penstock-{service}")
+        usage_error(f"the {service} service is not installed: {LOCAL_EXTRA}")
     os.execv(sys.executable, [sys.executable, "-m", f"penstock_{service}", *context.args])  # noqa: S606 - no shell
+
+
+def demo(context: typer.Context) -> None:
+    """Train a small model by GRPO through all services (`penstock demo --help`): a seed repeats its run."""
+    if demo_package() is None:
+        usage_error(f"the demo is not installed: {LOCAL_EXTRA}")
+    os.execv(sys.executable, [sys.executable, "-m", "penstock_demo", *context.args])  # noqa: S606 - no shell
 
 
 def _settings(given: Sequence[str]) -> dict[str, dict[str, Any]]:

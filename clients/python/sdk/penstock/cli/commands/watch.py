@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.cli.connections import completion
-from penstock.cli.connections.options import AsJson, Labels, StateDir, label_filter
+from penstock.cli.connections.options import AllNamespaces, AsJson, Labels, StateDir, label_filter
 from penstock.cli.connections.watching import Chosen, Connected, Trouble, follow, once
 from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, err, out, run
 from penstock.cli.terminal.screen import Screen, interactive
@@ -48,6 +48,7 @@ def watch(
         ),
     ] = MOST_ENDED,
     once_only: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
+    all_namespaces: AllNamespaces = False,
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
@@ -56,7 +57,7 @@ def watch(
     The watch continues when services stop and return. With --json it prints a line for each change. Without a terminal
     it fails at once if no service answers; with --group it then ends with the group: exit code 1 if a rollout failed.
     """
-    chosen = Chosen(run_id, group_id, task_id, agent, label_filter(label), ended, state_dir)
+    chosen = Chosen(run_id, group_id, task_id, agent, label_filter(label), ended, state_dir, all_namespaces)
     if once_only:
         run(_once(chosen, as_json))
     elif as_json or not interactive(out):

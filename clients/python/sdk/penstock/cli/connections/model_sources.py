@@ -1,5 +1,6 @@
 """Options for the model source of commands that run agents: an engine of their own, or an upstream."""
 
+import importlib.util
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,22 @@ from penstock.client.tasks.yaml import YamlFile
 from penstock.local.stack import UpstreamEndpoint
 
 _NO_MODEL: Final = "there is no model: set --model-dir DIR, or --upstream URL --model M"
+
+
+LOCAL_EXTRA: Final = "pip install 'penstock[local]'"
+"""Brings the services, the dashboard, the demo and its small model."""
+
+
+def demo_package() -> Path | None:
+    """Returns the directory of the demo's package, with a task for the small model; None = not installed."""
+    spec = importlib.util.find_spec("penstock_demo")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def small_model() -> Path | None:
+    """Returns the model that the demo's wheel brings; None = none here, as in a clone."""
+    package = demo_package()
+    return package / "model" if package is not None and (package / "model" / "config.json").is_file() else None
 
 
 def answerer(upstream: str | None, model: str, api_key_env: str | None) -> Upstream | None:

@@ -47,6 +47,9 @@ FilesFrom = Annotated[
     ),
 ]  # fmt: skip
 StateDir = Annotated[Path | None, typer.Option(help="State directory of the services; default: per user.")]
+AllNamespaces = Annotated[
+    bool, typer.Option("--all-namespaces", "-A", help="For an operator: those of all namespaces.")
+]
 Labels = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only with this label; repeat.")]
 
 

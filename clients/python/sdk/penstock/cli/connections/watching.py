@@ -42,6 +42,7 @@ class Chosen:
     ended_limit: int = MOST_ENDED
     """Number of ended rollouts shown, the newest, with the rest of their groups."""
     state_dir: Path | None = None
+    all_namespaces: bool = False
 
     def __str__(self) -> str:
         given = {"run": self.run_id, "group": self.group_id, "task": self.task_id, "agent": self.agent, **self.labels}
@@ -123,6 +124,7 @@ def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, Non
             task_id=chosen.task_id,
             agent=chosen.agent,
             ended_limit=MOST_ENDED,
+            all_namespaces=chosen.all_namespaces,
         )
 
     return whole_groups(watch)

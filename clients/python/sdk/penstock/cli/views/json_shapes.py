@@ -30,6 +30,7 @@ def summary_shape(item: RolloutSummary) -> dict[str, Any]:
     """Converts a rollout's summary, for `watch`; `reward` null = not graded, or not yet."""
     return {
         "rollout_id": item.rollout_id,
+        "namespace": item.namespace,
         "group_id": item.group_id,
         "index": item.index,
         "run_id": item.run_id,

@@ -28,9 +28,11 @@ _STYLES: Final = {
 
 def rollouts(items: Sequence[RolloutSummary], width: int, now: datetime, *, fill: bool = True) -> Table:
     """Returns a row for each; with `fill` as wide as the screen, so that columns keep their position."""
-    wide = width >= WIDE
+    wide, several = width >= WIDE, any(item.namespace != "default" for item in items)
     table = _table(fill)
     table.add_column("rollout", no_wrap=True, overflow="ellipsis", ratio=3)
+    if several:
+        table.add_column("namespace", no_wrap=True, overflow="ellipsis", max_width=_WORD)
     if wide:
         for name in ("task", "run"):
             table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=_WORD)
@@ -41,6 +43,7 @@ def rollouts(items: Sequence[RolloutSummary], width: int, now: datetime, *, fill
     for item in items:
         table.add_row(
             _Tail(clean(item.rollout_id), _ID * (2 if wide else 1)),
+            *((Text(clean(item.namespace)),) if several else ()),
             *((Text(clean(item.task_id)), Text(clean(item.run_id or ""))) if wide else ()),
             Text(clean(item.agent)),
             state(item),

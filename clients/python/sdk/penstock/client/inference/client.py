@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.chat.v1 import completion_pb2
+from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client.errors import DataLoss, Internal, InvalidArgument
 from penstock.client.inference import engine_info, weights
 from penstock.client.inference.engine_info import EngineInfo, EngineStats
@@ -29,6 +29,15 @@ class Prompt:
     messages: Sequence[chat.Message]
     tools: Sequence[chat.Tool] = ()
     thinking: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """Sampled tokens as a message; `malformed_tool_calls` could not be parsed and stay as text."""
+
+    message: chat.Message
+    finish_reason: chat.FinishReason
+    malformed_tool_calls: int
 
 
 class InferenceClient:
@@ -114,6 +123,32 @@ class InferenceClient:
                     yield wire.completion_from(completion_pb2.Completion(span=event.delta.span))
                 elif event.HasField("done"):
                     yield wire.completion_from(event.done.completion)
+
+    async def render(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> chat.TokenIds:
+        """Returns the tokens of messages by the model's template: int32, shape (n,), read-only.
+
+        Args:
+            prompt: messages and tools.
+            add_generation_prompt: whether the tokens end where the model's answer begins.
+        """
+        request = pb.RenderRequest(prompt=_chat(prompt), add_generation_prompt=add_generation_prompt)
+        answer = await self._service.call(self._stub.Render, request, repeatable=True)
+        return wire.token_ids(answer.token_ids)
+
+    async def parse(self, token_ids: ArrayLike, tools: Sequence[chat.Tool] = ()) -> ParsedMessage:
+        """Returns the message that sampled tokens are, with its reasoning and tool calls.
+
+        Args:
+            token_ids: as sampled (any array-like).
+            tools: those that were offered.
+        """
+        request = pb.ParseRequest(token_ids=wire.token_bytes(token_ids), tools=map(wire.tool_to, tools))
+        answer = await self._service.call(self._stub.Parse, request, repeatable=True)
+        return ParsedMessage(
+            wire.message_from(answer.message),
+            chat.FinishReason.of(wire.word(chat_pb2.FinishReason, answer.finish_reason, "FINISH_REASON_")),
+            answer.malformed_tool_calls,
+        )
 
     async def score(
         self,
@@ -393,10 +428,7 @@ class InferenceClient:
             adapter=adapter,
         )
         if isinstance(prompt, Prompt):
-            request.chat.messages.extend(map(wire.message_to, prompt.messages))
-            request.chat.tools.extend(map(wire.tool_to, prompt.tools))
-            if prompt.thinking is not None:
-                request.chat.thinking = prompt.thinking
+            request.chat.CopyFrom(_chat(prompt))
         else:
             request.token_ids = wire.token_bytes(prompt)
         if seed is not None:
@@ -406,3 +438,11 @@ class InferenceClient:
         if exact_version is not None:
             request.version.exact_version = exact_version
         return request
+
+
+def _chat(prompt: Prompt) -> pb.ChatPrompt:
+    return pb.ChatPrompt(
+        messages=map(wire.message_to, prompt.messages),
+        tools=map(wire.tool_to, prompt.tools),
+        thinking=prompt.thinking,
+    )

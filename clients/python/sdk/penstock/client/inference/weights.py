@@ -48,6 +48,7 @@ class Adapter:
     name: str
     policy_version: int
     rank: int
+    namespace: str = "default"
 
 
 class _Phased(Protocol):
@@ -142,7 +143,7 @@ class WeightTransfer:
         self._service = service
         self._stub: Any = stub
         self._over = False
-        self.id = transfer_id
+        self.id: str = transfer_id
 
     async def tensors(
         self, descriptor: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, timeout: float | None = 600.0

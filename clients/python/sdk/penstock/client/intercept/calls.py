@@ -29,7 +29,7 @@ class ModelCall:
         self._answer = answer
         self._ended = asyncio.Event()
         self._span: CallSpan | None = None
-        self.end_reason = ""
+        self.end_reason: str = ""
         """Why the call needs no answer any more: CANCELLED, ROLLOUT_CLOSED, ...; empty while it does."""
 
     def __repr__(self) -> str:
@@ -54,6 +54,11 @@ class ModelCall:
     def group_index(self) -> int | None:
         """The rollout's position in its group."""
         return self._message.group_index if self._message.HasField("group_index") else None
+
+    @property
+    def namespace(self) -> str:
+        """The namespace to which its rollout belongs; empty: an older gate."""
+        return self._message.namespace
 
     @property
     def run_id(self) -> str | None:

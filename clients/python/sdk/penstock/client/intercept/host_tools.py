@@ -55,6 +55,7 @@ class HostToolCall(Generic[Arguments]):
     labels: Mapping[str, str]
     receive_time: datetime | None
     expire_time: datetime | None
+    namespace: str = "default"
 
 
 ToolFunction: TypeAlias = Callable[[HostToolCall[Any]], Awaitable[object]] | Callable[[HostToolCall[Any]], object]
@@ -274,6 +275,7 @@ def _call_from(message: pb.HostToolCall, tool: HostTool) -> HostToolCall[Any]:
         labels=dict(message.labels),
         receive_time=time(message, "receive_time"),
         expire_time=time(message, "expire_time"),
+        namespace=message.namespace,
     )
 
 

@@ -24,6 +24,7 @@ from penstock.client.errors import (
     Violation,
 )
 from penstock.client.intercept.calls import ModelCall
+from penstock.client.wire.chat import word
 from penstock.interception.v1 import intercept_service_pb2 as pb
 
 MAX_RESULT_BYTES: Final = 32 * 1024 * 1024
@@ -100,8 +101,7 @@ class Leases:
         if held.accepted is not None:
             raise AlreadyDelivered(f"Call {result.call_id} is already being answered", reason="ANSWER_UNDER_WAY")
         result.lease_id = held.lease_id
-        if result.ByteSize() > MAX_RESULT_BYTES:
-            raise InvalidCompletion(f"A result must have at most {MAX_RESULT_BYTES} bytes", reason="RESULT_TOO_LARGE")
+        check_size(result)
         held.result = result
         held.accepted = asyncio.get_running_loop().create_future()
         self._send(held)
@@ -141,16 +141,14 @@ class Leases:
         held = self._held.get(message.call_id)
         if held is None:
             return
-        kind = _REJECTIONS.get(message.reason, ResultRejected)
-        reason = pb.ResultRejected.Reason.Name(message.reason).removeprefix("REASON_")
-        text = "; ".join((message.message or f"The gate refused the result: {reason}", *message.violations))
+        error = rejection(message)
         accepted, held.result, held.accepted = held.accepted, None, None
         self._unsent.pop(message.call_id, None)
-        if not kind.retryable or held.call.ended:
+        if not error.retryable or held.call.ended:
             self._forget(message.call_id)
-            held.call.end(reason)
+            held.call.end(error.reason)
         if accepted is not None and not accepted.done():
-            accepted.set_exception(kind(text, reason=reason, violations=tuple(map(_violation, message.violations))))
+            accepted.set_exception(error)
 
     def cancelled(self, call_id: str, reason: str) -> None:
         """A call no longer needs an answer. The gate still accepts or rejects an answer in flight."""
@@ -215,6 +213,20 @@ class Leases:
     def _forget(self, call_id: str) -> _Held | None:
         self._unsent.pop(call_id, None)
         return self._held.pop(call_id, None)
+
+
+def check_size(result: pb.CallResult) -> None:
+    """Raises InvalidCompletion `RESULT_TOO_LARGE` for a result that the gate would not read."""
+    if result.ByteSize() > MAX_RESULT_BYTES:
+        raise InvalidCompletion(f"A result must have at most {MAX_RESULT_BYTES} bytes", reason="RESULT_TOO_LARGE")
+
+
+def rejection(message: pb.ResultRejected) -> ResultRejected:
+    """Returns the typed error of a rejected result."""
+    kind = _REJECTIONS.get(message.reason, ResultRejected)
+    reason = word(pb.ResultRejected.Reason, message.reason, "REASON_").upper()
+    text = "; ".join((message.message or f"The gate refused the result: {reason}", *message.violations))
+    return kind(text, reason=reason, violations=tuple(map(_violation, message.violations)))
 
 
 def _violation(text: str) -> Violation:

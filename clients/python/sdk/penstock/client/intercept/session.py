@@ -47,12 +47,16 @@ _REFUSALS: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector:
-    """The rollouts whose calls a session wants: those that match every condition that is set; none set = all."""
+    """The rollouts whose calls a session wants: those that match every condition that is set; none set = all.
+
+    They are of the connection's namespace; `all_namespaces`, for an operator, selects those of all.
+    """
 
     run_id: str | None = None
     group_id: str | None = None
     rollout_ids: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    all_namespaces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +84,14 @@ class InterceptSession:
             raise InvalidArgument("A session needs at least one credit", reason="CREDITS")
         self._service = service
         self._stub = pb_grpc.InterceptServiceStub(service.channel)
-        self._selector = _selector_to(selector)
+        self._selector = selector_to(selector)
         self._credits = pb.Credits(calls=options.credits, bytes=options.credit_bytes)
         self._identity = options.identity
         self._policy_version = options.policy_version
         self._view = pb.CallView(messages=options.messages, body=options.bodies)
         self._reconnect_timeout = options.reconnect_timeout
 
-        self.session_id = ""
+        self.session_id: str = ""
         """The session's id; changes when the gate could not resume the old one."""
         self._outbox: deque[pb.InterceptRequest] = deque()
         self._wake = asyncio.Event()
@@ -177,7 +181,7 @@ class InterceptSession:
                 the fields.
         """
         self._raise_if_over()
-        whose = self._selector if selector is None else _selector_to(selector)
+        whose = self._selector if selector is None else selector_to(selector)
         request = pb.RegisterToolsRequest(
             session_id=self.session_id, selector=whose, tools=self._tools.check(tools, whose)
         )
@@ -447,12 +451,14 @@ class InterceptSession:
             await asyncio.wait([self._task])
 
 
-def _selector_to(selector: Selector) -> pb.CallSelector:
+def selector_to(selector: Selector) -> pb.CallSelector:
+    """Converts a selector."""
     return pb.CallSelector(
         run_id=selector.run_id,
         group_id=selector.group_id,
         rollout_ids=selector.rollout_ids,
         labels=selector.labels,
+        all_namespaces=selector.all_namespaces,
     )
 
 

@@ -193,9 +193,15 @@ class RolloutsClient:
         ended: bool | None = None,
         task_id: str | None = None,
         agent: str | None = None,
+        all_namespaces: bool = False,
     ) -> AsyncGenerator[results.Rollout, None]:
-        """Yields the rollouts that match every given condition, newest first."""
-        request = pb.ListRolloutsRequest(filter=_filter(run_id, group_id, labels, ended, task_id, agent))
+        """Yields the rollouts that match every given condition, newest first.
+
+        `all_namespaces`: for an operator; without it those of the connection's namespace.
+        """
+        request = pb.ListRolloutsRequest(
+            filter=_filter(run_id, group_id, labels, ended, task_id, agent, all_namespaces)
+        )
         async for page in self._driver.service.pages(self._driver.stub.ListRollouts, request):
             for item in page.rollouts:
                 yield wire_results.rollout(item)
@@ -211,6 +217,7 @@ class RolloutsClient:
         agent: str | None = None,
         ended_limit: int | None = None,
         interval: float | None = None,
+        all_namespaces: bool = False,
     ) -> AsyncGenerator[results.RolloutChanges, None]:
         """Yields summaries of the matching rollouts: first all current ones, then changes. Endless.
 
@@ -218,7 +225,7 @@ class RolloutsClient:
         that was missed.
 
         Args:
-            run_id, group_id, labels, ended, task_id, agent: as in `list`.
+            run_id, group_id, labels, ended, task_id, agent, all_namespaces: as in `list`.
             ended_limit: how many already ended rollouts to include, the newest; 0 to 10,000, None = 1,000.
             interval: minimum seconds between two messages with changes; 0.1 to 60, None = 0.25.
 
@@ -227,7 +234,7 @@ class RolloutsClient:
             Unsupported: an older driver without this RPC.
         """
         request = pb.WatchRolloutsRequest(
-            filter=_filter(run_id, group_id, labels, ended, task_id, agent),
+            filter=_filter(run_id, group_id, labels, ended, task_id, agent, all_namespaces),
             ended_limit=ended_limit,
             interval=chat.duration(interval),
         )
@@ -255,10 +262,13 @@ class RolloutsClient:
         agent: str | None = None,
         bodies: bool = False,
         top: bool = False,
+        all_namespaces: bool = False,
     ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
         """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested."""
         request = pb.ExportTrajectoriesRequest(
-            filter=_filter(run_id, group_id, labels, None, task_id, agent), include_bodies=bodies, include_top=top
+            filter=_filter(run_id, group_id, labels, None, task_id, agent, all_namespaces),
+            include_bodies=bodies,
+            include_top=top,
         )
         whole: trajectory_pb2.Trajectory | None = None
         outcome = rollout_pb2.Outcome()
@@ -327,9 +337,11 @@ class GroupsClient:
         """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
         return GroupHandle(self._driver, await self._driver.get_group(group_id))
 
-    async def list(self, *, run_id: str | None = None) -> AsyncGenerator[results.Group, None]:
-        """Yields groups, newest first."""
-        request = pb.ListGroupsRequest(run_id=run_id)
+    async def list(
+        self, *, run_id: str | None = None, all_namespaces: bool = False
+    ) -> AsyncGenerator[results.Group, None]:
+        """Yields groups, newest first; `all_namespaces` as for rollouts."""
+        request = pb.ListGroupsRequest(run_id=run_id, all_namespaces=all_namespaces)
         async for page in self._driver.service.pages(self._driver.stub.ListGroups, request):
             for item in page.groups:
                 yield wire_results.group(item)
@@ -342,7 +354,14 @@ def _filter(
     ended: bool | None,
     task_id: str | None,
     agent: str | None,
+    all_namespaces: bool,
 ) -> pb.RolloutFilter:
     return pb.RolloutFilter(
-        run_id=run_id, group_id=group_id, labels=labels or {}, ended=ended, task_id=task_id, agent=agent
+        run_id=run_id,
+        group_id=group_id,
+        labels=labels or {},
+        ended=ended,
+        task_id=task_id,
+        agent=agent,
+        all_namespaces=all_namespaces,
     )

@@ -5,10 +5,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final, Protocol
 
-from penstock.client.errors import DeadlineExceeded, FailedPrecondition, PenstockError, Unavailable
+from penstock.client.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import InterceptSession, Selector
-from penstock.client.transport.rpc import Backoff, Service
+from penstock.client.transport.patience import LONG_POLL_S, Patience
+from penstock.client.transport.rpc import Service
 from penstock.client.types import results
 from penstock.client.types.trajectories import Trajectory
 from penstock.client.wire import results as wire_results
@@ -16,8 +17,6 @@ from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.driver.v1 import rollout_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 
-_WAIT_S: Final = 30.0
-_PATIENCE_S: Final = 60.0
 _UNANSWERED: Final = (Unavailable, DeadlineExceeded)
 """Errors of a long poll that is repeated: the driver is down, or did not answer in time."""
 
@@ -27,40 +26,6 @@ class Intercept(Protocol):
 
     def __call__(self, selector: Selector, *, credits: int, policy_version: int | None) -> InterceptSession:
         """Opens a session for the calls of `selector`."""
-
-
-class Patience:
-    """Retry policy of a broken watch: retries for a minute from the first failure after the driver's last answer.
-
-    The caller's own time between two messages does not count.
-    """
-
-    def __init__(self) -> None:
-        self._backoff = Backoff()
-        self._early = Backoff()
-        self._broke: float | None = None
-
-    def sign(self) -> None:
-        """Records that the driver answered."""
-        self._backoff.reset()
-        self._broke = None
-
-    async def ask_again(self, asked: float) -> None:
-        """Waits before repeating the long poll sent at time `asked`: not at all if the driver held it as long as it
-        should, and longer each time if it answers at once."""
-        if asyncio.get_running_loop().time() - asked > _WAIT_S / 2:
-            self._early.reset()
-        else:
-            await asyncio.sleep(self._early.next())
-
-    async def pause(self, error: PenstockError) -> None:
-        """Waits before the next attempt; raises `error` when the limit is reached."""
-        now = asyncio.get_running_loop().time()
-        if self._broke is None:
-            self._broke = now
-        if now - self._broke > _PATIENCE_S:
-            raise error
-        await asyncio.sleep(self._backoff.next(error))
 
 
 class Driver:
@@ -90,7 +55,7 @@ class Driver:
         while True:
             asked = asyncio.get_running_loop().time()
             try:
-                answer = await self.service.call(self.stub.WaitRollout, request, timeout=_WAIT_S)
+                answer = await self.service.call(self.stub.WaitRollout, request, timeout=LONG_POLL_S)
             except _UNANSWERED as error:
                 await patience.pause(error)
                 continue
@@ -106,7 +71,7 @@ class Driver:
         while True:
             asked = asyncio.get_running_loop().time()
             try:
-                answer = await self.service.call(self.stub.WaitGroup, request, timeout=_WAIT_S)
+                answer = await self.service.call(self.stub.WaitGroup, request, timeout=LONG_POLL_S)
             except _UNANSWERED as error:
                 await patience.pause(error)
                 continue

@@ -8,7 +8,8 @@ from typing import Any, Final
 from penstock.client.errors import PenstockError, Unavailable, is_broken
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import Selector
-from penstock.client.rollouts.driver_rpc import Driver, Patience
+from penstock.client.rollouts.driver_rpc import Driver
+from penstock.client.transport.patience import Patience
 from penstock.client.types import results
 from penstock.client.types.trajectories import Trajectory
 from penstock.client.wire import results as wire_results
@@ -23,7 +24,7 @@ class RolloutHandle:
 
     def __init__(self, driver: Driver, info: results.Rollout) -> None:
         self._driver = driver
-        self.info = info
+        self.info: results.Rollout = info
         """The rollout as last reported."""
 
     def __repr__(self) -> str:
@@ -110,7 +111,7 @@ class GroupHandle:
 
     def __init__(self, driver: Driver, info: results.Group) -> None:
         self._driver = driver
-        self.info = info
+        self.info: results.Group = info
         """The group as last reported."""
 
     def __repr__(self) -> str:

@@ -11,10 +11,12 @@ from hashlib import sha256
 from typing import Final, Self
 
 from penstock.client.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable, wrong_type
+from penstock.client.sandboxes.processes import ProcessHandle
 from penstock.client.tasks import spec as tasks
 from penstock.client.transport.endpoints import Endpoints
 from penstock.client.transport.rpc import Service
-from penstock.client.types.sandboxes import Diff, FileInfo, RunResult, SandboxSpec, Stats
+from penstock.client.types.processes import Process
+from penstock.client.types.sandboxes import Diff, FileInfo, RunResult, Sandbox, SandboxSpec, Stats
 from penstock.client.wire import chat, sandboxes, specs
 from penstock.sandbox.v1 import (
     file_service_pb2,
@@ -53,12 +55,13 @@ class SandboxHandle:
             self._data = Service("sandbox", where)
         self._processes = process_service_pb2_grpc.ProcessServiceStub(self._data.channel)
         self._files = file_service_pb2_grpc.FileServiceStub(self._data.channel)
-        self.sandbox_id = message.sandbox_id
-        self.backend = message.spec.backend
+        self.sandbox_id: str = message.sandbox_id
+        """Its id."""
+        self.backend: str = message.spec.backend
         """Name of its backend."""
-        self.home = message.home
+        self.home: str = message.home
         """Home directory inside."""
-        self.workdir = message.workdir
+        self.workdir: str = message.workdir
         """Working directory of commands, and base of relative paths."""
 
     def __repr__(self) -> str:
@@ -98,6 +101,56 @@ class SandboxHandle:
         )
         answer = await self._data.call(self._processes.Run, request, timeout=timeout)
         return sandboxes.run_result(answer.result)
+
+    async def start(
+        self,
+        command: tasks.Command | Sequence[str],
+        *,
+        stdin: bool = False,
+        pty: tuple[int, int] | None = None,
+        output_limit_bytes: int | None = None,
+        output_tail_bytes: int | None = None,
+        process_id: str = "",
+    ) -> ProcessHandle:
+        """Starts a process in the background and returns once it runs: `async with await sandbox.start(...) as p`.
+
+        Args:
+            command: a `Command`, or an argument vector. Its `timeout` ends it as `timed_out`.
+            stdin: whether it will be written to; otherwise its input is empty.
+            pty: rows and columns of a terminal, for programs that want one: one output stream, and an input.
+            output_limit_bytes: kept of each stream, later ones are discarded and counted; None = 64 MiB.
+            output_tail_bytes: kept of the end beyond that limit, at most 10 MiB; None = none.
+            process_id: chosen by you, unique in the sandbox: a repeat returns the process. Empty = assigned.
+
+        Raises:
+            FailedPrecondition: `CAPABILITY_MISSING`, the backend has no terminals.
+            AlreadyExists: `PROCESS_ID_REUSED`.
+        """
+        given = command if isinstance(command, tasks.Command) else tasks.Command(command)
+        request = process_service_pb2.StartProcessRequest(
+            sandbox_id=self.sandbox_id,
+            process_id=process_id or secrets.token_hex(16),
+            command=specs.command(given),
+            stdin=stdin,
+            pty=None if pty is None else process_service_pb2.PtySize(rows=pty[0], columns=pty[1]),
+            output_limit_bytes=output_limit_bytes,
+            output_tail_bytes=output_tail_bytes,
+        )
+        answer = await self._data.call(self._processes.StartProcess, request, repeatable=True)
+        return ProcessHandle(self._data, self.sandbox_id, sandboxes.process(answer.process))
+
+    async def process(self, process_id: str) -> ProcessHandle:
+        """Returns a handle of a process that was started elsewhere. Raises NotFound `PROCESS_UNKNOWN`."""
+        request = process_service_pb2.GetProcessRequest(sandbox_id=self.sandbox_id, process_id=process_id)
+        answer = await self._data.call(self._processes.GetProcess, request, repeatable=True)
+        return ProcessHandle(self._data, self.sandbox_id, sandboxes.process(answer.process))
+
+    async def processes(self) -> AsyncGenerator[Process, None]:
+        """Yields its processes, ended ones included, newest first."""
+        request = process_service_pb2.ListProcessesRequest(sandbox_id=self.sandbox_id)
+        async for page in self._data.pages(self._processes.ListProcesses, request):
+            for item in page.processes:
+                yield sandboxes.process(item)
 
     async def read_file(self, path: str) -> bytes:
         """Returns a file's content.
@@ -145,6 +198,69 @@ class SandboxHandle:
             await asyncio.to_thread(digest.update, chunk)
         yield frame(end=frame.WriteFileEnd(sha256=digest.digest()))
 
+    async def read_tree(self, path: str = ".", *, max_bytes: int | None = None) -> bytes:
+        """Returns a directory as a POSIX pax archive: `tarfile.open(fileobj=io.BytesIO(tar))`, in memory.
+
+        Args:
+            path: of the directory.
+            max_bytes: maximum size of its files, not negative; None = 1 GiB.
+
+        Raises:
+            ResourceExhausted: `TREE_TOO_LARGE`, before the excess is read.
+            FailedPrecondition: `FILE_REPLACED`, a file became shorter meanwhile.
+            DataLoss: the data was damaged on the way.
+        """
+        return await self._data.repeat(partial(self._read_tree, path, max_bytes))
+
+    async def _read_tree(self, path: str, max_bytes: int | None) -> bytes:
+        request = file_service_pb2.ReadTreeRequest(sandbox_id=self.sandbox_id, path=path, max_bytes=max_bytes)
+        content, announced = bytearray(), b""
+        async with aclosing(self._data.stream(self._files.ReadTree, request)) as messages:
+            async for message in messages:
+                content += message.tar_chunk
+                announced = message.sha256 or announced
+        tar = bytes(content)
+        if (await asyncio.to_thread(sha256, tar)).digest() != announced:
+            raise DataLoss(f"{path} arrived damaged: its digest differs", reason="DIGEST_MISMATCH")
+        return tar
+
+    async def write_tree(self, path: str, tar: bytes, *, layer: bool = False) -> int:
+        """Unpacks an archive into a directory, which is created; returns the number of its entries.
+
+        Args:
+            path: of the directory.
+            tar: POSIX tar, at most 8 GiB and 500,000 entries.
+            layer: a member replaces whatever is in its place, and `.wh.NAME` removes NAME, as in images' layers.
+
+        Raises:
+            InvalidArgument: `TAR_MEMBER_REFUSED`, nothing was unpacked; `ARGUMENT_TYPE`.
+            ResourceExhausted: `TREE_TOO_LARGE`, `DISK_FULL`.
+        """
+        if not isinstance(tar, bytes):
+            raise wrong_type("tar", "bytes", tar)
+        answer = await self._data.push(self._files.WriteTree, partial(self._tree_frames, path, tar, layer))
+        return answer.entry_count
+
+    async def _tree_frames(
+        self, path: str, tar: bytes, layer: bool
+    ) -> AsyncIterator[file_service_pb2.WriteTreeRequest]:
+        frame = file_service_pb2.WriteTreeRequest
+        yield frame(start=frame.WriteTreeStart(sandbox_id=self.sandbox_id, path=path, layer=layer))
+        for start in range(0, len(tar), _CHUNK_BYTES):
+            yield frame(tar_chunk=tar[start : start + _CHUNK_BYTES])
+        yield frame(end=frame.WriteTreeEnd(sha256=(await asyncio.to_thread(sha256, tar)).digest()))
+
+    async def stat(self, path: str) -> FileInfo:
+        """Returns a file's metadata; a symbolic link is not followed. Raises NotFound `FILE_NOT_FOUND`."""
+        request = file_service_pb2.StatRequest(sandbox_id=self.sandbox_id, path=path)
+        answer = await self._data.call(self._files.Stat, request, repeatable=True)
+        return sandboxes.file_info(answer.info)
+
+    async def make_directory(self, path: str, *, mode: int | None = None) -> None:
+        """Creates a directory and its parents; an existing one is a success. `mode` None = 0755."""
+        request = file_service_pb2.MakeDirectoryRequest(sandbox_id=self.sandbox_id, path=path, mode=mode)
+        await self._data.call(self._files.MakeDirectory, request, repeatable=True)
+
     async def files(self, path: str = ".") -> AsyncGenerator[FileInfo, None]:
         """Yields a directory's entries, sorted by name."""
         request = file_service_pb2.ListRequest(sandbox_id=self.sandbox_id, path=path)
@@ -175,6 +291,19 @@ class SandboxHandle:
         policy = specs.network(network) or sandbox_pb2.NetworkPolicy(none=sandbox_pb2.NoNetwork())
         request = pb.SetNetworkPolicyRequest(sandbox_id=self.sandbox_id, network=policy)
         await self._service.call(self._stub.SetNetworkPolicy, request, repeatable=True)
+
+    async def refresh(self) -> Sandbox:
+        """Fetches its current state. Raises NotFound `SANDBOX_UNKNOWN`."""
+        request = pb.GetSandboxRequest(sandbox_id=self.sandbox_id)
+        answer = await self._service.call(self._stub.GetSandbox, request, repeatable=True)
+        return sandboxes.sandbox(answer.sandbox)
+
+    async def watch(self) -> AsyncGenerator[Sandbox, None]:
+        """Yields its state: the present one at once, then each change; ends when it is lost or deleted."""
+        request = pb.WatchSandboxRequest(sandbox_id=self.sandbox_id)
+        async with aclosing(self._service.stream(self._stub.WatchSandbox, request)) as messages:
+            async for message in messages:
+                yield sandboxes.sandbox(message.sandbox)
 
     async def stats(self) -> Stats:
         """Returns its current and peak resource usage."""

@@ -52,7 +52,7 @@ _USAGE: Final = (
     'often as you need. When you are done, call it with {"final_answer": "..."}, once.'
 )
 _CLOSED: Final = "the session is closed"
-_POLICYS: Final = frozenset({"EPISODE_ENDED", "STEP_INVALID", "STEP_LIMIT"})
+_POLICYS: Final = frozenset({"EPISODE_ENDED", "FIELD_INVALID", "STEP_LIMIT"})
 """Errors caused by the policy, for the policy to read."""
 
 
@@ -120,10 +120,12 @@ class TerminusSessionFactory:
         self._verify = tuple(default_verify)
         self._sandbox = sandbox or SandboxChoice()
         self._show_verifier = show_verifier
-        self._limits = {"wall_time": wall_time, "command_timeout": command_timeout, "max_steps": max_steps}
+        self._wall_time = wall_time
+        self._command_timeout = command_timeout
+        self._max_steps = max_steps
         self._connection = (target, token, tls)
         self._lock = threading.Lock()
-        self._client: sync.SyncPenstock | None = None
+        self._client: sync.Penstock | None = None
         self._users = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,20 +152,26 @@ class TerminusSessionFactory:
         if seed is not None:
             raise InvalidArgument("seed: a terminal episode has no random choices: use None", reason="TERMINUS_TASK")
         made = as_task(task, self._setup, self._verify)
-        options = dict(self._limits)
-        sandbox = self._sandbox
+        sandbox, wall_time = self._sandbox, self._wall_time
         if isinstance(task, Mapping):
-            sandbox, options["wall_time"] = sandbox_of(task, sandbox, options["wall_time"])
+            sandbox, wall_time = sandbox_of(task, sandbox, wall_time)
         client = self._enter()
         try:
             labels = {"episode_id": episode_id} if episode_id else {}
-            terminal = client.terminals.open(made, sandbox=sandbox, labels=labels, **options)
+            terminal = client.terminals.open(
+                made,
+                sandbox=sandbox,
+                labels=labels,
+                wall_time=wall_time,
+                command_timeout=self._command_timeout,
+                max_steps=self._max_steps,
+            )
         except BaseException:
             self._leave()
             raise
         return TerminusSession(terminal, made, show_verifier=self._show_verifier, leave=self._leave)
 
-    def _enter(self) -> sync.SyncPenstock:
+    def _enter(self) -> sync.Penstock:
         with self._lock:
             if self._client is None:
                 target, token, tls = self._connection
@@ -182,7 +190,7 @@ class TerminusSessionFactory:
 class TerminusSession:
     """One episode: `initial_messages`, `list_tools`, `call_tool`, `verify`, `close`. A `with` block closes it."""
 
-    def __init__(self, terminal: Any, task: Task, *, show_verifier: bool, leave: Any) -> None:
+    def __init__(self, terminal: sync.TerminalHandle, task: Task, *, show_verifier: bool, leave: Any) -> None:
         self._terminal = terminal
         self._task = task
         self._show_verifier = show_verifier
@@ -205,7 +213,7 @@ class TerminusSession:
     @property
     def terminal_id(self) -> str:
         """The episode's id."""
-        return str(self._terminal.terminal_id)
+        return self._terminal.terminal_id
 
     @property
     def done(self) -> bool:

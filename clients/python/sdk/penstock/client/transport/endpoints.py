@@ -2,15 +2,17 @@
 
 Looked up in this order: the caller's arguments; the environment (`PENSTOCK_<SERVICE>_ADDRESS`, `PENSTOCK_TOKEN` or
 `PENSTOCK_TOKEN_FILE`, `PENSTOCK_CA_FILE`); the connection file that `penstock up` or `penstock credentials` writes; the
-loopback defaults. A token is never sent to an address that it was not given for: the connection file's token goes to
-the connection file's addresses only, and none goes in clear beyond this machine.
+loopback defaults. The namespace in which an operator acts is the caller's argument, or `PENSTOCK_NAMESPACE`. A token is
+never sent to an address that it was not given for: the connection file's token goes to the connection file's addresses
+only, and none goes in clear beyond this machine.
 """
 
 import ipaddress
 import os
+import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -42,6 +44,8 @@ DEFAULT_DASHBOARD_PORT: Final = 7790
 
 
 _GIVEN: Final = "the calling program"
+NAMESPACE: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+"""The form of a namespace's name."""
 
 CONNECTION_FILE: Final = "connection.json"
 """Name of the connection file in a state directory."""
@@ -66,12 +70,19 @@ class Endpoints:
     inference: str = f"127.0.0.1:{DEFAULT_PORTS['inference']}"
     token: str | None = field(default=None, repr=False)
     tls: Tls | None = None
+    namespace: str = ""
+    """The namespace in which an operator acts. Empty = none named; other tokens belong to one already."""
     origin: str = "the defaults"
     """Origin of the addresses, for people."""
     token_origin: str = _GIVEN
     """Origin of the token, for people."""
 
     def __post_init__(self) -> None:
+        if self.namespace and not NAMESPACE.fullmatch(self.namespace):
+            raise ConfigurationError(
+                f"{self.namespace!r} is not a namespace: 1 to 63 of a-z, 0-9 and -, the first a letter or digit",
+                reason="NAMESPACE_INVALID",
+            )
         if self.token is not None:
             _check_token(self.token, self.token_origin)
         for service in SERVICES:
@@ -109,14 +120,25 @@ Target = str | Path | Mapping[str, str] | Endpoints
 """Target of `connect`: a host that has all four services on their default ports, a connection file, or addresses."""
 
 
-def resolve(target: Target | None = None, token: str | None = None, tls: Tls | None = None) -> Endpoints:
+def resolve(
+    target: Target | None = None, token: str | None = None, tls: Tls | None = None, namespace: str | None = None
+) -> Endpoints:
     """Finds the endpoints by the order in this module's docstring.
 
+    Args:
+        target, token, tls: as in `connect`.
+        namespace: None = the target's own, `PENSTOCK_NAMESPACE`, or none.
+
     Raises:
-        ConfigurationError: an address, a token or the connection file is invalid; the message names it.
+        ConfigurationError: an address, a token, the namespace or the connection file is invalid; the message names it.
     """
-    if isinstance(target, Endpoints):
-        return target
+    found = target if isinstance(target, Endpoints) else _found(target, token, tls)
+    if namespace is None:
+        namespace = found.namespace or os.environ.get("PENSTOCK_NAMESPACE", "")
+    return found if namespace == found.namespace else replace(found, namespace=namespace)
+
+
+def _found(target: str | Path | Mapping[str, str] | None, token: str | None, tls: Tls | None) -> Endpoints:
     if isinstance(target, Path):
         return read_connection(target, token, tls)
     chosen_tls = tls or _environment_tls()

@@ -8,6 +8,8 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, cast
 
 import grpc
@@ -93,9 +95,9 @@ class Service:
         self.peer = f"the {name} service at {self.address}"
         self.channel = cast("grpc.aio.Channel", RoutedChannel(_open(self.address, endpoints.tls)))
         self._elsewhere: dict[str, RoutedChannel] = {}
-        self.metadata: Sequence[tuple[str, str]] = (
-            () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
-        )
+        token = () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
+        named = (("x-penstock-namespace", endpoints.namespace),) if endpoints.namespace else ()
+        self.metadata: Sequence[tuple[str, str]] = (*token, *named)
         """Metadata of every request; the tracing ids are added."""
 
     def _metadata(self) -> Sequence[tuple[str, str]]:
@@ -327,11 +329,21 @@ class _Source(Generic[Q]):
             raise
 
 
+@cache
+def user_agent() -> str:
+    """Returns the client's name and version, with which each request begins its metadata `user-agent`."""
+    try:
+        return f"penstock-python/{metadata.version('penstock')}"
+    except metadata.PackageNotFoundError:  # sources without an installation
+        return "penstock-python"
+
+
 def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent()))
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     try:
         ca, key, cert = (None if file is None else file.read_bytes() for file in (tls.ca, tls.key, tls.cert))
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}", reason="TLS_FILE") from None
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=_OPTIONS)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)

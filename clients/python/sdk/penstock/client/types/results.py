@@ -171,6 +171,7 @@ class Rollout:
     last_sequence: int
     attempts: int = 1
     """Number of attempts; `outcome` is the last attempt's."""
+    namespace: str = "default"
     home: Home | None = None
     """Where the last attempt runs or ran; None from a driver of an earlier version."""
 
@@ -190,6 +191,7 @@ class Group:
     result_rollout_ids: tuple[str, ...]
     create_time: datetime | None
     end_time: datetime | None
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,7 @@ class RolloutSummary:
     min_version: int | None
     max_version: int | None
     attempts: int
+    namespace: str = "default"
 
     @property
     def ended(self) -> bool:

@@ -1,6 +1,6 @@
 """Values of the sandbox service: sandboxes, files, snapshots, backends. Times are UTC or seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -22,6 +22,7 @@ class SandboxSpec:
         user: the account that executes; empty = the backend's ordinary user.
         lease: seconds that it lives without `renew`; None = 15 min. A snapshot has none.
         labels: for finding it. A snapshot has none.
+        toolbox_ids: of toolboxes to mount (`ps.toolboxes`); programs of earlier ones take precedence.
         own_kernel: refuse it rather than run it on the kernel of the backend's machine (gVisor, virtual machines).
     """
 
@@ -35,6 +36,7 @@ class SandboxSpec:
     lease: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     own_kernel: bool = False
+    toolbox_ids: Sequence[str] = ()
 
 
 _SHOWN_BYTES = 200
@@ -88,6 +90,43 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A sandbox as the service reported it. `state` is creating, ready, paused, lost or deleted.
+
+    `lost_reason`: why it is lost, stable UPPER_SNAKE; `ended_inside`: a program in it ended it (False = unknown).
+    `expire_time`: the end of its lease.
+    """
+
+    sandbox_id: str
+    state: str
+    backend: str
+    labels: Mapping[str, str]
+    create_time: datetime | None
+    expire_time: datetime | None
+    home: str
+    workdir: str
+    lost_reason: str
+    ended_inside: bool
+    namespace: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxUsage:
+    """A sandbox and its usage; `stats` None = it is not ready, or its backend cannot measure."""
+
+    sandbox: Sandbox
+    stats: Stats | None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxesUsage:
+    """The newest sandboxes of a watch and their usage; `count` is the number of all that match."""
+
+    sandboxes: tuple[SandboxUsage, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
     """Files that differ from a sandbox's base.
 
@@ -116,6 +155,7 @@ class Snapshot:
     size_bytes: int
     fork: str
     setup: tuple[RunResult, ...] = ()
+    namespace: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ class Trajectory:
     failure_caused_by: str
     failure_reason: str
     host_tool_calls: tuple[RecordedToolCall, ...] = ()
+    namespace: str = "default"
 
     def prompt_of(self, call_id: str) -> TokenIds:
         """Returns the whole prompt of a call, assembled from its parents'.

@@ -101,12 +101,14 @@ group: Final = reader(results.Group, rollout_pb2.Group, left_out=("spec", "strag
 """Converts a group."""
 
 
-def _line(message: rollout_pb2.CommandFinished) -> str:
-    command = message.command
+def command_line(command: process_service_pb2.Command) -> str:
+    """Returns a command as one line for people."""
     return command.shell if command.WhichOneof("command") == "shell" else shlex.join(command.argv.args)
 
 
-command_finished: Final = reader(results.CommandFinished, rollout_pb2.CommandFinished, by={"command": _line})
+command_finished: Final = reader(
+    results.CommandFinished, rollout_pb2.CommandFinished, by={"command": lambda message: command_line(message.command)}
+)
 """Converts a finished command."""
 
 reader(results.AgentEvent, rollout_pb2.AgentEvent, by={"data": lambda message: values(message.data)})
@@ -136,7 +138,7 @@ def event(message: rollout_pb2.RolloutEvent) -> results.RolloutEvent | None:
     return results.RolloutEvent(message.sequence, message.rollout_id, time(message, "time"), payload)
 
 
-reader(
+call: Final = reader(
     trajectories.Call,
     trajectory_pb2.Call,
     left_out=("agent_session",),
@@ -146,6 +148,7 @@ reader(
         "sampled_count": lambda message: message.completion.span.count or message.completion.usage.completion_tokens,
     },
 )
+"""Converts a call."""
 
 sample: Final = reader(
     trajectories.Sample,

@@ -2,9 +2,19 @@
 
 from typing import Final
 
-from penstock.client.types.sandboxes import Backend, FileInfo, RunResult, SandboxSpec, Snapshot, Stats
-from penstock.client.wire import specs
-from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_pb2
+from penstock.client.types import processes, toolboxes
+from penstock.client.types.sandboxes import (
+    Backend,
+    FileInfo,
+    RunResult,
+    Sandbox,
+    SandboxesUsage,
+    SandboxSpec,
+    Snapshot,
+    Stats,
+)
+from penstock.client.wire import chat, results, specs
+from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_pb2, toolbox_service_pb2
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock.values import reader, writer
 
@@ -18,7 +28,7 @@ def _base(value: SandboxSpec) -> sandbox_pb2.Base | None:
 spec: Final = writer(
     SandboxSpec,
     sandbox_pb2.SandboxSpec,
-    left_out=("image", "snapshot_id", "toolbox_ids"),
+    left_out=("image", "snapshot_id"),
     by={"base": _base, "network": lambda value: specs.network(value.network)},
 )
 """Converts a sandbox's spec; empty and None stay unset."""
@@ -35,6 +45,31 @@ file_info: Final = reader(FileInfo, file_service_pb2.FileInfo, left_out=("raw_na
 
 stats: Final = reader(Stats, pb.GetStatsResponse)
 """Converts a sandbox's usage."""
+
+sandbox: Final = reader(Sandbox, sandbox_pb2.Sandbox, renamed={"backend": "spec.backend", "labels": "spec.labels"})
+"""Converts a sandbox's state."""
+
+usage: Final = reader(SandboxesUsage, pb.WatchSandboxesResponse)
+"""Converts the usage of sandboxes."""
+
+process: Final = reader(
+    processes.Process,
+    process_service_pb2.Process,
+    by={"command": lambda message: results.command_line(message.command)},
+)
+"""Converts a process."""
+
+writer(
+    toolboxes.Runtime,
+    toolbox_service_pb2.Runtime,
+    by={"kind": lambda value: chat.number(toolbox_service_pb2.RuntimeKind, value.kind, "RUNTIME_KIND_")},
+)
+
+toolbox_spec: Final = writer(toolboxes.ToolboxSpec, toolbox_service_pb2.ToolboxSpec)
+"""Converts the content of a toolbox."""
+
+toolbox: Final = reader(toolboxes.Toolbox, toolbox_service_pb2.Toolbox)
+"""Converts an installed toolbox."""
 
 backend: Final = reader(
     Backend,

@@ -136,7 +136,7 @@ class AgentSpec(_message.Message):
     version: _builtins.str
     """The agent's own version, for example the npm package's."""
     needs_root: _builtins.bool
-    """Whether the agent or its installation needs root in the sandbox. Refused on a backend without root (R46)."""
+    """Whether the agent or its installation needs root in the sandbox. Refused on a backend without root."""
     @_builtins.property
     def toolbox(self) -> _toolbox_service_pb2.ToolboxSpec:
         """What must be installed. The driver sets its name."""
@@ -167,7 +167,7 @@ class AgentSpec(_message.Message):
     def artifacts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArtifactSpec]: ...
     @_builtins.property
     def skip_permissions_argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Arguments appended if the rollout chooses to skip the agent's permission prompts (R68)."""
+        """Arguments appended if the rollout chooses to skip the agent's permission prompts."""
 
     @_builtins.property
     def skip_permissions_env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -405,7 +405,7 @@ Global___McpConfig: _TypeAlias = McpConfig  # noqa: Y015
 
 @_typing.final
 class AgentOption(_message.Message):
-    """AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused (R63)."""
+    """AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from penstock.driver.v1 import agent_pb2 as penstock_dot_driver_dot_v1_dot_agent__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&penstock/driver/v1/agent_service.proto\x12\x12penstock.driver.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1epenstock/driver/v1/agent.proto\"\x8e\x01\n\x05\x41gent\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentSpec\x12\x13\n\x0bspec_sha256\x18\x02 \x01(\t\x12\x10\n\x08\x62uilt_in\x18\x03 \x01(\x08\x12\x31\n\rregister_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\":\n\x11ListAgentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x12ListAgentsResponse\x12)\n\x06\x61gents\x18\x01 \x03(\x0b\x32\x19.penstock.driver.v1.Agent\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"4\n\x0fGetAgentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bspec_sha256\x18\x02 \x01(\t\"<\n\x10GetAgentResponse\x12(\n\x05\x61gent\x18\x01 \x01(\x0b\x32\x19.penstock.driver.v1.Agent\"C\n\x14RegisterAgentRequest\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentSpec\"A\n\x15RegisterAgentResponse\x12(\n\x05\x61gent\x18\x01 \x01(\x0b\x32\x19.penstock.driver.v1.Agent\"\"\n\x12\x44\x65leteAgentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteAgentResponse\"\x80\x01\n\x11\x43heckAgentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x30\n\x04spec\x18\x03 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentSpecH\x00\x88\x01\x01\x12\x11\n\tspec_only\x18\x04 \x01(\x08\x42\x07\n\x05_spec\"\xe7\x01\n\x12\x43heckAgentResponse\x12\x0c\n\x04step\x18\x01 \x01(\t\x12?\n\x07outcome\x18\x02 \x01(\x0e\x32..penstock.driver.v1.CheckAgentResponse.Outcome\x12\x0f\n\x07message\x18\x03 \x01(\t\"q\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_PROGRESS\x10\x01\x12\x0e\n\nOUTCOME_OK\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x12\x13\n\x0fOUTCOME_WARNING\x10\x04\x32\xe7\x03\n\x0c\x41gentService\x12[\n\nListAgents\x12%.penstock.driver.v1.ListAgentsRequest\x1a&.penstock.driver.v1.ListAgentsResponse\x12U\n\x08GetAgent\x12#.penstock.driver.v1.GetAgentRequest\x1a$.penstock.driver.v1.GetAgentResponse\x12\x64\n\rRegisterAgent\x12(.penstock.driver.v1.RegisterAgentRequest\x1a).penstock.driver.v1.RegisterAgentResponse\x12^\n\x0b\x44\x65leteAgent\x12&.penstock.driver.v1.DeleteAgentRequest\x1a\'.penstock.driver.v1.DeleteAgentResponse\x12]\n\nCheckAgent\x12%.penstock.driver.v1.CheckAgentRequest\x1a&.penstock.driver.v1.CheckAgentResponse0\x01\x42\x9c\x01\n\x12penstock.driver.v1B\x11\x41gentServiceProtoP\x01Z0penstock.example/penstock/gen/driver/v1;driverv1\xaa\x02\x12Penstock.Driver.V1\xca\x02\x12Penstock\\Driver\\V1\xea\x02\x14Penstock::Driver::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&penstock/driver/v1/agent_service.proto\x12\x12penstock.driver.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1epenstock/driver/v1/agent.proto\"\xa1\x01\n\x05\x41gent\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentSpec\x12\x13\n\x0bspec_sha256\x18\x02 \x01(\t\x12\x10\n\x08\x62uilt_in\x18\x03 \x01(\x08\x12\x31\n\rregister_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnamespace\x18\x05 \x01(\t\"R\n\x11ListAgentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x16\n\x0e\x61ll_namespaces\x18\x03 \x01(\x08\"X\n\x12ListAgentsResponse\x12)\n\x06\x61gents\x18\x01 \x03(\x0b\x32\x19.penstock.driver.v1.Agent\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"4\n\x0fGetAgentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bspec_sha256\x18\x02 \x01(\t\"<\n\x10GetAgentResponse\x12(\n\x05\x61gent\x18\x01 \x01(\x0b\x32\x19.penstock.driver.v1.Agent\"C\n\x14RegisterAgentRequest\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentSpec\"A\n\x15RegisterAgentResponse\x12(\n\x05\x61gent\x18\x01 \x01(\x0b\x32\x19.penstock.driver.v1.Agent\"\"\n\x12\x44\x65leteAgentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteAgentResponse\"\x80\x01\n\x11\x43heckAgentRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x30\n\x04spec\x18\x03 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentSpecH\x00\x88\x01\x01\x12\x11\n\tspec_only\x18\x04 \x01(\x08\x42\x07\n\x05_spec\"\xe7\x01\n\x12\x43heckAgentResponse\x12\x0c\n\x04step\x18\x01 \x01(\t\x12?\n\x07outcome\x18\x02 \x01(\x0e\x32..penstock.driver.v1.CheckAgentResponse.Outcome\x12\x0f\n\x07message\x18\x03 \x01(\t\"q\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_PROGRESS\x10\x01\x12\x0e\n\nOUTCOME_OK\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x12\x13\n\x0fOUTCOME_WARNING\x10\x04\x32\xe7\x03\n\x0c\x41gentService\x12[\n\nListAgents\x12%.penstock.driver.v1.ListAgentsRequest\x1a&.penstock.driver.v1.ListAgentsResponse\x12U\n\x08GetAgent\x12#.penstock.driver.v1.GetAgentRequest\x1a$.penstock.driver.v1.GetAgentResponse\x12\x64\n\rRegisterAgent\x12(.penstock.driver.v1.RegisterAgentRequest\x1a).penstock.driver.v1.RegisterAgentResponse\x12^\n\x0b\x44\x65leteAgent\x12&.penstock.driver.v1.DeleteAgentRequest\x1a\'.penstock.driver.v1.DeleteAgentResponse\x12]\n\nCheckAgent\x12%.penstock.driver.v1.CheckAgentRequest\x1a&.penstock.driver.v1.CheckAgentResponse0\x01\x42\x9c\x01\n\x12penstock.driver.v1B\x11\x41gentServiceProtoP\x01Z0penstock.example/penstock/gen/driver/v1;driverv1\xaa\x02\x12Penstock.Driver.V1\xca\x02\x12Penstock\\Driver\\V1\xea\x02\x14Penstock::Driver::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022penstock.driver.v1B\021AgentServiceProtoP\001Z0penstock.example/penstock/gen/driver/v1;driverv1\252\002\022Penstock.Driver.V1\312\002\022Penstock\\Driver\\V1\352\002\024Penstock::Driver::V1'
   _globals['_AGENT']._serialized_start=128
-  _globals['_AGENT']._serialized_end=270
-  _globals['_LISTAGENTSREQUEST']._serialized_start=272
-  _globals['_LISTAGENTSREQUEST']._serialized_end=330
-  _globals['_LISTAGENTSRESPONSE']._serialized_start=332
-  _globals['_LISTAGENTSRESPONSE']._serialized_end=420
-  _globals['_GETAGENTREQUEST']._serialized_start=422
-  _globals['_GETAGENTREQUEST']._serialized_end=474
-  _globals['_GETAGENTRESPONSE']._serialized_start=476
-  _globals['_GETAGENTRESPONSE']._serialized_end=536
-  _globals['_REGISTERAGENTREQUEST']._serialized_start=538
-  _globals['_REGISTERAGENTREQUEST']._serialized_end=605
-  _globals['_REGISTERAGENTRESPONSE']._serialized_start=607
-  _globals['_REGISTERAGENTRESPONSE']._serialized_end=672
-  _globals['_DELETEAGENTREQUEST']._serialized_start=674
-  _globals['_DELETEAGENTREQUEST']._serialized_end=708
-  _globals['_DELETEAGENTRESPONSE']._serialized_start=710
-  _globals['_DELETEAGENTRESPONSE']._serialized_end=731
-  _globals['_CHECKAGENTREQUEST']._serialized_start=734
-  _globals['_CHECKAGENTREQUEST']._serialized_end=862
-  _globals['_CHECKAGENTRESPONSE']._serialized_start=865
-  _globals['_CHECKAGENTRESPONSE']._serialized_end=1096
-  _globals['_CHECKAGENTRESPONSE_OUTCOME']._serialized_start=983
-  _globals['_CHECKAGENTRESPONSE_OUTCOME']._serialized_end=1096
-  _globals['_AGENTSERVICE']._serialized_start=1099
-  _globals['_AGENTSERVICE']._serialized_end=1586
+  _globals['_AGENT']._serialized_end=289
+  _globals['_LISTAGENTSREQUEST']._serialized_start=291
+  _globals['_LISTAGENTSREQUEST']._serialized_end=373
+  _globals['_LISTAGENTSRESPONSE']._serialized_start=375
+  _globals['_LISTAGENTSRESPONSE']._serialized_end=463
+  _globals['_GETAGENTREQUEST']._serialized_start=465
+  _globals['_GETAGENTREQUEST']._serialized_end=517
+  _globals['_GETAGENTRESPONSE']._serialized_start=519
+  _globals['_GETAGENTRESPONSE']._serialized_end=579
+  _globals['_REGISTERAGENTREQUEST']._serialized_start=581
+  _globals['_REGISTERAGENTREQUEST']._serialized_end=648
+  _globals['_REGISTERAGENTRESPONSE']._serialized_start=650
+  _globals['_REGISTERAGENTRESPONSE']._serialized_end=715
+  _globals['_DELETEAGENTREQUEST']._serialized_start=717
+  _globals['_DELETEAGENTREQUEST']._serialized_end=751
+  _globals['_DELETEAGENTRESPONSE']._serialized_start=753
+  _globals['_DELETEAGENTRESPONSE']._serialized_end=774
+  _globals['_CHECKAGENTREQUEST']._serialized_start=777
+  _globals['_CHECKAGENTREQUEST']._serialized_end=905
+  _globals['_CHECKAGENTRESPONSE']._serialized_start=908
+  _globals['_CHECKAGENTRESPONSE']._serialized_end=1139
+  _globals['_CHECKAGENTRESPONSE_OUTCOME']._serialized_start=1026
+  _globals['_CHECKAGENTRESPONSE_OUTCOME']._serialized_end=1139
+  _globals['_AGENTSERVICE']._serialized_start=1142
+  _globals['_AGENTSERVICE']._serialized_end=1629
 # @@protoc_insertion_point(module_scope)

@@ -31,9 +31,12 @@ class Agent(_message.Message):
     SPEC_SHA256_FIELD_NUMBER: _builtins.int
     BUILT_IN_FIELD_NUMBER: _builtins.int
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     spec_sha256: _builtins.str
     """Digest of the spec's content. Opaque: computed by the service, compared and passed back by clients."""
     built_in: _builtins.bool
+    namespace: _builtins.str
+    """The namespace that registered it. Empty = built in, for all namespaces."""
     @_builtins.property
     def spec(self) -> _agent_pb2.AgentSpec: ...
     @_builtins.property
@@ -45,10 +48,11 @@ class Agent(_message.Message):
         spec_sha256: _builtins.str = ...,
         built_in: _builtins.bool = ...,
         register_time: _timestamp_pb2.Timestamp | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["register_time", b"register_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["built_in", b"built_in", "register_time", b"register_time", "spec", b"spec", "spec_sha256", b"spec_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["built_in", b"built_in", "namespace", b"namespace", "register_time", b"register_time", "spec", b"spec", "spec_sha256", b"spec_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -62,18 +66,22 @@ class ListAgentsRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """0 = 100, at most 1000, negative is refused."""
     page_token: _builtins.str
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

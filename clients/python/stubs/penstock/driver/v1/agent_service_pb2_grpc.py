@@ -28,8 +28,10 @@ if _version_not_supported:
 class AgentServiceStub(object):
     """AgentService is the registry of agents.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel):
@@ -68,12 +70,14 @@ class AgentServiceStub(object):
 class AgentServiceServicer(object):
     """AgentService is the registry of agents.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def ListAgents(self, request, context):
-        """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
+        """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +111,7 @@ class AgentServiceServicer(object):
     def CheckAgent(self, request, context):
         """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
         finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-        Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+        Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,8 +156,10 @@ def add_AgentServiceServicer_to_server(servicer, server):
 class AgentService(object):
     """AgentService is the registry of agents.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @staticmethod

@@ -29,8 +29,10 @@ GRPC_VERSION: str
 class AgentServiceStub:
     """AgentService is the registry of agents.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_typing.overload
@@ -38,7 +40,7 @@ class AgentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     ListAgents: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.ListAgentsRequest, _agent_service_pb2.ListAgentsResponse]
-    """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66)."""
+    """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these."""
     GetAgent: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.GetAgentRequest, _agent_service_pb2.GetAgentResponse]
     """GetAgent returns an agent.
     Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
@@ -55,20 +57,22 @@ class AgentServiceStub:
     CheckAgent: _grpc.UnaryStreamMultiCallable[_agent_service_pb2.CheckAgentRequest, _agent_service_pb2.CheckAgentResponse]
     """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
     finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-    Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+    Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
     """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
     """AgentService is the registry of agents.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListAgents: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.ListAgentsRequest, _agent_service_pb2.ListAgentsResponse]  # type: ignore[assignment]
-    """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66)."""
+    """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these."""
     GetAgent: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.GetAgentRequest, _agent_service_pb2.GetAgentResponse]  # type: ignore[assignment]
     """GetAgent returns an agent.
     Errors: NOT_FOUND (AGENT_UNKNOWN, with the known names in the message).
@@ -85,14 +89,16 @@ class AgentServiceAsyncStub(AgentServiceStub):
     CheckAgent: _aio.UnaryStreamMultiCallable[_agent_service_pb2.CheckAgentRequest, _agent_service_pb2.CheckAgentResponse]  # type: ignore[assignment]
     """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
     finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-    Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+    Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """AgentService is the registry of agents.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_abc_1.abstractmethod
@@ -101,7 +107,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.ListAgentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_service_pb2.ListAgentsResponse, _abc.Awaitable[_agent_service_pb2.ListAgentsResponse]]:
-        """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66)."""
+        """ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these."""
 
     @_abc_1.abstractmethod
     def GetAgent(
@@ -142,7 +148,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_agent_service_pb2.CheckAgentResponse], _abc.AsyncIterator[_agent_service_pb2.CheckAgentResponse]]:
         """CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
         finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-        Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+        Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

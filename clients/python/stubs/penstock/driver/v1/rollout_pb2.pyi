@@ -223,7 +223,7 @@ class Task(_message.Message):
     task_id: _builtins.str
     """Client-chosen identifier, the same in every rollout of the task."""
     instruction: _builtins.str
-    """Any text of up to 1 MiB. It reaches the agent byte for byte (R67)."""
+    """Any text of up to 1 MiB. It reaches the agent byte for byte."""
     keep_diff: _builtins.bool
     """Keep the agent's changes in its working directory as an artifact `changes.diff`: a unified diff of at most 256 KiB,
     made before anything is verified. It is for people, on every backend, and no grade depends on it. A directory of more
@@ -241,7 +241,7 @@ class Task(_message.Message):
     @_builtins.property
     def setup(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
         """Run once, in order, when the prepared state that all rollouts of this content share is made. Setup sees neither the
-        gate nor the agent's configuration. If a command fails, the rollout ends (R57, R58). On a backend that cannot share,
+        gate nor the agent's configuration. If a command fails, the rollout ends. On a backend that cannot share,
         setup runs in each rollout.
         """
 
@@ -322,7 +322,7 @@ class Verifier(_message.Message):
     CHANGES_BELOW_FIELD_NUMBER: _builtins.int
     COMPONENT_RANGES_FIELD_NUMBER: _builtins.int
     range_min: _builtins.float
-    """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier (R73)."""
+    """Default [0, 1]. A reward outside the range, or not finite, is a failure of the verifier."""
     range_max: _builtins.float
     fresh_fork: _builtins.bool
     """True = grade in a fresh fork of the prepared state plus the agent's changes. False = grade in the agent's sandbox,
@@ -337,7 +337,7 @@ class Verifier(_message.Message):
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
-        """Written after the agent's death. What was at their paths, links included, is removed first (R75, R76)."""
+        """Written after the agent's death. What was at their paths, links included, is removed first."""
 
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
@@ -355,7 +355,7 @@ class Verifier(_message.Message):
     def restore(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Paths to restore from the prepared state before grading; the agent's additions there are removed. Paths are relative to
         the working directory, absolute, or begin with "~/". `*`, `?` and `[...]` match within a name, `**` any number of
-        directories. A directory stands for all its content. Both in place and with fresh_fork (R76).
+        directories. A directory stands for all its content. Both in place and with fresh_fork.
         """
 
     @_builtins.property
@@ -611,7 +611,7 @@ Global___McpServer: _TypeAlias = McpServer  # noqa: Y015
 
 @_typing.final
 class SandboxChoice(_message.Message):
-    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy (R54). Whatever it chooses,
+    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy. Whatever it chooses,
     a running agent reaches its model endpoint only.
     """
 
@@ -746,7 +746,7 @@ class RolloutSpec(_message.Message):
     run_id: _builtins.str
     """Groups rollouts of one training run."""
     seed: _builtins.int
-    """Value of the agent's option "seed"; refused if its spec has none (R63). In a group, seed + index."""
+    """Value of the agent's option "seed"; refused if its spec has none. In a group, seed + index."""
     max_attempts: _builtins.int
     """The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
     empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
@@ -867,7 +867,7 @@ Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class AgentExit(_message.Message):
-    """AgentExit is the end of an agent's process, as observed by the sandbox (R59)."""
+    """AgentExit is the end of an agent's process, as observed by the sandbox."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1077,6 +1077,7 @@ class Rollout(_message.Message):
     FORK_KIND_FIELD_NUMBER: _builtins.int
     LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
@@ -1091,6 +1092,8 @@ class Rollout(_message.Message):
     """Sequence number of its newest event."""
     attempts: _builtins.int
     """Attempts started. `outcome` is the last attempt's; AttemptFailed events report the others."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
         """As applied, with defaults filled in; without upstream keys, values of secret_env and contents of files."""
@@ -1127,11 +1130,12 @@ class Rollout(_message.Message):
         fork_kind: _sandbox_pb2.ForkKind.ValueType = ...,
         last_sequence: _builtins.int = ...,
         attempts: _builtins.int = ...,
+        namespace: _builtins.str = ...,
         home: Global___Home | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "create_time", b"create_time", "end_time", b"end_time", "group_id", b"group_id", "home", b"home", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "group_id", b"group_id", "home", b"home", "index", b"index", "last_sequence", b"last_sequence", "outcome", b"outcome", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "group_id", b"group_id", "home", b"home", "index", b"index", "last_sequence", b"last_sequence", "namespace", b"namespace", "outcome", b"outcome", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1217,6 +1221,7 @@ class RolloutSummary(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
@@ -1229,6 +1234,8 @@ class RolloutSummary(_message.Message):
     phase: Global___Phase.ValueType
     attempts: _builtins.int
     """See Rollout.attempts."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1268,11 +1275,12 @@ class RolloutSummary(_message.Message):
         failure: Global___Failure | None = ...,
         reward: _trajectory_pb2.Reward | None = ...,
         calls: Global___CallSums | None = ...,
+        namespace: _builtins.str = ...,
         home: Global___Home | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "home", b"home", "reward", b"reward", "run_id", b"run_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "home", b"home", "index", b"index", "labels", b"labels", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "home", b"home", "index", b"index", "labels", b"labels", "namespace", b"namespace", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
     _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
@@ -1407,6 +1415,7 @@ class Group(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     RESULT_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     size: _builtins.int
@@ -1420,6 +1429,8 @@ class Group(_message.Message):
     """Whether all rollouts have ended."""
     complete: _builtins.bool
     """Whether all rollouts have ended with at least `quorum` results."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     home: _builtins.str
     """Name of the driver that has it."""
     @_builtins.property
@@ -1454,11 +1465,12 @@ class Group(_message.Message):
         complete: _builtins.bool = ...,
         result_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        namespace: _builtins.str = ...,
         home: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "home", b"home", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "home", b"home", "namespace", b"namespace", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1635,7 +1647,7 @@ Global___CommandFinished: _TypeAlias = CommandFinished  # noqa: Y015
 
 @_typing.final
 class AgentEvent(_message.Message):
-    """AgentEvent is an event that an agent reported, parsed by its spec while it runs (R71)."""
+    """AgentEvent is an event that an agent reported, parsed by its spec while it runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -31,6 +31,9 @@ class CreateRolloutRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered as long as the driver keeps its state, beyond the rollout's deletion.
+    """
     rollout_id: _builtins.str
     """Client-chosen identifier, never used before. With one, a trainer's session can select the rollout in advance. Empty =
     the service assigns one.
@@ -149,12 +152,15 @@ class RolloutFilter(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     TASK_ID_FIELD_NUMBER: _builtins.int
     AGENT_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     group_id: _builtins.str
     ended: _builtins.bool
     """True = ended ones only. False = running ones only."""
     task_id: _builtins.str
     agent: _builtins.str
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -166,10 +172,11 @@ class RolloutFilter(_message.Message):
         ended: _builtins.bool | None = ...,
         task_id: _builtins.str | None = ...,
         agent: _builtins.str | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_agent", b"_agent", "_ended", b"_ended", "_group_id", b"_group_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "agent", b"agent", "ended", b"ended", "group_id", b"group_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent", b"_agent", "_ended", b"_ended", "_group_id", b"_group_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "agent", b"agent", "ended", b"ended", "group_id", b"group_id", "labels", b"labels", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent", b"_agent", "_ended", b"_ended", "_group_id", b"_group_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "agent", b"agent", "all_namespaces", b"all_namespaces", "ended", b"ended", "group_id", b"group_id", "labels", b"labels", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__agent: _TypeAlias = _typing.Literal["agent"]  # noqa: Y015
     _WhichOneofArgType__agent: _TypeAlias = _typing.Literal["_agent", b"_agent"]  # noqa: Y015
@@ -532,6 +539,7 @@ class CreateGroupRequest(_message.Message):
     STRAGGLERS_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required, and remembered as in CreateRolloutRequest."""
     size: _builtins.int
     """1 to 256."""
     spares: _builtins.int
@@ -641,20 +649,24 @@ class ListGroupsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """See ListRollouts."""
     page_token: _builtins.str
     run_id: _builtins.str
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         run_id: _builtins.str | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "run_id", b"run_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "all_namespaces", b"all_namespaces", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015

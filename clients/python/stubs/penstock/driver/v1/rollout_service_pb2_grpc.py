@@ -28,8 +28,10 @@ if _version_not_supported:
 class RolloutServiceStub(object):
     """RolloutService runs rollouts and groups of them.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel):
@@ -128,8 +130,10 @@ class RolloutServiceStub(object):
 class RolloutServiceServicer(object):
     """RolloutService runs rollouts and groups of them.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def CreateRollout(self, request, context):
@@ -182,6 +186,7 @@ class RolloutServiceServicer(object):
 
     def WaitRollout(self, request, context):
         """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+        Without a deadline it waits for the end.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -262,7 +267,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTrajectory(self, request, context):
-        """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+        """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
         was opened).
         """
@@ -376,8 +381,10 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 class RolloutService(object):
     """RolloutService runs rollouts and groups of them.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @staticmethod

@@ -29,8 +29,10 @@ GRPC_VERSION: str
 class RolloutServiceStub:
     """RolloutService runs rollouts and groups of them.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_typing.overload
@@ -66,6 +68,7 @@ class RolloutServiceStub:
     """
     WaitRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]
     """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+    Without a deadline it waits for the end.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     CancelRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutRequest, _rollout_service_pb2.CancelRolloutResponse]
@@ -105,7 +108,7 @@ class RolloutServiceStub:
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     GetTrajectory: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]
-    """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+    """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
     was opened).
     """
@@ -116,8 +119,10 @@ class RolloutServiceStub:
 class RolloutServiceAsyncStub(RolloutServiceStub):
     """RolloutService runs rollouts and groups of them.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -150,6 +155,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     WaitRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]  # type: ignore[assignment]
     """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+    Without a deadline it waits for the end.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     CancelRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutRequest, _rollout_service_pb2.CancelRolloutResponse]  # type: ignore[assignment]
@@ -189,7 +195,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     GetTrajectory: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
-    """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+    """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
     was opened).
     """
@@ -199,8 +205,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """RolloutService runs rollouts and groups of them.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_abc_1.abstractmethod
@@ -267,6 +275,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.WaitRolloutResponse, _abc.Awaitable[_rollout_service_pb2.WaitRolloutResponse]]:
         """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
+        Without a deadline it waits for the end.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 
@@ -366,7 +375,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GetTrajectoryResponse], _abc.AsyncIterator[_rollout_service_pb2.GetTrajectoryResponse]]:
-        """GetTrajectory returns an ended rollout's trajectory, as fragments that merge.
+        """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
         was opened).
         """

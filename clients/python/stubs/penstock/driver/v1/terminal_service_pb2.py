@@ -30,7 +30,7 @@ from penstock.sandbox.v1 import process_service_pb2 as penstock_dot_sandbox_dot_
 from penstock.trajectory.v1 import trajectory_pb2 as penstock_dot_trajectory_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)penstock/driver/v1/terminal_service.proto\x12\x12penstock.driver.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a penstock/driver/v1/rollout.proto\x1a!penstock/options/v1/options.proto\x1a)penstock/sandbox/v1/process_service.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\x9b\x05\n\x08Terminal\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\x12&\n\x04task\x18\x02 \x01(\x0b\x32\x18.penstock.driver.v1.Task\x12\x12\n\nstep_count\x18\x03 \x01(\x05\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\x12\x33\n\x06reward\x18\x05 \x01(\x0b\x32\x1e.penstock.trajectory.v1.RewardH\x00\x88\x01\x01\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1b.penstock.driver.v1.FailureH\x01\x88\x01\x01\x12\x38\n\x06labels\x18\x08 \x03(\x0b\x32(.penstock.driver.v1.Terminal.LabelsEntry\x12;\n\x0esetup_commands\x18\t \x03(\x0b\x32#.penstock.driver.v1.CommandFinished\x12>\n\x11verifier_commands\x18\n \x03(\x0b\x32#.penstock.driver.v1.CommandFinished\x12\x12\n\nsandbox_id\x18\x0b \x01(\t\x12/\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x04home\x18\x0f \x01(\x0b\x32\x18.penstock.driver.v1.Home\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_rewardB\n\n\x08_failure\"\xb9\x03\n\x13OpenTerminalRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x04task\x18\x02 \x01(\x0b\x32\x18.penstock.driver.v1.Task\x12\x32\n\x07sandbox\x18\x03 \x01(\x0b\x32!.penstock.driver.v1.SandboxChoice\x12,\n\twall_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x63ommand_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x43\n\x06labels\x18\x06 \x03(\x0b\x32\x33.penstock.driver.v1.OpenTerminalRequest.LabelsEntry\x12\x1f\n\x12output_limit_bytes\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\tmax_steps\x18\x08 \x01(\x05H\x01\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_output_limit_bytesB\x0c\n\n_max_steps\"F\n\x14OpenTerminalResponse\x12.\n\x08terminal\x18\x01 \x01(\x0b\x32\x1c.penstock.driver.v1.Terminal\"\x86\x01\n\x0bStepRequest\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\x12\x0f\n\x07step_id\x18\x02 \x01(\t\x12/\n\x07\x63ommand\x18\x03 \x01(\x0b\x32\x1c.penstock.sandbox.v1.CommandH\x00\x12\x16\n\x0c\x66inal_answer\x18\x04 \x01(\tH\x00\x42\x08\n\x06\x61\x63tion\"\xed\x01\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\t\x12\x33\n\x06result\x18\x02 \x01(\x0b\x32\x1e.penstock.sandbox.v1.RunResultH\x00\x88\x01\x01\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x33\n\x06reward\x18\x04 \x01(\x0b\x32\x1e.penstock.trajectory.v1.RewardH\x01\x88\x01\x01\x12\x31\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.penstock.driver.v1.FailureH\x02\x88\x01\x01\x42\t\n\x07_resultB\t\n\x07_rewardB\n\n\x08_failure\"+\n\x14\x43loseTerminalRequest\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\"\x17\n\x15\x43loseTerminalResponse\")\n\x12GetTerminalRequest\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\"E\n\x13GetTerminalResponse\x12.\n\x08terminal\x18\x01 \x01(\x0b\x32\x1c.penstock.driver.v1.Terminal2\x8c\x04\n\x0fTerminalService\x12\x61\n\x0cOpenTerminal\x12\'.penstock.driver.v1.OpenTerminalRequest\x1a(.penstock.driver.v1.OpenTerminalResponse\x12x\n\x04Step\x12\x1f.penstock.driver.v1.StepRequest\x1a .penstock.driver.v1.StepResponse\")\xb2\xbb\x18%\n\x16x-penstock-terminal-id\x12\x0bterminal_id(\x01\x30\x01\x12\x8f\x01\n\rCloseTerminal\x12(.penstock.driver.v1.CloseTerminalRequest\x1a).penstock.driver.v1.CloseTerminalResponse\")\xb2\xbb\x18%\n\x16x-penstock-terminal-id\x12\x0bterminal_id\x12\x89\x01\n\x0bGetTerminal\x12&.penstock.driver.v1.GetTerminalRequest\x1a\'.penstock.driver.v1.GetTerminalResponse\")\xb2\xbb\x18%\n\x16x-penstock-terminal-id\x12\x0bterminal_idB\x9f\x01\n\x12penstock.driver.v1B\x14TerminalServiceProtoP\x01Z0penstock.example/penstock/gen/driver/v1;driverv1\xaa\x02\x12Penstock.Driver.V1\xca\x02\x12Penstock\\Driver\\V1\xea\x02\x14Penstock::Driver::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)penstock/driver/v1/terminal_service.proto\x12\x12penstock.driver.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a penstock/driver/v1/rollout.proto\x1a!penstock/options/v1/options.proto\x1a)penstock/sandbox/v1/process_service.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xae\x05\n\x08Terminal\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\x12&\n\x04task\x18\x02 \x01(\x0b\x32\x18.penstock.driver.v1.Task\x12\x12\n\nstep_count\x18\x03 \x01(\x05\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\x12\x33\n\x06reward\x18\x05 \x01(\x0b\x32\x1e.penstock.trajectory.v1.RewardH\x00\x88\x01\x01\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1b.penstock.driver.v1.FailureH\x01\x88\x01\x01\x12\x38\n\x06labels\x18\x08 \x03(\x0b\x32(.penstock.driver.v1.Terminal.LabelsEntry\x12;\n\x0esetup_commands\x18\t \x03(\x0b\x32#.penstock.driver.v1.CommandFinished\x12>\n\x11verifier_commands\x18\n \x03(\x0b\x32#.penstock.driver.v1.CommandFinished\x12\x12\n\nsandbox_id\x18\x0b \x01(\t\x12/\n\x0b\x65xpire_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnamespace\x18\x0e \x01(\t\x12&\n\x04home\x18\x0f \x01(\x0b\x32\x18.penstock.driver.v1.Home\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_rewardB\n\n\x08_failure\"\xb9\x03\n\x13OpenTerminalRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x04task\x18\x02 \x01(\x0b\x32\x18.penstock.driver.v1.Task\x12\x32\n\x07sandbox\x18\x03 \x01(\x0b\x32!.penstock.driver.v1.SandboxChoice\x12,\n\twall_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x63ommand_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x43\n\x06labels\x18\x06 \x03(\x0b\x32\x33.penstock.driver.v1.OpenTerminalRequest.LabelsEntry\x12\x1f\n\x12output_limit_bytes\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\tmax_steps\x18\x08 \x01(\x05H\x01\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_output_limit_bytesB\x0c\n\n_max_steps\"F\n\x14OpenTerminalResponse\x12.\n\x08terminal\x18\x01 \x01(\x0b\x32\x1c.penstock.driver.v1.Terminal\"\x86\x01\n\x0bStepRequest\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\x12\x0f\n\x07step_id\x18\x02 \x01(\t\x12/\n\x07\x63ommand\x18\x03 \x01(\x0b\x32\x1c.penstock.sandbox.v1.CommandH\x00\x12\x16\n\x0c\x66inal_answer\x18\x04 \x01(\tH\x00\x42\x08\n\x06\x61\x63tion\"\xed\x01\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\t\x12\x33\n\x06result\x18\x02 \x01(\x0b\x32\x1e.penstock.sandbox.v1.RunResultH\x00\x88\x01\x01\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x33\n\x06reward\x18\x04 \x01(\x0b\x32\x1e.penstock.trajectory.v1.RewardH\x01\x88\x01\x01\x12\x31\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.penstock.driver.v1.FailureH\x02\x88\x01\x01\x42\t\n\x07_resultB\t\n\x07_rewardB\n\n\x08_failure\"+\n\x14\x43loseTerminalRequest\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\"\x17\n\x15\x43loseTerminalResponse\")\n\x12GetTerminalRequest\x12\x13\n\x0bterminal_id\x18\x01 \x01(\t\"E\n\x13GetTerminalResponse\x12.\n\x08terminal\x18\x01 \x01(\x0b\x32\x1c.penstock.driver.v1.Terminal2\x8c\x04\n\x0fTerminalService\x12\x61\n\x0cOpenTerminal\x12\'.penstock.driver.v1.OpenTerminalRequest\x1a(.penstock.driver.v1.OpenTerminalResponse\x12x\n\x04Step\x12\x1f.penstock.driver.v1.StepRequest\x1a .penstock.driver.v1.StepResponse\")\xb2\xbb\x18%\n\x16x-penstock-terminal-id\x12\x0bterminal_id(\x01\x30\x01\x12\x8f\x01\n\rCloseTerminal\x12(.penstock.driver.v1.CloseTerminalRequest\x1a).penstock.driver.v1.CloseTerminalResponse\")\xb2\xbb\x18%\n\x16x-penstock-terminal-id\x12\x0bterminal_id\x12\x89\x01\n\x0bGetTerminal\x12&.penstock.driver.v1.GetTerminalRequest\x1a\'.penstock.driver.v1.GetTerminalResponse\")\xb2\xbb\x18%\n\x16x-penstock-terminal-id\x12\x0bterminal_idB\x9f\x01\n\x12penstock.driver.v1B\x14TerminalServiceProtoP\x01Z0penstock.example/penstock/gen/driver/v1;driverv1\xaa\x02\x12Penstock.Driver.V1\xca\x02\x12Penstock\\Driver\\V1\xea\x02\x14Penstock::Driver::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,27 +49,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TERMINALSERVICE'].methods_by_name['GetTerminal']._loaded_options = None
   _globals['_TERMINALSERVICE'].methods_by_name['GetTerminal']._serialized_options = b'\262\273\030%\n\026x-penstock-terminal-id\022\013terminal_id'
   _globals['_TERMINAL']._serialized_start=284
-  _globals['_TERMINAL']._serialized_end=951
-  _globals['_TERMINAL_LABELSENTRY']._serialized_start=883
-  _globals['_TERMINAL_LABELSENTRY']._serialized_end=928
-  _globals['_OPENTERMINALREQUEST']._serialized_start=954
-  _globals['_OPENTERMINALREQUEST']._serialized_end=1395
-  _globals['_OPENTERMINALREQUEST_LABELSENTRY']._serialized_start=883
-  _globals['_OPENTERMINALREQUEST_LABELSENTRY']._serialized_end=928
-  _globals['_OPENTERMINALRESPONSE']._serialized_start=1397
-  _globals['_OPENTERMINALRESPONSE']._serialized_end=1467
-  _globals['_STEPREQUEST']._serialized_start=1470
-  _globals['_STEPREQUEST']._serialized_end=1604
-  _globals['_STEPRESPONSE']._serialized_start=1607
-  _globals['_STEPRESPONSE']._serialized_end=1844
-  _globals['_CLOSETERMINALREQUEST']._serialized_start=1846
-  _globals['_CLOSETERMINALREQUEST']._serialized_end=1889
-  _globals['_CLOSETERMINALRESPONSE']._serialized_start=1891
-  _globals['_CLOSETERMINALRESPONSE']._serialized_end=1914
-  _globals['_GETTERMINALREQUEST']._serialized_start=1916
-  _globals['_GETTERMINALREQUEST']._serialized_end=1957
-  _globals['_GETTERMINALRESPONSE']._serialized_start=1959
-  _globals['_GETTERMINALRESPONSE']._serialized_end=2028
-  _globals['_TERMINALSERVICE']._serialized_start=2031
-  _globals['_TERMINALSERVICE']._serialized_end=2555
+  _globals['_TERMINAL']._serialized_end=970
+  _globals['_TERMINAL_LABELSENTRY']._serialized_start=902
+  _globals['_TERMINAL_LABELSENTRY']._serialized_end=947
+  _globals['_OPENTERMINALREQUEST']._serialized_start=973
+  _globals['_OPENTERMINALREQUEST']._serialized_end=1414
+  _globals['_OPENTERMINALREQUEST_LABELSENTRY']._serialized_start=902
+  _globals['_OPENTERMINALREQUEST_LABELSENTRY']._serialized_end=947
+  _globals['_OPENTERMINALRESPONSE']._serialized_start=1416
+  _globals['_OPENTERMINALRESPONSE']._serialized_end=1486
+  _globals['_STEPREQUEST']._serialized_start=1489
+  _globals['_STEPREQUEST']._serialized_end=1623
+  _globals['_STEPRESPONSE']._serialized_start=1626
+  _globals['_STEPRESPONSE']._serialized_end=1863
+  _globals['_CLOSETERMINALREQUEST']._serialized_start=1865
+  _globals['_CLOSETERMINALREQUEST']._serialized_end=1908
+  _globals['_CLOSETERMINALRESPONSE']._serialized_start=1910
+  _globals['_CLOSETERMINALRESPONSE']._serialized_end=1933
+  _globals['_GETTERMINALREQUEST']._serialized_start=1935
+  _globals['_GETTERMINALREQUEST']._serialized_end=1976
+  _globals['_GETTERMINALRESPONSE']._serialized_start=1978
+  _globals['_GETTERMINALRESPONSE']._serialized_end=2047
+  _globals['_TERMINALSERVICE']._serialized_start=2050
+  _globals['_TERMINALSERVICE']._serialized_end=2574
 # @@protoc_insertion_point(module_scope)

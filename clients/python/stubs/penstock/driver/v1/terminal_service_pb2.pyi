@@ -62,6 +62,7 @@ class Terminal(_message.Message):
     SANDBOX_ID_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     terminal_id: _builtins.str
     step_count: _builtins.int
@@ -69,6 +70,8 @@ class Terminal(_message.Message):
     ended: _builtins.bool
     sandbox_id: _builtins.str
     """Empty once it has ended and the sandbox is deleted."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     @_builtins.property
     def task(self) -> _rollout_pb2.Task:
         """Without values of secret_env and contents of files."""
@@ -121,11 +124,12 @@ class Terminal(_message.Message):
         sandbox_id: _builtins.str = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        namespace: _builtins.str = ...,
         home: _rollout_pb2.Home | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "failure", b"failure", "home", b"home", "reward", b"reward", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "expire_time", b"expire_time", "failure", b"failure", "home", b"home", "labels", b"labels", "reward", b"reward", "sandbox_id", b"sandbox_id", "setup_commands", b"setup_commands", "step_count", b"step_count", "task", b"task", "terminal_id", b"terminal_id", "verifier_commands", b"verifier_commands"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "expire_time", b"expire_time", "failure", b"failure", "home", b"home", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "sandbox_id", b"sandbox_id", "setup_commands", b"setup_commands", "step_count", b"step_count", "task", b"task", "terminal_id", b"terminal_id", "verifier_commands", b"verifier_commands"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
     _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
@@ -173,6 +177,9 @@ class OpenTerminalRequest(_message.Message):
     OUTPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered as long as the driver keeps its state; not after a failed call.
+    """
     output_limit_bytes: _builtins.int
     """The most bytes of each stream in an observation. Of longer output, it has the first half and the last half of the
     limit. Unset = 64 KiB; at most 1 MiB.

@@ -28,7 +28,7 @@ if _version_not_supported:
 class TerminalServiceStub(object):
     """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
     death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
     whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -67,7 +67,7 @@ class TerminalServiceStub(object):
 class TerminalServiceServicer(object):
     """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
     death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
     whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -79,7 +79,7 @@ class TerminalServiceServicer(object):
         """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
         failed call has made nothing and may be repeated with the same id.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-        BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+        BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
         DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -88,14 +88,14 @@ class TerminalServiceServicer(object):
 
     def Step(self, request_iterator, context):
         """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-        gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+        gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
         the commands are dead before the verifier starts. Steps of several streams run one after another.
 
         The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
         sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
         shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
         background processes run on, except after a timeout. Its standard input is empty.
-        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
         ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
         episode that run or wait have more than 8 MiB together).
         """
@@ -153,7 +153,7 @@ def add_TerminalServiceServicer_to_server(servicer, server):
 class TerminalService(object):
     """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
     death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
     whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.

@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class TerminalServiceStub:
     """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
     death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
     whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -45,19 +45,19 @@ class TerminalServiceStub:
     """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
     failed call has made nothing and may be repeated with the same id.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-    BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+    BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
     DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
     """
     Step: _grpc.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]
     """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-    gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+    gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
     the commands are dead before the verifier starts. Steps of several streams run one after another.
 
     The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
     sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
     shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
     background processes run on, except after a timeout. Its standard input is empty.
-    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
     ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
     episode that run or wait have more than 8 MiB together).
     """
@@ -74,7 +74,7 @@ class TerminalServiceStub:
 class TerminalServiceAsyncStub(TerminalServiceStub):
     """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
     death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
     whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -87,19 +87,19 @@ class TerminalServiceAsyncStub(TerminalServiceStub):
     """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
     failed call has made nothing and may be repeated with the same id.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-    BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+    BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
     DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
     """
     Step: _aio.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]  # type: ignore[assignment]
     """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-    gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+    gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
     the commands are dead before the verifier starts. Steps of several streams run one after another.
 
     The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
     sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
     shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
     background processes run on, except after a timeout. Its standard input is empty.
-    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+    Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
     ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
     episode that run or wait have more than 8 MiB together).
     """
@@ -115,7 +115,7 @@ class TerminalServiceAsyncStub(TerminalServiceStub):
 class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
     """TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
 
-    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+    An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
     death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
     whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -132,7 +132,7 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
         failed call has made nothing and may be repeated with the same id.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-        BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+        BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
         DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
         """
 
@@ -143,14 +143,14 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_terminal_service_pb2.StepResponse], _abc.AsyncIterator[_terminal_service_pb2.StepResponse]]:
         """Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-        gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+        gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
         the commands are dead before the verifier starts. Steps of several streams run one after another.
 
         The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
         sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
         shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
         background processes run on, except after a timeout. Its standard input is empty.
-        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+        Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
         ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
         episode that run or wait have more than 8 MiB together).
         """

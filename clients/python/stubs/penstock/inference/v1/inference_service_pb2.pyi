@@ -325,7 +325,7 @@ class GenerateRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Client-chosen identifier."""
+    """Required: fresh among the requests in flight, for Abort. Not remembered: a repeat after the end samples again."""
     session_id: _builtins.str
     """Requests of one session go to one replica and reuse its cache. Empty = none."""
     token_ids: _builtins.bytes
@@ -615,9 +615,12 @@ class AbortRequest(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     all: _builtins.bool
     """Must be true."""
+    all_namespaces: _builtins.bool
+    """With `all`: the requests of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def requests(self) -> Global___AbortRequest.RequestIds: ...
     def __init__(
@@ -626,10 +629,11 @@ class AbortRequest(_message.Message):
         requests: Global___AbortRequest.RequestIds | None = ...,
         session_id: _builtins.str = ...,
         all: _builtins.bool = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "requests", b"requests", "session_id", b"session_id", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "requests", b"requests", "session_id", b"session_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "all_namespaces", b"all_namespaces", "requests", b"requests", "session_id", b"session_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["requests", "session_id", "all"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
@@ -1017,6 +1021,9 @@ class StartTransferRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered while the transfer is open: a repeat returns its transfer_id.
+    """
     policy_version: _builtins.int
     mode: Global___PauseMode.ValueType
     """Unspecified = KEEP."""
@@ -1162,19 +1169,23 @@ class Adapter(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     policy_version: _builtins.int
     rank: _builtins.int
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         policy_version: _builtins.int = ...,
         rank: _builtins.int = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy_version", b"policy_version", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "namespace", b"namespace", "policy_version", b"policy_version", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1336,18 +1347,22 @@ class ListAdaptersRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """0 = 100, at most 1000."""
     page_token: _builtins.str
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

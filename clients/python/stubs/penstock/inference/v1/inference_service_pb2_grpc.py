@@ -28,8 +28,10 @@ if _version_not_supported:
 class InferenceServiceStub(object):
     """InferenceService is one engine with one model.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
     not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
     dead engine, with no live replica, restarts with the weights and the version that it had.
     """
@@ -150,8 +152,10 @@ class InferenceServiceStub(object):
 class InferenceServiceServicer(object):
     """InferenceService is one engine with one model.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
     not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
     dead engine, with no live replica, restarts with the weights and the version that it had.
     """
@@ -184,7 +188,7 @@ class InferenceServiceServicer(object):
         stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
         during one request.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-        INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+        INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +197,7 @@ class InferenceServiceServicer(object):
     def Score(self, request, context):
         """Score returns logprobs of given tokens under the present weights.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-        (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+        (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -453,8 +457,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService(object):
     """InferenceService is one engine with one model.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
     not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
     dead engine, with no live replica, restarts with the weights and the version that it had.
     """

@@ -29,8 +29,10 @@ GRPC_VERSION: str
 class InferenceServiceStub:
     """InferenceService is one engine with one model.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
     not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
     dead engine, with no live replica, restarts with the weights and the version that it had.
     """
@@ -59,12 +61,12 @@ class InferenceServiceStub:
     stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
     during one request.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-    INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+    INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     Score: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]
     """Score returns logprobs of given tokens under the present weights.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-    (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+    (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]
     """Abort aborts generations. Idempotent."""
@@ -128,8 +130,10 @@ class InferenceServiceStub:
 class InferenceServiceAsyncStub(InferenceServiceStub):
     """InferenceService is one engine with one model.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
     not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
     dead engine, with no live replica, restarts with the weights and the version that it had.
     """
@@ -155,12 +159,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
     during one request.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-    INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+    INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     Score: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]  # type: ignore[assignment]
     """Score returns logprobs of given tokens under the present weights.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-    (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+    (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort aborts generations. Idempotent."""
@@ -223,8 +227,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """InferenceService is one engine with one model.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNIMPLEMENTED (CAPABILITY_MISSING: the engine does
     not declare it), UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while a
     dead engine, with no live replica, restarts with the weights and the version that it had.
     """
@@ -266,7 +272,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         stop texts, a response format), it fails with UNAVAILABLE (ENGINE_DIED, with RetryInfo). So it does at the third death
         during one request.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
-        INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+        INVALID_ARGUMENT (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
 
     @_abc_1.abstractmethod
@@ -277,7 +283,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_service_pb2.ScoreResponse, _abc.Awaitable[_inference_service_pb2.ScoreResponse]]:
         """Score returns logprobs of given tokens under the present weights.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
-        (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
+        (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
 
     @_abc_1.abstractmethod

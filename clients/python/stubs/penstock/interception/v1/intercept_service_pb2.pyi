@@ -29,7 +29,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class CallSelector(_message.Message):
     """CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
-    set. Empty = all rollouts. A condition that the service does not know is refused (INVALID_ARGUMENT, FIELD_UNKNOWN): it is
+    set. Empty = all rollouts of the caller's namespace. A condition that the service does not know is refused (INVALID_ARGUMENT, FIELD_UNKNOWN): it is
     never ignored, because that would select more.
     """
 
@@ -59,8 +59,13 @@ class CallSelector(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    """An empty string that is set matches rollouts that were opened with an empty one, not those that have none."""
     group_id: _builtins.str
+    """As run_id."""
+    all_namespaces: _builtins.bool
+    """Rollouts of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -72,10 +77,11 @@ class CallSelector(_message.Message):
         group_id: _builtins.str | None = ...,
         rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_id", b"run_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "all_namespaces", b"all_namespaces", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -453,7 +459,8 @@ Global___Delegation: _TypeAlias = Delegation  # noqa: Y015
 class PauseCalls(_message.Message):
     """PauseCalls holds the calls of this session's selector, for every session and for the model source. No call is leased or
     dispatched, agents get keep-alives, and call_timeout, wall_time and expire_time stop counting. The pause ends with
-    ResumeCalls, Goodbye, max_duration or the session.
+    ResumeCalls, Goodbye, max_duration or the session. A second one of the session replaces the duration. Each session ends
+    its own pause only: calls that several sessions pause are held until the last of these pauses ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -867,6 +874,7 @@ class ModelCall(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     VIEW_TRUNCATED_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     rollout_id: _builtins.str
@@ -905,6 +913,8 @@ class ModelCall(_message.Message):
     """W3C trace context (`traceparent`) of the gate's span that waits for the answer, the parent of a trainer's own spans.
     Empty = the service does not trace, or not this call.
     """
+    namespace: _builtins.str
+    """The namespace to which its rollout belongs."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -961,10 +971,11 @@ class ModelCall(_message.Message):
         model: _builtins.str = ...,
         view_truncated: _builtins.bool = ...,
         trace_parent: _builtins.str = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1199,6 +1210,7 @@ class HostToolCall(_message.Message):
     GROUP_INDEX_FIELD_NUMBER: _builtins.int
     RECEIVE_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
     """Unique for ever. A repeat is the same call, to be executed once."""
     rollout_id: _builtins.str
@@ -1210,6 +1222,8 @@ class HostToolCall(_message.Message):
     task_id: _builtins.str
     group_index: _builtins.int
     """The rollout's position in its group."""
+    namespace: _builtins.str
+    """The namespace to which its rollout belongs."""
     @_builtins.property
     def arguments(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -1235,10 +1249,11 @@ class HostToolCall(_message.Message):
         group_index: _builtins.int | None = ...,
         receive_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_task_id", b"_task_id", "arguments", b"arguments", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "receive_time", b"receive_time", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_task_id", b"_task_id", "arguments", b"arguments", "arguments_json", b"arguments_json", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "name", b"name", "receive_time", b"receive_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_task_id", b"_task_id", "arguments", b"arguments", "arguments_json", b"arguments_json", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "name", b"name", "namespace", b"namespace", "receive_time", b"receive_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1367,7 +1382,9 @@ class LeaseCallsRequest(_message.Message):
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
     request_id: _builtins.str
-    """A repeated id with an equal selector returns the same calls, if they are still leased."""
+    """Optional: a repeat with the same id and selector returns the same calls while they are leased; the newest 4,096 are
+    remembered. Without one, calls whose answer was lost stay leased until their lease ends.
+    """
     policy_version: _builtins.int
     """See PolicyAnnounced."""
     max_message_bytes: _builtins.int

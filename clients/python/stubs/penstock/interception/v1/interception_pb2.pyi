@@ -163,7 +163,7 @@ class ModelSource(_message.Message):
     (PARSER_UNKNOWN, which lists the known ones). Refused for an upstream, which parses its own answers (FIELD_INVALID).
     """
     control_tokens: Global___ControlTokens.ValueType
-    """How control tokens in the texts of a conversation are read (R100). Unspecified = plain. Refused for an upstream, which
+    """How control tokens in the texts of a conversation are read. Unspecified = plain. Refused for an upstream, which
     makes its own prompts (FIELD_INVALID).
     """
     @_builtins.property
@@ -237,7 +237,7 @@ class Upstream(_message.Message):
     @_builtins.property
     def caller(self) -> Global___Upstream.CallerEndpoint:
         """The caller's address, used with the caller's key. Refused (UPSTREAM_NOT_ALLOWED) unless the operator allows it. The
-        operator's keys are never sent to it (R11).
+        operator's keys are never sent to it.
         """
 
     def __init__(
@@ -261,7 +261,7 @@ Global___Upstream: _TypeAlias = Upstream  # noqa: Y015
 class Budgets(_message.Message):
     """Budgets limits one rollout at the gate. Unset = unlimited, except call_timeout and max_tool_calls. An admitted call is
     never cut. Once a budget is used up, the next call is refused in the agent's dialect as final, and the rollout becomes
-    EXHAUSTED (R35, R88). Tokens count when their call is answered, so concurrent calls may together exceed a token budget by
+    EXHAUSTED. Tokens count when their call is answered, so concurrent calls may together exceed a token budget by
     the tokens that they sample.
     """
 

@@ -192,6 +192,9 @@ class OpenRolloutRequest(_message.Message):
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
+    """
     rollout_id: _builtins.str
     """Client-chosen identifier, never used before."""
     group_id: _builtins.str
@@ -391,6 +394,7 @@ class GateRollout(_message.Message):
     EXHAUSTED_BUDGET_FIELD_NUMBER: _builtins.int
     PAUSED_TIME_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
@@ -399,7 +403,11 @@ class GateRollout(_message.Message):
     state: Global___GateRolloutState.ValueType
     model_name: _builtins.str
     exhausted_budget: _builtins.str
-    """Name of the used-up budget, for example "max_calls", or "run.max_calls" for the run's. Empty = none."""
+    """Name of the used-up budget: a field of Budgets, "run." and a field of RunBudgets for the run's, or "journal_bytes", the
+    operator's. Empty = none.
+    """
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     home: _builtins.str
     """Name of the gate that has it."""
     @_builtins.property
@@ -434,11 +442,12 @@ class GateRollout(_message.Message):
         exhausted_budget: _builtins.str = ...,
         paused_time: _duration_pb2.Duration | None = ...,
         tokens: _abc.Iterable[Global___RolloutToken] | None = ...,
+        namespace: _builtins.str = ...,
         home: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "paused_time", b"paused_time", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "home", b"home", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "home", b"home", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "namespace", b"namespace", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -515,6 +524,7 @@ class CallTotals(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     LAST_UNANSWERED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    EXPIRED_SINCE_ANSWER_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     open: _builtins.int
     delivered: _builtins.int
@@ -533,6 +543,10 @@ class CallTotals(_message.Message):
     last_unanswered: _builtins.bool
     """Whether the latest ended call (cancelled ones aside) failed for a transient reason. An agent that ended after it gave
     up, whatever its exit code.
+    """
+    expired_since_answer: _builtins.int
+    """Calls that EXPIRED, and that came after the rollout's last answer: one that came before was behind others that were
+    answered.
     """
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallFailures]:
@@ -557,10 +571,11 @@ class CallTotals(_message.Message):
         refused: _builtins.int = ...,
         last_unanswered: _builtins.bool = ...,
         failures: _abc.Iterable[Global___CallFailures] | None = ...,
+        expired_since_answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "expired_since_answer", b"expired_since_answer", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,22 +590,26 @@ class CallFailures(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     RETRIABLE_FIELD_NUMBER: _builtins.int
+    CALLS_SINCE_ANSWER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Stable, for example UPSTREAM_REFUSED. Empty = several."""
     calls: _builtins.int
     """At least 1."""
     retriable: _builtins.bool
     """Whether a retry may help. A reason can appear twice: an upstream can refuse a request for good, or for now."""
+    calls_since_answer: _builtins.int
+    """Those of `calls` that came after the rollout's last answer."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         calls: _builtins.int = ...,
         retriable: _builtins.bool = ...,
+        calls_since_answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "calls_since_answer", b"calls_since_answer", "reason", b"reason", "retriable", b"retriable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -692,6 +711,9 @@ class IssueTokenRequest(_message.Message):
     TERMS_FIELD_NUMBER: _builtins.int
     RETIRE_OTHERS_AFTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered with the rollout, as in OpenRolloutRequest.
+    """
     rollout_id: _builtins.str
     @_builtins.property
     def terms(self) -> _interception_pb2.TokenTerms: ...
@@ -870,11 +892,14 @@ class ListRolloutsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     OPEN_ONLY_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """0 = 100, at most 1000, negative is refused."""
     page_token: _builtins.str
     open_only: _builtins.bool
     """Only open ones."""
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only rollouts with all of these."""
@@ -886,10 +911,11 @@ class ListRolloutsRequest(_message.Message):
         page_token: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         open_only: _builtins.bool = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "open_only", b"open_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "labels", b"labels", "open_only", b"open_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1022,13 +1048,16 @@ class WatchCallsRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     ENDED_ONLY_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Events after this one. Unset = from now on."""
     ended_only: _builtins.bool
     """Only changes of calls into a terminal state: one event per call."""
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Watched rollouts; empty = all."""
+        """Watched rollouts; empty = all of the namespace."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -1039,10 +1068,11 @@ class WatchCallsRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         after_sequence: _builtins.int | None = ...,
         ended_only: _builtins.bool = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "all_namespaces", b"all_namespaces", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_sequence: _TypeAlias = _typing.Literal["after_sequence"]  # noqa: Y015
     _WhichOneofArgType__after_sequence: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence"]  # noqa: Y015
@@ -1181,6 +1211,9 @@ class WatchGateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    all_namespaces: _builtins.bool
+    """Counts of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """500 ms to 1 min; unset = 1 s."""
@@ -1189,10 +1222,11 @@ class WatchGateRequest(_message.Message):
         self,
         *,
         interval: _duration_pb2.Duration | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "interval", b"interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1270,6 +1304,7 @@ class GateSession(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """As in Hello."""
     run_id: _builtins.str
@@ -1291,6 +1326,8 @@ class GateSession(_message.Message):
     """It pauses the calls of its selector."""
     policy_version: _builtins.int
     """The newest version announced for its selector."""
+    namespace: _builtins.str
+    """The namespace of its selector. Empty = all of them."""
     def __init__(
         self,
         *,
@@ -1306,10 +1343,11 @@ class GateSession(_message.Message):
         lost: _builtins.bool = ...,
         paused: _builtins.bool = ...,
         policy_version: _builtins.int | None = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "credit_bytes", b"credit_bytes", "credit_calls", b"credit_calls", "group_id", b"group_id", "held_bytes", b"held_bytes", "held_calls", b"held_calls", "identity", b"identity", "lost", b"lost", "paused", b"paused", "policy_version", b"policy_version", "queued_calls", b"queued_calls", "rollouts", b"rollouts", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "credit_bytes", b"credit_bytes", "credit_calls", b"credit_calls", "group_id", b"group_id", "held_bytes", b"held_bytes", "held_calls", b"held_calls", "identity", b"identity", "lost", b"lost", "namespace", b"namespace", "paused", b"paused", "policy_version", b"policy_version", "queued_calls", b"queued_calls", "rollouts", b"rollouts", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -28,8 +28,10 @@ if _version_not_supported:
 class RolloutGateServiceStub(object):
     """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel):
@@ -98,13 +100,15 @@ class RolloutGateServiceStub(object):
 class RolloutGateServiceServicer(object):
     """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def CheckSource(self, request, context):
         """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
-        refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+        refuse a rollout before anything starts. The answer may be 2 s old: rollouts that are opened together share one
         check.
         Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
         UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
@@ -116,7 +120,7 @@ class RolloutGateServiceServicer(object):
 
     def OpenRollout(self, request, context):
         """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
-        is down is an error here and not in an agent's log (R27).
+        is down is an error here and not in an agent's log.
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
@@ -179,7 +183,7 @@ class RolloutGateServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCapture(self, request, context):
-        """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+        """GetCapture returns the rollout's trajectory so far, as fragments that merge (see Trajectory). It is graded once the rollout is closed.
         To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
@@ -274,8 +278,10 @@ def add_RolloutGateServiceServicer_to_server(servicer, server):
 class RolloutGateService(object):
     """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @staticmethod

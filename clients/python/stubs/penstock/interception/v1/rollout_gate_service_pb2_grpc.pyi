@@ -29,8 +29,10 @@ GRPC_VERSION: str
 class RolloutGateServiceStub:
     """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_typing.overload
@@ -39,7 +41,7 @@ class RolloutGateServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RolloutGateServiceAsyncStub: ...
     CheckSource: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CheckSourceRequest, _rollout_gate_service_pb2.CheckSourceResponse]
     """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
-    refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+    refuse a rollout before anything starts. The answer may be 2 s old: rollouts that are opened together share one
     check.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
     UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
@@ -47,7 +49,7 @@ class RolloutGateServiceStub:
     """
     OpenRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]
     """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
-    is down is an error here and not in an agent's log (R27).
+    is down is an error here and not in an agent's log.
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
@@ -80,7 +82,7 @@ class RolloutGateServiceStub:
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]
     """ListRollouts lists rollouts at the gate, newest first."""
     GetCapture: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.GetCaptureRequest, _rollout_gate_service_pb2.GetCaptureResponse]
-    """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+    """GetCapture returns the rollout's trajectory so far, as fragments that merge (see Trajectory). It is graded once the rollout is closed.
     To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
@@ -99,14 +101,16 @@ class RolloutGateServiceStub:
 class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CheckSource: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CheckSourceRequest, _rollout_gate_service_pb2.CheckSourceResponse]  # type: ignore[assignment]
     """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
-    refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+    refuse a rollout before anything starts. The answer may be 2 s old: rollouts that are opened together share one
     check.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
     UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
@@ -114,7 +118,7 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """
     OpenRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]  # type: ignore[assignment]
     """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
-    is down is an error here and not in an agent's log (R27).
+    is down is an error here and not in an agent's log.
 
     Idempotent by request_id: a repeat returns the same token.
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
@@ -147,7 +151,7 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
     """ListRollouts lists rollouts at the gate, newest first."""
     GetCapture: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.GetCaptureRequest, _rollout_gate_service_pb2.GetCaptureResponse]  # type: ignore[assignment]
-    """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+    """GetCapture returns the rollout's trajectory so far, as fragments that merge (see Trajectory). It is graded once the rollout is closed.
     To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
@@ -165,8 +169,10 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
 class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
     """RolloutGateService manages rollouts at the gate, for the driver and for programs that run an agent of their own.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
     @_abc_1.abstractmethod
@@ -176,7 +182,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.CheckSourceResponse, _abc.Awaitable[_rollout_gate_service_pb2.CheckSourceResponse]]:
         """CheckSource checks that a model source is reachable and suits the mode, and opens nothing. The driver calls it to
-        refuse a rollout before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one
+        refuse a rollout before anything starts. The answer may be 2 s old: rollouts that are opened together share one
         check.
         Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
         UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
@@ -190,7 +196,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.OpenRolloutResponse, _abc.Awaitable[_rollout_gate_service_pb2.OpenRolloutResponse]]:
         """OpenRollout opens a rollout: its agent may call from now on. It checks the model source first, so that a service that
-        is down is an error here and not in an agent's log (R27).
+        is down is an error here and not in an agent's log.
 
         Idempotent by request_id: a repeat returns the same token.
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
@@ -265,7 +271,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.GetCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.GetCaptureResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.GetCaptureResponse]]:
-        """GetCapture returns the rollout's trajectory so far, as fragments that merge. It is graded once the rollout is closed.
+        """GetCapture returns the rollout's trajectory so far, as fragments that merge (see Trajectory). It is graded once the rollout is closed.
         To follow an open rollout, repeat the call with after_index and after_tool_call_index (see GetCaptureRequest).
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """

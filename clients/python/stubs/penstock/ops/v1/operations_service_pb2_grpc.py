@@ -26,10 +26,20 @@ if _version_not_supported:
 
 
 class OperationsServiceStub(object):
-    """OperationsService is served by each of the four services.
+    """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+    - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+    - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+    are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+    ErrorInfo is from the transport.
+    - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+    their limit is raised.
+    - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+    - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+    names, or for its own limit. A cancelled call leaves nothing half made.
+    - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
     """
 
     def __init__(self, channel):
@@ -51,16 +61,26 @@ class OperationsServiceStub(object):
 
 
 class OperationsServiceServicer(object):
-    """OperationsService is served by each of the four services.
+    """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+    - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+    - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+    are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+    ErrorInfo is from the transport.
+    - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+    their limit is raised.
+    - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+    - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+    names, or for its own limit. A cancelled call leaves nothing half made.
+    - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
     """
 
     def GetStatus(self, request, context):
         """GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
         has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-        Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+        Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,10 +115,20 @@ def add_OperationsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperationsService(object):
-    """OperationsService is served by each of the four services.
+    """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+    - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+    - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+    are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+    ErrorInfo is from the transport.
+    - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+    their limit is raised.
+    - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+    - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+    names, or for its own limit. A cancelled call leaves nothing half made.
+    - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
     """
 
     @staticmethod

@@ -168,6 +168,7 @@ class ProcessServiceServicer(object):
 
     def WaitProcess(self, request, context):
         """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
+        Without a deadline it waits for the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,9 @@ class ProcessServiceStub:
     ListProcesses: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.ListProcessesRequest, _process_service_pb2.ListProcessesResponse]
     """ListProcesses lists the sandbox's processes, newest first."""
     WaitProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.WaitProcessRequest, _process_service_pb2.WaitProcessResponse]
-    """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running."""
+    """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
+    Without a deadline it waits for the end.
+    """
     Run: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.RunRequest, _process_service_pb2.RunResponse]
     """Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
     output so far. Cancelling the RPC kills the command.
@@ -118,7 +120,9 @@ class ProcessServiceAsyncStub(ProcessServiceStub):
     ListProcesses: _aio.UnaryUnaryMultiCallable[_process_service_pb2.ListProcessesRequest, _process_service_pb2.ListProcessesResponse]  # type: ignore[assignment]
     """ListProcesses lists the sandbox's processes, newest first."""
     WaitProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.WaitProcessRequest, _process_service_pb2.WaitProcessResponse]  # type: ignore[assignment]
-    """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running."""
+    """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
+    Without a deadline it waits for the end.
+    """
     Run: _aio.UnaryUnaryMultiCallable[_process_service_pb2.RunRequest, _process_service_pb2.RunResponse]  # type: ignore[assignment]
     """Run runs a small command to its end and returns its capped output. A timeout is an exit with reason TIMED_OUT and the
     output so far. Cancelling the RPC kills the command.
@@ -217,7 +221,9 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _process_service_pb2.WaitProcessRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_process_service_pb2.WaitProcessResponse, _abc.Awaitable[_process_service_pb2.WaitProcessResponse]]:
-        """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running."""
+        """WaitProcess returns once the process has ended, or at 80 % of the RPC's deadline with the process still running.
+        Without a deadline it waits for the end.
+        """
 
     @_abc_1.abstractmethod
     def Run(

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from penstock.options.v1 import options_pb2 as penstock_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/sandbox/v1/sandbox.proto\x12\x13penstock.sandbox.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xea\x01\n\rNetworkPolicy\x12.\n\x04none\x18\x01 \x01(\x0b\x32\x1e.penstock.sandbox.v1.NoNetworkH\x00\x12\x38\n\x0cone_endpoint\x18\x02 \x01(\x0b\x32 .penstock.sandbox.v1.OneEndpointH\x00\x12\x33\n\tallowlist\x18\x03 \x01(\x0b\x32\x1e.penstock.sandbox.v1.AllowlistH\x00\x12\x30\n\x04open\x18\x04 \x01(\x0b\x32 .penstock.sandbox.v1.OpenNetworkH\x00\x42\x08\n\x06policy\"\x0b\n\tNoNetwork\"3\n\x0bOneEndpoint\x12\x12\n\nlocal_port\x18\x01 \x01(\x05\x12\x10\n\x08upstream\x18\x02 \x01(\t\")\n\tAllowlist\x12\r\n\x05hosts\x18\x01 \x03(\t\x12\r\n\x05ports\x18\x02 \x03(\x05\"\r\n\x0bOpenNetwork\"\xb5\x01\n\tResources\x12\x10\n\x03\x63pu\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmemory_bytes\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x11\n\x04pids\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\ndisk_bytes\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x13\n\x06inodes\x18\x05 \x01(\x03H\x04\x88\x01\x01\x42\x06\n\x04_cpuB\x0f\n\r_memory_bytesB\x07\n\x05_pidsB\r\n\x0b_disk_bytesB\t\n\x07_inodes\"6\n\x04\x42\x61se\x12\x0f\n\x05image\x18\x01 \x01(\tH\x00\x12\x15\n\x0bsnapshot_id\x18\x02 \x01(\tH\x00\x42\x06\n\x04\x62\x61se\"\xe1\x03\n\x0bSandboxSpec\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\'\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x19.penstock.sandbox.v1.Base\x12\x31\n\tresources\x18\x03 \x01(\x0b\x32\x1e.penstock.sandbox.v1.Resources\x12\x33\n\x07network\x18\x04 \x01(\x0b\x32\".penstock.sandbox.v1.NetworkPolicy\x12\x36\n\x03\x65nv\x18\x05 \x03(\x0b\x32).penstock.sandbox.v1.SandboxSpec.EnvEntry\x12\x13\n\x0btoolbox_ids\x18\x06 \x03(\t\x12\x0c\n\x04user\x18\x07 \x01(\t\x12(\n\x05lease\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12<\n\x06labels\x18\t \x03(\x0b\x32,.penstock.sandbox.v1.SandboxSpec.LabelsEntry\x12\x12\n\nown_kernel\x18\n \x01(\x08\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbc\x02\n\x07Sandbox\x12\x12\n\nsandbox_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.penstock.sandbox.v1.SandboxState\x12.\n\x04spec\x18\x03 \x01(\x0b\x32 .penstock.sandbox.v1.SandboxSpec\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04home\x18\x06 \x01(\t\x12\x0f\n\x07workdir\x18\x07 \x01(\t\x12\x13\n\x0blost_reason\x18\x08 \x01(\t\x12\x14\n\x0c\x65nded_inside\x18\t \x01(\x08\x12\x0f\n\x07service\x18\x0b \x01(\t\"b\n\tDataPlane\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x35\n\x11token_expire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd4\x03\n\x0c\x43\x61pabilities\x12\x32\n\x08networks\x18\x01 \x03(\x0e\x32 .penstock.sandbox.v1.NetworkKind\x12+\n\x04\x66ork\x18\x02 \x01(\x0e\x32\x1d.penstock.sandbox.v1.ForkKind\x12\x0b\n\x03pty\x18\x03 \x01(\x08\x12\x14\n\x0cstdin_stream\x18\x04 \x01(\x08\x12\x11\n\tlimit_cpu\x18\x05 \x01(\x08\x12\x14\n\x0climit_memory\x18\x06 \x01(\x08\x12\x12\n\nlimit_pids\x18\x07 \x01(\x08\x12\x12\n\nlimit_disk\x18\x08 \x01(\x08\x12\x0c\n\x04root\x18\t \x01(\x08\x12\r\n\x05pause\x18\n \x01(\x08\x12\x0c\n\x04\x64iff\x18\x0b \x01(\x08\x12\x11\n\ttoolboxes\x18\x0c \x01(\x08\x12\x11\n\tkill_tree\x18\r \x01(\x08\x12\x11\n\tlive_fork\x18\x0e \x01(\x08\x12\x13\n\x0bopen_egress\x18\x0f \x01(\x08\x12\x12\n\nown_kernel\x18\x10 \x01(\x08\x12\x18\n\x10system_read_only\x18\x11 \x01(\x08\x12\x32\n\ndisk_limit\x18\x12 \x01(\x0e\x32\x1e.penstock.sandbox.v1.DiskLimit\x12\x14\n\x0climit_inodes\x18\x13 \x01(\x08\"\xef\x03\n\x07\x42\x61\x63kend\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tavailable\x18\x02 \x01(\x08\x12\x1a\n\x12unavailable_reason\x18\x03 \x01(\t\x12\x37\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32!.penstock.sandbox.v1.Capabilities\x12\x12\n\nis_default\x18\x05 \x01(\x08\x12\x15\n\rmax_sandboxes\x18\x06 \x01(\x05\x12\x30\n\rdefault_lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tmax_lease\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\x11\x64\x65\x66\x61ult_resources\x18\t \x01(\x0b\x32\x1e.penstock.sandbox.v1.Resources\x12/\n\x0cmax_lifetime\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12$\n\x17max_sandboxes_per_owner\x18\x0b \x01(\x05H\x00\x88\x01\x01\x12\x35\n\rmax_resources\x18\x0c \x01(\x0b\x32\x1e.penstock.sandbox.v1.ResourcesB\x1a\n\x18_max_sandboxes_per_owner*\xaf\x01\n\x0cSandboxState\x12\x1d\n\x19SANDBOX_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SANDBOX_STATE_CREATING\x10\x01\x12\x17\n\x13SANDBOX_STATE_READY\x10\x02\x12\x18\n\x14SANDBOX_STATE_PAUSED\x10\x03\x12\x16\n\x12SANDBOX_STATE_LOST\x10\x04\x12\x19\n\x15SANDBOX_STATE_DELETED\x10\x05*\x96\x01\n\x08\x46orkKind\x12\x19\n\x15\x46ORK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46ORK_KIND_NONE\x10\x01\x12\x14\n\x10\x46ORK_KIND_REPLAY\x10\x02\x12\x18\n\x14\x46ORK_KIND_FILESYSTEM\x10\x03\x12\x14\n\x10\x46ORK_KIND_MEMORY\x10\x04\x12\x15\n\x11\x46ORK_KIND_ARCHIVE\x10\x05*i\n\tDiskLimit\x12\x1a\n\x16\x44ISK_LIMIT_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44ISK_LIMIT_NONE\x10\x01\x12\x16\n\x12\x44ISK_LIMIT_WATCHED\x10\x02\x12\x13\n\x0f\x44ISK_LIMIT_HARD\x10\x03*\x94\x01\n\x0bNetworkKind\x12\x1c\n\x18NETWORK_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11NETWORK_KIND_NONE\x10\x01\x12\x1d\n\x19NETWORK_KIND_ONE_ENDPOINT\x10\x02\x12\x1a\n\x16NETWORK_KIND_ALLOWLIST\x10\x03\x12\x15\n\x11NETWORK_KIND_OPEN\x10\x04\x42\x9d\x01\n\x13penstock.sandbox.v1B\x0cSandboxProtoP\x01Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\xaa\x02\x13Penstock.Sandbox.V1\xca\x02\x13Penstock\\Sandbox\\V1\xea\x02\x15Penstock::Sandbox::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/sandbox/v1/sandbox.proto\x12\x13penstock.sandbox.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!penstock/options/v1/options.proto\"\xea\x01\n\rNetworkPolicy\x12.\n\x04none\x18\x01 \x01(\x0b\x32\x1e.penstock.sandbox.v1.NoNetworkH\x00\x12\x38\n\x0cone_endpoint\x18\x02 \x01(\x0b\x32 .penstock.sandbox.v1.OneEndpointH\x00\x12\x33\n\tallowlist\x18\x03 \x01(\x0b\x32\x1e.penstock.sandbox.v1.AllowlistH\x00\x12\x30\n\x04open\x18\x04 \x01(\x0b\x32 .penstock.sandbox.v1.OpenNetworkH\x00\x42\x08\n\x06policy\"\x0b\n\tNoNetwork\"3\n\x0bOneEndpoint\x12\x12\n\nlocal_port\x18\x01 \x01(\x05\x12\x10\n\x08upstream\x18\x02 \x01(\t\")\n\tAllowlist\x12\r\n\x05hosts\x18\x01 \x03(\t\x12\r\n\x05ports\x18\x02 \x03(\x05\"\r\n\x0bOpenNetwork\"\xb5\x01\n\tResources\x12\x10\n\x03\x63pu\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmemory_bytes\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x11\n\x04pids\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\ndisk_bytes\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x13\n\x06inodes\x18\x05 \x01(\x03H\x04\x88\x01\x01\x42\x06\n\x04_cpuB\x0f\n\r_memory_bytesB\x07\n\x05_pidsB\r\n\x0b_disk_bytesB\t\n\x07_inodes\"6\n\x04\x42\x61se\x12\x0f\n\x05image\x18\x01 \x01(\tH\x00\x12\x15\n\x0bsnapshot_id\x18\x02 \x01(\tH\x00\x42\x06\n\x04\x62\x61se\"\xe1\x03\n\x0bSandboxSpec\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\'\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x19.penstock.sandbox.v1.Base\x12\x31\n\tresources\x18\x03 \x01(\x0b\x32\x1e.penstock.sandbox.v1.Resources\x12\x33\n\x07network\x18\x04 \x01(\x0b\x32\".penstock.sandbox.v1.NetworkPolicy\x12\x36\n\x03\x65nv\x18\x05 \x03(\x0b\x32).penstock.sandbox.v1.SandboxSpec.EnvEntry\x12\x13\n\x0btoolbox_ids\x18\x06 \x03(\t\x12\x0c\n\x04user\x18\x07 \x01(\t\x12(\n\x05lease\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12<\n\x06labels\x18\t \x03(\x0b\x32,.penstock.sandbox.v1.SandboxSpec.LabelsEntry\x12\x12\n\nown_kernel\x18\n \x01(\x08\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xcf\x02\n\x07Sandbox\x12\x12\n\nsandbox_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.penstock.sandbox.v1.SandboxState\x12.\n\x04spec\x18\x03 \x01(\x0b\x32 .penstock.sandbox.v1.SandboxSpec\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04home\x18\x06 \x01(\t\x12\x0f\n\x07workdir\x18\x07 \x01(\t\x12\x13\n\x0blost_reason\x18\x08 \x01(\t\x12\x14\n\x0c\x65nded_inside\x18\t \x01(\x08\x12\x11\n\tnamespace\x18\n \x01(\t\x12\x0f\n\x07service\x18\x0b \x01(\t\"h\n\tDataPlane\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x05token\x18\x02 \x01(\tB\x04\xa8\xbb\x18\x01\x12\x35\n\x11token_expire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd4\x03\n\x0c\x43\x61pabilities\x12\x32\n\x08networks\x18\x01 \x03(\x0e\x32 .penstock.sandbox.v1.NetworkKind\x12+\n\x04\x66ork\x18\x02 \x01(\x0e\x32\x1d.penstock.sandbox.v1.ForkKind\x12\x0b\n\x03pty\x18\x03 \x01(\x08\x12\x14\n\x0cstdin_stream\x18\x04 \x01(\x08\x12\x11\n\tlimit_cpu\x18\x05 \x01(\x08\x12\x14\n\x0climit_memory\x18\x06 \x01(\x08\x12\x12\n\nlimit_pids\x18\x07 \x01(\x08\x12\x12\n\nlimit_disk\x18\x08 \x01(\x08\x12\x0c\n\x04root\x18\t \x01(\x08\x12\r\n\x05pause\x18\n \x01(\x08\x12\x0c\n\x04\x64iff\x18\x0b \x01(\x08\x12\x11\n\ttoolboxes\x18\x0c \x01(\x08\x12\x11\n\tkill_tree\x18\r \x01(\x08\x12\x11\n\tlive_fork\x18\x0e \x01(\x08\x12\x13\n\x0bopen_egress\x18\x0f \x01(\x08\x12\x12\n\nown_kernel\x18\x10 \x01(\x08\x12\x18\n\x10system_read_only\x18\x11 \x01(\x08\x12\x32\n\ndisk_limit\x18\x12 \x01(\x0e\x32\x1e.penstock.sandbox.v1.DiskLimit\x12\x14\n\x0climit_inodes\x18\x13 \x01(\x08\"\xef\x03\n\x07\x42\x61\x63kend\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tavailable\x18\x02 \x01(\x08\x12\x1a\n\x12unavailable_reason\x18\x03 \x01(\t\x12\x37\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32!.penstock.sandbox.v1.Capabilities\x12\x12\n\nis_default\x18\x05 \x01(\x08\x12\x15\n\rmax_sandboxes\x18\x06 \x01(\x05\x12\x30\n\rdefault_lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tmax_lease\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x39\n\x11\x64\x65\x66\x61ult_resources\x18\t \x01(\x0b\x32\x1e.penstock.sandbox.v1.Resources\x12/\n\x0cmax_lifetime\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12$\n\x17max_sandboxes_per_owner\x18\x0b \x01(\x05H\x00\x88\x01\x01\x12\x35\n\rmax_resources\x18\x0c \x01(\x0b\x32\x1e.penstock.sandbox.v1.ResourcesB\x1a\n\x18_max_sandboxes_per_owner*\xaf\x01\n\x0cSandboxState\x12\x1d\n\x19SANDBOX_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SANDBOX_STATE_CREATING\x10\x01\x12\x17\n\x13SANDBOX_STATE_READY\x10\x02\x12\x18\n\x14SANDBOX_STATE_PAUSED\x10\x03\x12\x16\n\x12SANDBOX_STATE_LOST\x10\x04\x12\x19\n\x15SANDBOX_STATE_DELETED\x10\x05*\x96\x01\n\x08\x46orkKind\x12\x19\n\x15\x46ORK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46ORK_KIND_NONE\x10\x01\x12\x14\n\x10\x46ORK_KIND_REPLAY\x10\x02\x12\x18\n\x14\x46ORK_KIND_FILESYSTEM\x10\x03\x12\x14\n\x10\x46ORK_KIND_MEMORY\x10\x04\x12\x15\n\x11\x46ORK_KIND_ARCHIVE\x10\x05*i\n\tDiskLimit\x12\x1a\n\x16\x44ISK_LIMIT_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44ISK_LIMIT_NONE\x10\x01\x12\x16\n\x12\x44ISK_LIMIT_WATCHED\x10\x02\x12\x13\n\x0f\x44ISK_LIMIT_HARD\x10\x03*\x94\x01\n\x0bNetworkKind\x12\x1c\n\x18NETWORK_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11NETWORK_KIND_NONE\x10\x01\x12\x1d\n\x19NETWORK_KIND_ONE_ENDPOINT\x10\x02\x12\x1a\n\x16NETWORK_KIND_ALLOWLIST\x10\x03\x12\x15\n\x11NETWORK_KIND_OPEN\x10\x04\x42\x9d\x01\n\x13penstock.sandbox.v1B\x0cSandboxProtoP\x01Z2penstock.example/penstock/gen/sandbox/v1;sandboxv1\xaa\x02\x13Penstock.Sandbox.V1\xca\x02\x13Penstock\\Sandbox\\V1\xea\x02\x15Penstock::Sandbox::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,40 +39,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SANDBOXSPEC_ENVENTRY']._serialized_options = b'8\001'
   _globals['_SANDBOXSPEC_LABELSENTRY']._loaded_options = None
   _globals['_SANDBOXSPEC_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_SANDBOXSTATE']._serialized_start=2597
-  _globals['_SANDBOXSTATE']._serialized_end=2772
-  _globals['_FORKKIND']._serialized_start=2775
-  _globals['_FORKKIND']._serialized_end=2925
-  _globals['_DISKLIMIT']._serialized_start=2927
-  _globals['_DISKLIMIT']._serialized_end=3032
-  _globals['_NETWORKKIND']._serialized_start=3035
-  _globals['_NETWORKKIND']._serialized_end=3183
-  _globals['_NETWORKPOLICY']._serialized_start=124
-  _globals['_NETWORKPOLICY']._serialized_end=358
-  _globals['_NONETWORK']._serialized_start=360
-  _globals['_NONETWORK']._serialized_end=371
-  _globals['_ONEENDPOINT']._serialized_start=373
-  _globals['_ONEENDPOINT']._serialized_end=424
-  _globals['_ALLOWLIST']._serialized_start=426
-  _globals['_ALLOWLIST']._serialized_end=467
-  _globals['_OPENNETWORK']._serialized_start=469
-  _globals['_OPENNETWORK']._serialized_end=482
-  _globals['_RESOURCES']._serialized_start=485
-  _globals['_RESOURCES']._serialized_end=666
-  _globals['_BASE']._serialized_start=668
-  _globals['_BASE']._serialized_end=722
-  _globals['_SANDBOXSPEC']._serialized_start=725
-  _globals['_SANDBOXSPEC']._serialized_end=1206
-  _globals['_SANDBOXSPEC_ENVENTRY']._serialized_start=1117
-  _globals['_SANDBOXSPEC_ENVENTRY']._serialized_end=1159
-  _globals['_SANDBOXSPEC_LABELSENTRY']._serialized_start=1161
-  _globals['_SANDBOXSPEC_LABELSENTRY']._serialized_end=1206
-  _globals['_SANDBOX']._serialized_start=1209
-  _globals['_SANDBOX']._serialized_end=1525
-  _globals['_DATAPLANE']._serialized_start=1527
-  _globals['_DATAPLANE']._serialized_end=1625
-  _globals['_CAPABILITIES']._serialized_start=1628
-  _globals['_CAPABILITIES']._serialized_end=2096
-  _globals['_BACKEND']._serialized_start=2099
-  _globals['_BACKEND']._serialized_end=2594
+  _globals['_DATAPLANE'].fields_by_name['token']._loaded_options = None
+  _globals['_DATAPLANE'].fields_by_name['token']._serialized_options = b'\250\273\030\001'
+  _globals['_SANDBOXSTATE']._serialized_start=2657
+  _globals['_SANDBOXSTATE']._serialized_end=2832
+  _globals['_FORKKIND']._serialized_start=2835
+  _globals['_FORKKIND']._serialized_end=2985
+  _globals['_DISKLIMIT']._serialized_start=2987
+  _globals['_DISKLIMIT']._serialized_end=3092
+  _globals['_NETWORKKIND']._serialized_start=3095
+  _globals['_NETWORKKIND']._serialized_end=3243
+  _globals['_NETWORKPOLICY']._serialized_start=159
+  _globals['_NETWORKPOLICY']._serialized_end=393
+  _globals['_NONETWORK']._serialized_start=395
+  _globals['_NONETWORK']._serialized_end=406
+  _globals['_ONEENDPOINT']._serialized_start=408
+  _globals['_ONEENDPOINT']._serialized_end=459
+  _globals['_ALLOWLIST']._serialized_start=461
+  _globals['_ALLOWLIST']._serialized_end=502
+  _globals['_OPENNETWORK']._serialized_start=504
+  _globals['_OPENNETWORK']._serialized_end=517
+  _globals['_RESOURCES']._serialized_start=520
+  _globals['_RESOURCES']._serialized_end=701
+  _globals['_BASE']._serialized_start=703
+  _globals['_BASE']._serialized_end=757
+  _globals['_SANDBOXSPEC']._serialized_start=760
+  _globals['_SANDBOXSPEC']._serialized_end=1241
+  _globals['_SANDBOXSPEC_ENVENTRY']._serialized_start=1152
+  _globals['_SANDBOXSPEC_ENVENTRY']._serialized_end=1194
+  _globals['_SANDBOXSPEC_LABELSENTRY']._serialized_start=1196
+  _globals['_SANDBOXSPEC_LABELSENTRY']._serialized_end=1241
+  _globals['_SANDBOX']._serialized_start=1244
+  _globals['_SANDBOX']._serialized_end=1579
+  _globals['_DATAPLANE']._serialized_start=1581
+  _globals['_DATAPLANE']._serialized_end=1685
+  _globals['_CAPABILITIES']._serialized_start=1688
+  _globals['_CAPABILITIES']._serialized_end=2156
+  _globals['_BACKEND']._serialized_start=2159
+  _globals['_BACKEND']._serialized_end=2654
 # @@protoc_insertion_point(module_scope)

@@ -496,6 +496,7 @@ class Sandbox(_message.Message):
     WORKDIR_FIELD_NUMBER: _builtins.int
     LOST_REASON_FIELD_NUMBER: _builtins.int
     ENDED_INSIDE_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     state: Global___SandboxState.ValueType
@@ -503,11 +504,13 @@ class Sandbox(_message.Message):
     """Home directory and working directory of the sandbox's user."""
     workdir: _builtins.str
     lost_reason: _builtins.str
-    """Why it is LOST: a stable UPPER_SNAKE reason."""
+    """Why it is LOST: a stable UPPER_SNAKE reason, one of those in docs/errors.md; a newer service may have others."""
     ended_inside: _builtins.bool
     """With LOST: a program in the sandbox ended it. False = unknown. Calls refused with SANDBOX_LOST then have `ended_inside`
     = "true" in their metadata.
     """
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     service: _builtins.str
     """Name of the sandbox service that has it. (`home` is a directory.)"""
     @_builtins.property
@@ -532,11 +535,12 @@ class Sandbox(_message.Message):
         workdir: _builtins.str = ...,
         lost_reason: _builtins.str = ...,
         ended_inside: _builtins.bool = ...,
+        namespace: _builtins.str = ...,
         service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "service", b"service", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "namespace", b"namespace", "sandbox_id", b"sandbox_id", "service", b"service", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

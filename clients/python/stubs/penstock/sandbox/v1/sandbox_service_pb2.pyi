@@ -31,7 +31,10 @@ class CreateSandboxRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """UUID or any identifier that the caller will not use again."""
+    """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+    Remembered for an hour after the first call, at most until the sandbox is deleted or the service restarts; of more
+    than 65,536 ids the oldest is forgotten first.
+    """
     @_builtins.property
     def spec(self) -> _sandbox_pb2.SandboxSpec: ...
     def __init__(
@@ -197,10 +200,13 @@ class ListSandboxesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """0 = 100; above 1000 = 1000; negative is refused."""
     page_token: _builtins.str
     """Opaque; from the previous answer."""
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only sandboxes with all of these."""
@@ -211,10 +217,11 @@ class ListSandboxesRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "labels", b"labels", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,16 +361,20 @@ class DeleteSandboxesRequest(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     LABELS_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "labels", b"labels"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +567,7 @@ class Snapshot(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     FORK_KIND_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     key: _builtins.str
@@ -564,6 +576,8 @@ class Snapshot(_message.Message):
     size_bytes: _builtins.int
     fork_kind: _sandbox_pb2.ForkKind.ValueType
     """How sandboxes made from it are copied."""
+    namespace: _builtins.str
+    """The namespace to which it belongs."""
     service: _builtins.str
     """Name of the sandbox service that has it."""
     @_builtins.property
@@ -577,11 +591,12 @@ class Snapshot(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         size_bytes: _builtins.int = ...,
         fork_kind: _sandbox_pb2.ForkKind.ValueType = ...,
+        namespace: _builtins.str = ...,
         service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "create_time", b"create_time", "fork_kind", b"fork_kind", "key", b"key", "service", b"service", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "create_time", b"create_time", "fork_kind", b"fork_kind", "key", b"key", "namespace", b"namespace", "service", b"service", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -738,18 +753,22 @@ class ListSnapshotsRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """See ListSandboxes."""
     page_token: _builtins.str
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -830,6 +849,7 @@ class ForkSandboxesRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required, and remembered as in CreateSandboxRequest."""
     snapshot_id: _builtins.str
     sandbox_id: _builtins.str
     count: _builtins.int
@@ -1075,8 +1095,11 @@ class WatchSandboxesRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     INTERVAL_FIELD_NUMBER: _builtins.int
     MOST_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     most: _builtins.int
     """The most sandboxes in a message, newest first: 1 to 1000; unset = 200."""
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Only sandboxes with all of these."""
@@ -1091,10 +1114,11 @@ class WatchSandboxesRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         interval: _duration_pb2.Duration | None = ...,
         most: _builtins.int | None = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_most", b"_most", "interval", b"interval", "most", b"most"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_most", b"_most", "interval", b"interval", "labels", b"labels", "most", b"most"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_most", b"_most", "all_namespaces", b"all_namespaces", "interval", b"interval", "labels", b"labels", "most", b"most"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__most: _TypeAlias = _typing.Literal["most"]  # noqa: Y015
     _WhichOneofArgType__most: _TypeAlias = _typing.Literal["_most", b"_most"]  # noqa: Y015

@@ -28,8 +28,10 @@ if _version_not_supported:
 class SandboxServiceStub(object):
     """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
     service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
     KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
@@ -145,8 +147,10 @@ class SandboxServiceStub(object):
 class SandboxServiceServicer(object):
     """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
     service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
     KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
@@ -155,7 +159,7 @@ class SandboxServiceServicer(object):
         """CreateSandbox creates a sandbox and returns once it is READY.
 
         If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-        `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+        `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
         between owners.
 
         Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -203,7 +207,7 @@ class SandboxServiceServicer(object):
 
     def WatchSandboxes(self, request, context):
         """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-        Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+        Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,7 +235,7 @@ class SandboxServiceServicer(object):
         """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
         READY) if that is sooner. It returns the end that was granted.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -456,8 +460,10 @@ def add_SandboxServiceServicer_to_server(servicer, server):
 class SandboxService(object):
     """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
     service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
     KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """

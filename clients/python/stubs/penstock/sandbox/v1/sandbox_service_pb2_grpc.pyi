@@ -29,8 +29,10 @@ GRPC_VERSION: str
 class SandboxServiceStub:
     """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
     service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
     KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
@@ -43,7 +45,7 @@ class SandboxServiceStub:
     """CreateSandbox creates a sandbox and returns once it is READY.
 
     If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-    `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+    `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
     between owners.
 
     Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -70,7 +72,7 @@ class SandboxServiceStub:
     """
     WatchSandboxes: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxesRequest, _sandbox_service_pb2.WatchSandboxesResponse]
     """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-    Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+    Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     DeleteSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]
     """DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
@@ -86,7 +88,7 @@ class SandboxServiceStub:
     """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
     READY) if that is sooner. It returns the end that was granted.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
     """
     ListBackends: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]
     """ListBackends lists this service's backends and their capabilities on this machine."""
@@ -152,8 +154,10 @@ class SandboxServiceStub:
 class SandboxServiceAsyncStub(SandboxServiceStub):
     """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
     service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
     KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
@@ -163,7 +167,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """CreateSandbox creates a sandbox and returns once it is READY.
 
     If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-    `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+    `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
     between owners.
 
     Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -190,7 +194,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     WatchSandboxes: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxesRequest, _sandbox_service_pb2.WatchSandboxesResponse]  # type: ignore[assignment]
     """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-    Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+    Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     DeleteSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]  # type: ignore[assignment]
     """DeleteSandbox kills every process in the sandbox, removes it, and returns once that is done. Idempotent: a sandbox that
@@ -206,7 +210,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
     READY) if that is sooner. It returns the end that was granted.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+    SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
     """
     ListBackends: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]  # type: ignore[assignment]
     """ListBackends lists this service's backends and their capabilities on this machine."""
@@ -271,8 +275,10 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     """SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
 
+    OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
-    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
+    (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the
     service stops. In all services of this package, work in a PAUSED sandbox (programs, files, usage, network policy; not
     KillProcess) fails with FAILED_PRECONDITION (SANDBOX_PAUSED).
     """
@@ -286,7 +292,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """CreateSandbox creates a sandbox and returns once it is READY.
 
         If the service or the spec's owner has no free place, the call queues for one, for at most the operator's
-        `queue_timeout_s` and 0.8 of the RPC's deadline. The queue is first come, first served for one owner, and takes turns
+        `queue_timeout_s` and 80 % of the RPC's deadline, if it has one. The queue is first come, first served for one owner, and takes turns
         between owners.
 
         Idempotent by request_id for an hour: a repeat with the same spec returns the same sandbox; with another spec it fails
@@ -343,7 +349,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.WatchSandboxesResponse], _abc.AsyncIterator[_sandbox_service_pb2.WatchSandboxesResponse]]:
         """WatchSandboxes streams all sandboxes and their usage at an interval, measured anew for each message, without end.
-        Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+        Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
 
     @_abc_1.abstractmethod
@@ -377,7 +383,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """RenewLease sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after
         READY) if that is sooner. It returns the end that was granted.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN, also while the sandbox is being deleted), FAILED_PRECONDITION (SANDBOX_NOT_READY;
-        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (INVALID_LEASE).
+        SANDBOX_LOST: it is lost and being deleted), INVALID_ARGUMENT (FIELD_INVALID).
         """
 
     @_abc_1.abstractmethod

@@ -162,12 +162,15 @@ class Toolbox(_message.Message):
     MOUNT_PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
     toolbox_id: _builtins.str
     name: _builtins.str
     mount_path: _builtins.str
     """Its path in sandboxes."""
     size_bytes: _builtins.int
+    namespace: _builtins.str
+    """The namespace that prepared it, or one of them if several did."""
     service: _builtins.str
     """Name of the sandbox service that has it."""
     @_builtins.property
@@ -180,11 +183,12 @@ class Toolbox(_message.Message):
         mount_path: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        namespace: _builtins.str = ...,
         service: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "mount_path", b"mount_path", "name", b"name", "service", b"service", "size_bytes", b"size_bytes", "toolbox_id", b"toolbox_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "mount_path", b"mount_path", "name", b"name", "namespace", b"namespace", "service", b"service", "size_bytes", b"size_bytes", "toolbox_id", b"toolbox_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -254,18 +258,22 @@ class ListToolboxesRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """See SandboxService.ListSandboxes."""
     page_token: _builtins.str
+    all_namespaces: _builtins.bool
+    """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        all_namespaces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_namespaces", b"all_namespaces", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

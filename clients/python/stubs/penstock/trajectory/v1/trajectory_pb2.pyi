@@ -299,7 +299,7 @@ class Call(_message.Message):
     leases: _builtins.int
     """How often it was leased to an answerer."""
     injected: _builtins.bool
-    """Whether the agent got a Completion.message without a span, or one that differs from the parsed span (R21). Its tokens,
+    """Whether the agent got a Completion.message without a span, or one that differs from the parsed span. Its tokens,
     if any, are masked 0.
     """
     chain_sha256: _builtins.bytes
@@ -321,7 +321,9 @@ class Call(_message.Message):
 
     @_builtins.property
     def normalisations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the service changed or ignored in the request, one sentence each. Empty = nothing."""
+        """What the service changed or ignored in the request, one sentence each, for people: the wording may change. Empty =
+        nothing.
+        """
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
@@ -482,7 +484,7 @@ class Branch(_message.Message):
     shared_count: _builtins.int
     """Tokens shared with that call's prompt and completion."""
     reason: _builtins.str
-    """Why it opened, for example "history rewritten at message 4"."""
+    """Why it opened, for people, for example "history edited after message 3". Programs read branch_class."""
     @_builtins.property
     def call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Its calls in order."""
@@ -735,8 +737,8 @@ Global___Reward: _TypeAlias = Reward  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
-    """Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (protobuf MergeFrom), they give the
-    message. A call is never split. With its body, a fragment can reach 40 MiB.
+    """Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (MergeFrom, or their bytes joined and
+    parsed as one message), they give the message. A call is never split. With its body, a fragment can reach 40 MiB.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -787,6 +789,7 @@ class Trajectory(_message.Message):
     GROUP_INDEX_FIELD_NUMBER: _builtins.int
     HOST_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     FAILURE_CAUSED_BY_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -807,6 +810,8 @@ class Trajectory(_message.Message):
     group_index: _builtins.int
     failure_caused_by: _builtins.str
     """The component at fault: the driver's Party by name. Empty = the rollout completed."""
+    namespace: _builtins.str
+    """The namespace to which the rollout belongs."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -817,7 +822,7 @@ class Trajectory(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     @_builtins.property
     def reward(self) -> Global___Reward:
-        """Unset = not graded by a verifier, which is not zero (R74)."""
+        """Unset = not graded by a verifier, which is not zero."""
 
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]: ...
@@ -864,10 +869,11 @@ class Trajectory(_message.Message):
         group_index: _builtins.int | None = ...,
         host_tool_calls: _abc.Iterable[Global___HostToolCall] | None = ...,
         failure_caused_by: _builtins.str = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015

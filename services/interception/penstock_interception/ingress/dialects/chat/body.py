@@ -145,16 +145,12 @@ _NOTHING: Final = _Given(None)
 
 
 def _terms(settings: dict[str, Any], tools: Any) -> ChatRequest:
-    """Parses a request without its messages. Raises _Unread, ValidationError, BadRequest.
+    """Parses a request without its messages. Raises ValidationError, BadRequest.
 
     All calls of an agent, and of similar agents, have the same tools and usually the same settings.
     """
-    try:
-        text = orjson.dumps(settings)
-        given = _NOTHING if tools is None else _tools_of(orjson.dumps(tools))
-    except TypeError:  # orjson parses deeper nesting than it writes
-        raise _Unread from None
-    return _terms_of(text, given)
+    given = _NOTHING if tools is None else _tools_of(orjson.dumps(tools))
+    return _terms_of(orjson.dumps(settings), given)
 
 
 @cache.CHAT_SETTINGS

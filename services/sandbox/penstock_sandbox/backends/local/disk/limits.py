@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import invalid_field
 from penstock_sandbox.backends.local.disk.guard import DiskGuard, Guarded
 from penstock_sandbox.backends.local.disk.quotas import Quotas
 from penstock_sandbox.backends.local.disk.usage import DiskUse, Limit, Use
@@ -108,11 +108,7 @@ def _left(asked: Resources, below: Use) -> Limit:
     ):
         if amount is not None and amount < taken + least:
             problem = f"{amount} is too little for a sandbox on this snapshot, whose files already use {taken}"
-            raise InvalidArgument(
-                f"spec.resources.{name}: {problem}",
-                reason="INVALID_SPEC",
-                violations=[Violation(f"spec.resources.{name}", problem)],
-            )
+            raise invalid_field(f"spec.resources.{name}", problem)
     return Limit(
         asked.disk_bytes - below.bytes if asked.disk_bytes is not None else None,
         asked.inodes - below.inodes if asked.inodes is not None else None,

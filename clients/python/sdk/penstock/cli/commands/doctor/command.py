@@ -121,7 +121,7 @@ def _python() -> Finding:
 
 def _services() -> Finding:
     missing = [name for name in SERVICES if importlib.util.find_spec(f"penstock_{name}") is None]
-    advice = "pip install " + " ".join(f"penstock-{name}" for name in missing) if missing else ""
+    advice = "pip install 'penstock[local]'" if missing else ""
     found = f"without {', '.join(missing)}" if missing else "all four installed"
     return Finding("services", not missing, "sandbox" in missing, found, advice)
 

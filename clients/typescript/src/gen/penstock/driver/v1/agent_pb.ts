@@ -61,7 +61,7 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
   toolbox?: ToolboxSpec | undefined;
 
   /**
-   * Whether the agent or its installation needs root in the sandbox. Refused on a backend without root (R46).
+   * Whether the agent or its installation needs root in the sandbox. Refused on a backend without root.
    *
    * @generated from field: bool needs_root = 5;
    */
@@ -119,7 +119,7 @@ export type AgentSpec = Message<"penstock.driver.v1.AgentSpec"> & {
   artifacts: ArtifactSpec[];
 
   /**
-   * Arguments appended if the rollout chooses to skip the agent's permission prompts (R68).
+   * Arguments appended if the rollout chooses to skip the agent's permission prompts.
    *
    * @generated from field: repeated string skip_permissions_argv = 15;
    */
@@ -380,7 +380,7 @@ export const McpConfigSchema: GenMessage<McpConfig> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_agent, 4);
 
 /**
- * AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused (R63).
+ * AgentOption is an option that a rollout may set. It takes effect through a template. An unlisted option is refused.
  *
  * @generated from message penstock.driver.v1.AgentOption
  */

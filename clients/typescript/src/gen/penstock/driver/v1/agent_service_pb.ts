@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/agent_service.proto.
  */
 export const file_penstock_driver_v1_agent_service: GenFile = /*@__PURE__*/
-  fileDesc("CiZwZW5zdG9jay9kcml2ZXIvdjEvYWdlbnRfc2VydmljZS5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIo4BCgVBZ2VudBIrCgRzcGVjGAEgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50U3BlYxITCgtzcGVjX3NoYTI1NhgCIAEoCRIQCghidWlsdF9pbhgDIAEoCBIxCg1yZWdpc3Rlcl90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCI6ChFMaXN0QWdlbnRzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJYChJMaXN0QWdlbnRzUmVzcG9uc2USKQoGYWdlbnRzGAEgAygLMhkucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSI0Cg9HZXRBZ2VudFJlcXVlc3QSDAoEbmFtZRgBIAEoCRITCgtzcGVjX3NoYTI1NhgCIAEoCSI8ChBHZXRBZ2VudFJlc3BvbnNlEigKBWFnZW50GAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50IkMKFFJlZ2lzdGVyQWdlbnRSZXF1ZXN0EisKBHNwZWMYASABKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRTcGVjIkEKFVJlZ2lzdGVyQWdlbnRSZXNwb25zZRIoCgVhZ2VudBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudCIiChJEZWxldGVBZ2VudFJlcXVlc3QSDAoEbmFtZRgBIAEoCSIVChNEZWxldGVBZ2VudFJlc3BvbnNlIoABChFDaGVja0FnZW50UmVxdWVzdBIMCgRuYW1lGAEgASgJEg8KB2JhY2tlbmQYAiABKAkSMAoEc3BlYxgDIAEoCzIdLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudFNwZWNIAIgBARIRCglzcGVjX29ubHkYBCABKAhCBwoFX3NwZWMi5wEKEkNoZWNrQWdlbnRSZXNwb25zZRIMCgRzdGVwGAEgASgJEj8KB291dGNvbWUYAiABKA4yLi5wZW5zdG9jay5kcml2ZXIudjEuQ2hlY2tBZ2VudFJlc3BvbnNlLk91dGNvbWUSDwoHbWVzc2FnZRgDIAEoCSJxCgdPdXRjb21lEhcKE09VVENPTUVfVU5TUEVDSUZJRUQQABIUChBPVVRDT01FX1BST0dSRVNTEAESDgoKT1VUQ09NRV9PSxACEhIKDk9VVENPTUVfRkFJTEVEEAMSEwoPT1VUQ09NRV9XQVJOSU5HEAQy5wMKDEFnZW50U2VydmljZRJbCgpMaXN0QWdlbnRzEiUucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RBZ2VudHNSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RBZ2VudHNSZXNwb25zZRJVCghHZXRBZ2VudBIjLnBlbnN0b2NrLmRyaXZlci52MS5HZXRBZ2VudFJlcXVlc3QaJC5wZW5zdG9jay5kcml2ZXIudjEuR2V0QWdlbnRSZXNwb25zZRJkCg1SZWdpc3RlckFnZW50EigucGVuc3RvY2suZHJpdmVyLnYxLlJlZ2lzdGVyQWdlbnRSZXF1ZXN0GikucGVuc3RvY2suZHJpdmVyLnYxLlJlZ2lzdGVyQWdlbnRSZXNwb25zZRJeCgtEZWxldGVBZ2VudBImLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVBZ2VudFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlQWdlbnRSZXNwb25zZRJdCgpDaGVja0FnZW50EiUucGVuc3RvY2suZHJpdmVyLnYxLkNoZWNrQWdlbnRSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkNoZWNrQWdlbnRSZXNwb25zZTABQpwBChJwZW5zdG9jay5kcml2ZXIudjFCEUFnZW50U2VydmljZVByb3RvUAFaMHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2RyaXZlci92MTtkcml2ZXJ2MaoCElBlbnN0b2NrLkRyaXZlci5WMcoCElBlbnN0b2NrXERyaXZlclxWMeoCFFBlbnN0b2NrOjpEcml2ZXI6OlYxYgZwcm90bzM", [file_google_protobuf_timestamp, file_penstock_driver_v1_agent]);
+  fileDesc("CiZwZW5zdG9jay9kcml2ZXIvdjEvYWdlbnRfc2VydmljZS5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIqEBCgVBZ2VudBIrCgRzcGVjGAEgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50U3BlYxITCgtzcGVjX3NoYTI1NhgCIAEoCRIQCghidWlsdF9pbhgDIAEoCBIxCg1yZWdpc3Rlcl90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIRCgluYW1lc3BhY2UYBSABKAkiUgoRTGlzdEFnZW50c1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSFgoOYWxsX25hbWVzcGFjZXMYAyABKAgiWAoSTGlzdEFnZW50c1Jlc3BvbnNlEikKBmFnZW50cxgBIAMoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiNAoPR2V0QWdlbnRSZXF1ZXN0EgwKBG5hbWUYASABKAkSEwoLc3BlY19zaGEyNTYYAiABKAkiPAoQR2V0QWdlbnRSZXNwb25zZRIoCgVhZ2VudBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudCJDChRSZWdpc3RlckFnZW50UmVxdWVzdBIrCgRzcGVjGAEgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50U3BlYyJBChVSZWdpc3RlckFnZW50UmVzcG9uc2USKAoFYWdlbnQYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnQiIgoSRGVsZXRlQWdlbnRSZXF1ZXN0EgwKBG5hbWUYASABKAkiFQoTRGVsZXRlQWdlbnRSZXNwb25zZSKAAQoRQ2hlY2tBZ2VudFJlcXVlc3QSDAoEbmFtZRgBIAEoCRIPCgdiYWNrZW5kGAIgASgJEjAKBHNwZWMYAyABKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRTcGVjSACIAQESEQoJc3BlY19vbmx5GAQgASgIQgcKBV9zcGVjIucBChJDaGVja0FnZW50UmVzcG9uc2USDAoEc3RlcBgBIAEoCRI/CgdvdXRjb21lGAIgASgOMi4ucGVuc3RvY2suZHJpdmVyLnYxLkNoZWNrQWdlbnRSZXNwb25zZS5PdXRjb21lEg8KB21lc3NhZ2UYAyABKAkicQoHT3V0Y29tZRIXChNPVVRDT01FX1VOU1BFQ0lGSUVEEAASFAoQT1VUQ09NRV9QUk9HUkVTUxABEg4KCk9VVENPTUVfT0sQAhISCg5PVVRDT01FX0ZBSUxFRBADEhMKD09VVENPTUVfV0FSTklORxAEMucDCgxBZ2VudFNlcnZpY2USWwoKTGlzdEFnZW50cxIlLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0QWdlbnRzUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0QWdlbnRzUmVzcG9uc2USVQoIR2V0QWdlbnQSIy5wZW5zdG9jay5kcml2ZXIudjEuR2V0QWdlbnRSZXF1ZXN0GiQucGVuc3RvY2suZHJpdmVyLnYxLkdldEFnZW50UmVzcG9uc2USZAoNUmVnaXN0ZXJBZ2VudBIoLnBlbnN0b2NrLmRyaXZlci52MS5SZWdpc3RlckFnZW50UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5SZWdpc3RlckFnZW50UmVzcG9uc2USXgoLRGVsZXRlQWdlbnQSJi5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlQWdlbnRSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkRlbGV0ZUFnZW50UmVzcG9uc2USXQoKQ2hlY2tBZ2VudBIlLnBlbnN0b2NrLmRyaXZlci52MS5DaGVja0FnZW50UmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5DaGVja0FnZW50UmVzcG9uc2UwAUKcAQoScGVuc3RvY2suZHJpdmVyLnYxQhFBZ2VudFNlcnZpY2VQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_timestamp, file_penstock_driver_v1_agent]);
 
 /**
  * Agent is a registered agent.
@@ -43,6 +43,13 @@ export type Agent = Message<"penstock.driver.v1.Agent"> & {
    * @generated from field: google.protobuf.Timestamp register_time = 4;
    */
   registerTime?: Timestamp | undefined;
+
+  /**
+   * The namespace that registered it. Empty = built in, for all namespaces.
+   *
+   * @generated from field: string namespace = 5;
+   */
+  namespace: string;
 };
 
 /**
@@ -69,6 +76,13 @@ export type ListAgentsRequest = Message<"penstock.driver.v1.ListAgentsRequest"> 
    * @generated from field: string page_token = 2;
    */
   pageToken: string;
+
+  /**
+   * Those of all namespaces, for an operator who names none. False = those of the caller's namespace.
+   *
+   * @generated from field: bool all_namespaces = 3;
+   */
+  allNamespaces: boolean;
 };
 
 /**
@@ -337,14 +351,16 @@ export const CheckAgentResponse_OutcomeSchema: GenEnum<CheckAgentResponse_Outcom
 /**
  * AgentService is the registry of agents.
  *
+ * OperationsService has the terms of every RPC: credentials, errors, sizes, pings, deadlines.
+ *
  * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
- * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations), UNAVAILABLE (DRAINING) with RetryInfo.
  *
  * @generated from service penstock.driver.v1.AgentService
  */
 export const AgentService: GenService<{
   /**
-   * ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these (R66).
+   * ListAgents lists all agents by name, built-in ones included. CreateRollout accepts exactly these.
    *
    * @generated from rpc penstock.driver.v1.AgentService.ListAgents
    */
@@ -390,7 +406,7 @@ export const AgentService: GenService<{
   /**
    * CheckAgent tests an agent: it checks the spec, installs it, runs its check command in a sandbox, and streams each
    * finding at once. Each mistake of an invalid spec is a finding. Nothing is registered.
-   * Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (SPEC_INVALID: both a name and a spec).
+   * Errors: NOT_FOUND (AGENT_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID: both a name and a spec).
    *
    * @generated from rpc penstock.driver.v1.AgentService.CheckAgent
    */

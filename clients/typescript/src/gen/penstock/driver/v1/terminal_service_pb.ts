@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/terminal_service.proto.
  */
 export const file_penstock_driver_v1_terminal_service: GenFile = /*@__PURE__*/
-  fileDesc("CilwZW5zdG9jay9kcml2ZXIvdjEvdGVybWluYWxfc2VydmljZS5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIpsFCghUZXJtaW5hbBITCgt0ZXJtaW5hbF9pZBgBIAEoCRImCgR0YXNrGAIgASgLMhgucGVuc3RvY2suZHJpdmVyLnYxLlRhc2sSEgoKc3RlcF9jb3VudBgDIAEoBRINCgVlbmRlZBgEIAEoCBIzCgZyZXdhcmQYBSABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgAiAEBEi8KC2NyZWF0ZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIxCgdmYWlsdXJlGAcgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVIAYgBARI4CgZsYWJlbHMYCCADKAsyKC5wZW5zdG9jay5kcml2ZXIudjEuVGVybWluYWwuTGFiZWxzRW50cnkSOwoOc2V0dXBfY29tbWFuZHMYCSADKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuQ29tbWFuZEZpbmlzaGVkEj4KEXZlcmlmaWVyX2NvbW1hbmRzGAogAygLMiMucGVuc3RvY2suZHJpdmVyLnYxLkNvbW1hbmRGaW5pc2hlZBISCgpzYW5kYm94X2lkGAsgASgJEi8KC2V4cGlyZV90aW1lGAwgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgNIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJgoEaG9tZRgPIAEoCzIYLnBlbnN0b2NrLmRyaXZlci52MS5Ib21lGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3Jld2FyZEIKCghfZmFpbHVyZSK5AwoTT3BlblRlcm1pbmFsUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEiYKBHRhc2sYAiABKAsyGC5wZW5zdG9jay5kcml2ZXIudjEuVGFzaxIyCgdzYW5kYm94GAMgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlNhbmRib3hDaG9pY2USLAoJd2FsbF90aW1lGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjIKD2NvbW1hbmRfdGltZW91dBgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhJDCgZsYWJlbHMYBiADKAsyMy5wZW5zdG9jay5kcml2ZXIudjEuT3BlblRlcm1pbmFsUmVxdWVzdC5MYWJlbHNFbnRyeRIfChJvdXRwdXRfbGltaXRfYnl0ZXMYByABKANIAIgBARIWCgltYXhfc3RlcHMYCCABKAVIAYgBARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQhUKE19vdXRwdXRfbGltaXRfYnl0ZXNCDAoKX21heF9zdGVwcyJGChRPcGVuVGVybWluYWxSZXNwb25zZRIuCgh0ZXJtaW5hbBgBIAEoCzIcLnBlbnN0b2NrLmRyaXZlci52MS5UZXJtaW5hbCKGAQoLU3RlcFJlcXVlc3QSEwoLdGVybWluYWxfaWQYASABKAkSDwoHc3RlcF9pZBgCIAEoCRIvCgdjb21tYW5kGAMgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kSAASFgoMZmluYWxfYW5zd2VyGAQgASgJSABCCAoGYWN0aW9uIu0BCgxTdGVwUmVzcG9uc2USDwoHc3RlcF9pZBgBIAEoCRIzCgZyZXN1bHQYAiABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlc3VsdEgAiAEBEg0KBWVuZGVkGAMgASgIEjMKBnJld2FyZBgEIAEoCzIeLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuUmV3YXJkSAGIAQESMQoHZmFpbHVyZRgFIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5GYWlsdXJlSAKIAQFCCQoHX3Jlc3VsdEIJCgdfcmV3YXJkQgoKCF9mYWlsdXJlIisKFENsb3NlVGVybWluYWxSZXF1ZXN0EhMKC3Rlcm1pbmFsX2lkGAEgASgJIhcKFUNsb3NlVGVybWluYWxSZXNwb25zZSIpChJHZXRUZXJtaW5hbFJlcXVlc3QSEwoLdGVybWluYWxfaWQYASABKAkiRQoTR2V0VGVybWluYWxSZXNwb25zZRIuCgh0ZXJtaW5hbBgBIAEoCzIcLnBlbnN0b2NrLmRyaXZlci52MS5UZXJtaW5hbDKMBAoPVGVybWluYWxTZXJ2aWNlEmEKDE9wZW5UZXJtaW5hbBInLnBlbnN0b2NrLmRyaXZlci52MS5PcGVuVGVybWluYWxSZXF1ZXN0GigucGVuc3RvY2suZHJpdmVyLnYxLk9wZW5UZXJtaW5hbFJlc3BvbnNlEngKBFN0ZXASHy5wZW5zdG9jay5kcml2ZXIudjEuU3RlcFJlcXVlc3QaIC5wZW5zdG9jay5kcml2ZXIudjEuU3RlcFJlc3BvbnNlIimyuxglChZ4LXBlbnN0b2NrLXRlcm1pbmFsLWlkEgt0ZXJtaW5hbF9pZCgBMAESjwEKDUNsb3NlVGVybWluYWwSKC5wZW5zdG9jay5kcml2ZXIudjEuQ2xvc2VUZXJtaW5hbFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuQ2xvc2VUZXJtaW5hbFJlc3BvbnNlIimyuxglChZ4LXBlbnN0b2NrLXRlcm1pbmFsLWlkEgt0ZXJtaW5hbF9pZBKJAQoLR2V0VGVybWluYWwSJi5wZW5zdG9jay5kcml2ZXIudjEuR2V0VGVybWluYWxSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkdldFRlcm1pbmFsUmVzcG9uc2UiKbK7GCUKFngtcGVuc3RvY2stdGVybWluYWwtaWQSC3Rlcm1pbmFsX2lkQp8BChJwZW5zdG9jay5kcml2ZXIudjFCFFRlcm1pbmFsU2VydmljZVByb3RvUAFaMHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2RyaXZlci92MTtkcml2ZXJ2MaoCElBlbnN0b2NrLkRyaXZlci5WMcoCElBlbnN0b2NrXERyaXZlclxWMeoCFFBlbnN0b2NrOjpEcml2ZXI6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_sandbox_v1_process_service, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CilwZW5zdG9jay9kcml2ZXIvdjEvdGVybWluYWxfc2VydmljZS5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIq4FCghUZXJtaW5hbBITCgt0ZXJtaW5hbF9pZBgBIAEoCRImCgR0YXNrGAIgASgLMhgucGVuc3RvY2suZHJpdmVyLnYxLlRhc2sSEgoKc3RlcF9jb3VudBgDIAEoBRINCgVlbmRlZBgEIAEoCBIzCgZyZXdhcmQYBSABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgAiAEBEi8KC2NyZWF0ZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIxCgdmYWlsdXJlGAcgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVIAYgBARI4CgZsYWJlbHMYCCADKAsyKC5wZW5zdG9jay5kcml2ZXIudjEuVGVybWluYWwuTGFiZWxzRW50cnkSOwoOc2V0dXBfY29tbWFuZHMYCSADKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuQ29tbWFuZEZpbmlzaGVkEj4KEXZlcmlmaWVyX2NvbW1hbmRzGAogAygLMiMucGVuc3RvY2suZHJpdmVyLnYxLkNvbW1hbmRGaW5pc2hlZBISCgpzYW5kYm94X2lkGAsgASgJEi8KC2V4cGlyZV90aW1lGAwgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgNIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEQoJbmFtZXNwYWNlGA4gASgJEiYKBGhvbWUYDyABKAsyGC5wZW5zdG9jay5kcml2ZXIudjEuSG9tZRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgkKB19yZXdhcmRCCgoIX2ZhaWx1cmUiuQMKE09wZW5UZXJtaW5hbFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRImCgR0YXNrGAIgASgLMhgucGVuc3RvY2suZHJpdmVyLnYxLlRhc2sSMgoHc2FuZGJveBgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5TYW5kYm94Q2hvaWNlEiwKCXdhbGxfdGltZRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIyCg9jb21tYW5kX3RpbWVvdXQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SQwoGbGFiZWxzGAYgAygLMjMucGVuc3RvY2suZHJpdmVyLnYxLk9wZW5UZXJtaW5hbFJlcXVlc3QuTGFiZWxzRW50cnkSHwoSb3V0cHV0X2xpbWl0X2J5dGVzGAcgASgDSACIAQESFgoJbWF4X3N0ZXBzGAggASgFSAGIAQEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIVChNfb3V0cHV0X2xpbWl0X2J5dGVzQgwKCl9tYXhfc3RlcHMiRgoUT3BlblRlcm1pbmFsUmVzcG9uc2USLgoIdGVybWluYWwYASABKAsyHC5wZW5zdG9jay5kcml2ZXIudjEuVGVybWluYWwihgEKC1N0ZXBSZXF1ZXN0EhMKC3Rlcm1pbmFsX2lkGAEgASgJEg8KB3N0ZXBfaWQYAiABKAkSLwoHY29tbWFuZBgDIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZEgAEhYKDGZpbmFsX2Fuc3dlchgEIAEoCUgAQggKBmFjdGlvbiLtAQoMU3RlcFJlc3BvbnNlEg8KB3N0ZXBfaWQYASABKAkSMwoGcmVzdWx0GAIgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SdW5SZXN1bHRIAIgBARINCgVlbmRlZBgDIAEoCBIzCgZyZXdhcmQYBCABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgBiAEBEjEKB2ZhaWx1cmUYBSABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuRmFpbHVyZUgCiAEBQgkKB19yZXN1bHRCCQoHX3Jld2FyZEIKCghfZmFpbHVyZSIrChRDbG9zZVRlcm1pbmFsUmVxdWVzdBITCgt0ZXJtaW5hbF9pZBgBIAEoCSIXChVDbG9zZVRlcm1pbmFsUmVzcG9uc2UiKQoSR2V0VGVybWluYWxSZXF1ZXN0EhMKC3Rlcm1pbmFsX2lkGAEgASgJIkUKE0dldFRlcm1pbmFsUmVzcG9uc2USLgoIdGVybWluYWwYASABKAsyHC5wZW5zdG9jay5kcml2ZXIudjEuVGVybWluYWwyjAQKD1Rlcm1pbmFsU2VydmljZRJhCgxPcGVuVGVybWluYWwSJy5wZW5zdG9jay5kcml2ZXIudjEuT3BlblRlcm1pbmFsUmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5PcGVuVGVybWluYWxSZXNwb25zZRJ4CgRTdGVwEh8ucGVuc3RvY2suZHJpdmVyLnYxLlN0ZXBSZXF1ZXN0GiAucGVuc3RvY2suZHJpdmVyLnYxLlN0ZXBSZXNwb25zZSIpsrsYJQoWeC1wZW5zdG9jay10ZXJtaW5hbC1pZBILdGVybWluYWxfaWQoATABEo8BCg1DbG9zZVRlcm1pbmFsEigucGVuc3RvY2suZHJpdmVyLnYxLkNsb3NlVGVybWluYWxSZXF1ZXN0GikucGVuc3RvY2suZHJpdmVyLnYxLkNsb3NlVGVybWluYWxSZXNwb25zZSIpsrsYJQoWeC1wZW5zdG9jay10ZXJtaW5hbC1pZBILdGVybWluYWxfaWQSiQEKC0dldFRlcm1pbmFsEiYucGVuc3RvY2suZHJpdmVyLnYxLkdldFRlcm1pbmFsUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUZXJtaW5hbFJlc3BvbnNlIimyuxglChZ4LXBlbnN0b2NrLXRlcm1pbmFsLWlkEgt0ZXJtaW5hbF9pZEKfAQoScGVuc3RvY2suZHJpdmVyLnYxQhRUZXJtaW5hbFNlcnZpY2VQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_sandbox_v1_process_service, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * Terminal is an episode.
@@ -110,6 +110,13 @@ export type Terminal = Message<"penstock.driver.v1.Terminal"> & {
   endTime?: Timestamp | undefined;
 
   /**
+   * The namespace to which it belongs.
+   *
+   * @generated from field: string namespace = 14;
+   */
+  namespace: string;
+
+  /**
    * Where it runs, or ran; without a gate.
    *
    * @generated from field: penstock.driver.v1.Home home = 15;
@@ -131,6 +138,9 @@ export const TerminalSchema: GenMessage<Terminal> = /*@__PURE__*/
  */
 export type OpenTerminalRequest = Message<"penstock.driver.v1.OpenTerminalRequest"> & {
   /**
+   * Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
+   * Remembered as long as the driver keeps its state; not after a failed call.
+   *
    * @generated from field: string request_id = 1;
    */
   requestId: string;
@@ -375,7 +385,7 @@ export const GetTerminalResponseSchema: GenMessage<GetTerminalResponse> = /*@__P
 /**
  * TerminalService runs terminal episodes: the policy itself types the commands, without an agent.
  *
- * An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once (R78): by a
+ * An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
  * final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
  * death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
  * whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
@@ -389,7 +399,7 @@ export const TerminalService: GenService<{
    * OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
    * failed call has made nothing and may be repeated with the same id.
    * Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-   * BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (TERMINAL_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+   * BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
    * DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
    *
    * @generated from rpc penstock.driver.v1.TerminalService.OpenTerminal
@@ -401,14 +411,14 @@ export const TerminalService: GenService<{
   },
   /**
    * Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
-   * gets its result. A final answer runs the verifier, if any, and ends the episode exactly once (R78). All processes of
+   * gets its result. A final answer runs the verifier, if any, and ends the episode exactly once. All processes of
    * the commands are dead before the verifier starts. Steps of several streams run one after another.
    *
    * The shell's state persists between shell commands: working directory, environment, umask, last exit status and, if the
    * sandbox has bash, all variables, functions and aliases. `exit` ends a command, not the episode. Each command has its own
    * shell options, traps and job table. A command that ends by a timeout, a signal or `exec` leaves the previous state. Its
    * background processes run on, except after a timeout. Its standard input is empty.
-   * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (STEP_INVALID),
+   * Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN), INVALID_ARGUMENT (FIELD_INVALID),
    * ALREADY_EXISTS (STEP_ID_REUSED), RESOURCE_EXHAUSTED (STEP_LIMIT; STEPS_PENDING, with RetryInfo: the steps of this
    * episode that run or wait have more than 8 MiB together).
    *

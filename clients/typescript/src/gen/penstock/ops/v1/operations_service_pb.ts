@@ -3,6 +3,14 @@
 /* eslint-disable */
 
 // The state of a service, for operators. It is the same in every service and independent of what the service does.
+//
+// Namespaces. Every resource belongs to a namespace, which separates teams that share services. A token of a trainer or
+// observer belongs to one namespace; a resource of another one is unknown to it, and lists, watches and selections leave it
+// out. An operator names the namespace to act in by the metadata `x-penstock-namespace`. Without it, an operator's new
+// resources belong to "default", its selections are of "default" unless all_namespaces is set, and every resource is
+// reached by its id. Errors of every RPC: PERMISSION_DENIED (NAMESPACE_NOT_ALLOWED: the token belongs to another namespace,
+// or may not select all), INVALID_ARGUMENT (NAMESPACE_INVALID). Errors of every RPC that creates: RESOURCE_EXHAUSTED
+// (NAMESPACE_QUOTA, with RetryInfo).
 
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
@@ -14,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/ops/v1/operations_service.proto.
  */
 export const file_penstock_ops_v1_operations_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QiRAoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvIroBCgpTZXJ2ZXJJbmZvEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgDIAEoBRIQCghmZWF0dXJlcxgEIAMoCRIZChFtYXhfbWVzc2FnZV9ieXRlcxgFIAEoAxI0ChFtaW5fcGluZ19pbnRlcnZhbBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRuYW1lGAcgASgJIoEBChBHZXRTdGF0dXNSZXF1ZXN0EjAKCHBhdGllbmNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uSACIAQESGwoObWluX2ZyZWVfYnl0ZXMYAiABKANIAYgBAUILCglfcGF0aWVuY2VCEQoPX21pbl9mcmVlX2J5dGVzIvwCChFHZXRTdGF0dXNSZXNwb25zZRIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSLwoLc2VydmVyX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCnN0YXJ0X3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEisKCGxvb3BfbGFnGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhYKDnJlc2lkZW50X2J5dGVzGAYgASgDEhIKCm9wZW5fZmlsZXMYByABKAUSEQoJbWF4X2ZpbGVzGAggASgFEiQKBWRpc2tzGAkgAygLMhUucGVuc3RvY2sub3BzLnYxLkRpc2sSJgoGZ2F1Z2VzGAogAygLMhYucGVuc3RvY2sub3BzLnYxLkdhdWdlEioKCHRyb3VibGVzGAsgAygLMhgucGVuc3RvY2sub3BzLnYxLlRyb3VibGUiSgoERGlzaxIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkSEgoKZnJlZV9ieXRlcxgDIAEoAxISCgpzaXplX2J5dGVzGAQgASgDIocBCgVHYXVnZRIMCgRuYW1lGAEgASgJEjIKBmxhYmVscxgCIAMoCzIiLnBlbnN0b2NrLm9wcy52MS5HYXVnZS5MYWJlbHNFbnRyeRINCgV2YWx1ZRgDIAEoARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIlsKB1Ryb3VibGUSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSDgoGYWR2aWNlGAMgASgJEg0KBWdyYXZlGAQgASgIEhAKCHN1YmplY3RzGAUgAygJMscBChFPcGVyYXRpb25zU2VydmljZRJSCglHZXRTdGF0dXMSIS5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVxdWVzdBoiLnBlbnN0b2NrLm9wcy52MS5HZXRTdGF0dXNSZXNwb25zZRJeCg1HZXRTZXJ2ZXJJbmZvEiUucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiYucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXNwb25zZUKPAQoPcGVuc3RvY2sub3BzLnYxQhZPcGVyYXRpb25zU2VydmljZVByb3RvUAFaKnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wcy92MTtvcHN2MaoCD1BlbnN0b2NrLk9wcy5WMcoCD1BlbnN0b2NrXE9wc1xWMeoCEVBlbnN0b2NrOjpPcHM6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QiZQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEgwKBHJvbGUYAiABKAkSEQoJbmFtZXNwYWNlGAMgASgJIroBCgpTZXJ2ZXJJbmZvEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgDIAEoBRIQCghmZWF0dXJlcxgEIAMoCRIZChFtYXhfbWVzc2FnZV9ieXRlcxgFIAEoAxI0ChFtaW5fcGluZ19pbnRlcnZhbBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRuYW1lGAcgASgJIoEBChBHZXRTdGF0dXNSZXF1ZXN0EjAKCHBhdGllbmNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uSACIAQESGwoObWluX2ZyZWVfYnl0ZXMYAiABKANIAYgBAUILCglfcGF0aWVuY2VCEQoPX21pbl9mcmVlX2J5dGVzIvwCChFHZXRTdGF0dXNSZXNwb25zZRIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSLwoLc2VydmVyX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCnN0YXJ0X3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEisKCGxvb3BfbGFnGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhYKDnJlc2lkZW50X2J5dGVzGAYgASgDEhIKCm9wZW5fZmlsZXMYByABKAUSEQoJbWF4X2ZpbGVzGAggASgFEiQKBWRpc2tzGAkgAygLMhUucGVuc3RvY2sub3BzLnYxLkRpc2sSJgoGZ2F1Z2VzGAogAygLMhYucGVuc3RvY2sub3BzLnYxLkdhdWdlEioKCHRyb3VibGVzGAsgAygLMhgucGVuc3RvY2sub3BzLnYxLlRyb3VibGUiSgoERGlzaxIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkSEgoKZnJlZV9ieXRlcxgDIAEoAxISCgpzaXplX2J5dGVzGAQgASgDIocBCgVHYXVnZRIMCgRuYW1lGAEgASgJEjIKBmxhYmVscxgCIAMoCzIiLnBlbnN0b2NrLm9wcy52MS5HYXVnZS5MYWJlbHNFbnRyeRINCgV2YWx1ZRgDIAEoARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIlsKB1Ryb3VibGUSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSDgoGYWR2aWNlGAMgASgJEg0KBWdyYXZlGAQgASgIEhAKCHN1YmplY3RzGAUgAygJMscBChFPcGVyYXRpb25zU2VydmljZRJSCglHZXRTdGF0dXMSIS5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVxdWVzdBoiLnBlbnN0b2NrLm9wcy52MS5HZXRTdGF0dXNSZXNwb25zZRJeCg1HZXRTZXJ2ZXJJbmZvEiUucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiYucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXNwb25zZUKPAQoPcGVuc3RvY2sub3BzLnYxQhZPcGVyYXRpb25zU2VydmljZVByb3RvUAFaKnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wcy92MTtvcHN2MaoCD1BlbnN0b2NrLk9wcy5WMcoCD1BlbnN0b2NrXE9wc1xWMeoCEVBlbnN0b2NrOjpPcHM6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * GetServerInfoRequest has no fields.
@@ -41,6 +49,21 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
    * @generated from field: penstock.ops.v1.ServerInfo server = 1;
    */
   server?: ServerInfo | undefined;
+
+  /**
+   * The caller's role: "operator", "trainer" or "observer".
+   *
+   * @generated from field: string role = 2;
+   */
+  role: string;
+
+  /**
+   * The namespace in which the caller acts. Empty = an operator who names none: new resources belong to "default", and
+   * every resource is reached by its id.
+   *
+   * @generated from field: string namespace = 3;
+   */
+  namespace: string;
 };
 
 /**
@@ -355,10 +378,20 @@ export const TroubleSchema: GenMessage<Trouble> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 7);
 
 /**
- * OperationsService is served by each of the four services.
+ * OperationsService is served by each of the four services. These are the terms of every RPC of every service:
+ * - A call carries the metadata `authorization: Bearer TOKEN` with the token of a role. Health checks need none.
+ * - A refusal has google.rpc details: always ErrorInfo with a stable reason and the domain "penstock", BadRequest where fields
+ *   are invalid (FIELD_INVALID), RetryInfo where a later repeat helps. docs/errors.md has every reason. A status without
+ *   ErrorInfo is from the transport.
+ * - A message has at most 64 MiB in both directions (ServerInfo.max_message_bytes). gRPC's libraries receive 4 MiB unless
+ *   their limit is raised.
+ * - Pings of a client are at least 10 s apart. More frequent ones end the connection.
+ * - An RPC that waits returns at 80 % of the call's deadline with what there is; without a deadline it waits for what it
+ *   names, or for its own limit. A cancelled call leaves nothing half made.
+ * - Messages in fragments merge in order: MergeFrom, or parsing the fragments' bytes joined to one.
  *
  * Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED
- * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT with BadRequest field violations.
+ * (ROLE_NOT_ALLOWED), INVALID_ARGUMENT (FIELD_INVALID, with field violations).
  *
  * @generated from service penstock.ops.v1.OperationsService
  */
@@ -366,7 +399,7 @@ export const OperationsService: GenService<{
   /**
    * GetStatus returns the state of the service and its process, and the diagnostics found. It changes nothing. The answer
    * has no secret, no prompt and nothing that an agent wrote; its ids are those of rollouts, sessions and sandboxes.
-   * Errors: INVALID_ARGUMENT (STATUS_REQUEST_INVALID).
+   * Errors: INVALID_ARGUMENT (FIELD_INVALID).
    *
    * @generated from rpc penstock.ops.v1.OperationsService.GetStatus
    */

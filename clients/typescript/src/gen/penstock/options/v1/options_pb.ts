@@ -2,12 +2,12 @@
 // @generated from file penstock/options/v1/options.proto (package penstock.options.v1, syntax proto3)
 /* eslint-disable */
 
-// Options that these protos put on their own RPCs. No message on the wire has them. A generator that does not know them
+// Options that these protos put on their own RPCs and fields. No message on the wire has them. A generator that does not know them
 // leaves them out, and nothing else changes.
 
 import type { GenExtension, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { extDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
-import type { MethodOptions } from "@bufbuild/protobuf/wkt";
+import type { FieldOptions, MethodOptions } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_descriptor } from "@bufbuild/protobuf/wkt";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/options/v1/options.proto.
  */
 export const file_penstock_options_v1_options: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9vcHRpb25zL3YxL29wdGlvbnMucHJvdG8SE3BlbnN0b2NrLm9wdGlvbnMudjEiJgoFUm91dGUSDgoGaGVhZGVyGAEgASgJEg0KBWZpZWxkGAIgASgJOlIKBXJvdXRlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYtocDIAMoCzIaLnBlbnN0b2NrLm9wdGlvbnMudjEuUm91dGVSBXJvdXRlQp0BChNwZW5zdG9jay5vcHRpb25zLnYxQgxPcHRpb25zUHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vb3B0aW9ucy92MTtvcHRpb25zdjGqAhNQZW5zdG9jay5PcHRpb25zLlYxygITUGVuc3RvY2tcT3B0aW9uc1xWMeoCFVBlbnN0b2NrOjpPcHRpb25zOjpWMWIGcHJvdG8z", [file_google_protobuf_descriptor]);
+  fileDesc("CiFwZW5zdG9jay9vcHRpb25zL3YxL29wdGlvbnMucHJvdG8SE3BlbnN0b2NrLm9wdGlvbnMudjEiJgoFUm91dGUSDgoGaGVhZGVyGAEgASgJEg0KBWZpZWxkGAIgASgJOlIKBXJvdXRlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYtocDIAMoCzIaLnBlbnN0b2NrLm9wdGlvbnMudjEuUm91dGVSBXJvdXRlOjcKBnNlY3JldBIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYtYcDIAEoCFIGc2VjcmV0Qp0BChNwZW5zdG9jay5vcHRpb25zLnYxQgxPcHRpb25zUHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vb3B0aW9ucy92MTtvcHRpb25zdjGqAhNQZW5zdG9jay5PcHRpb25zLlYxygITUGVuc3RvY2tcT3B0aW9uc1xWMeoCFVBlbnN0b2NrOjpPcHRpb25zOjpWMWIGcHJvdG8z", [file_google_protobuf_descriptor]);
 
 /**
  * Route is a header that names what a request is about, so that a proxy can choose the service without reading the request.
@@ -54,4 +54,13 @@ export const RouteSchema: GenMessage<Route> = /*@__PURE__*/
  */
 export const route: GenExtension<MethodOptions, Route[]> = /*@__PURE__*/
   extDesc(file_penstock_options_v1_options, 0);
+
+/**
+ * The field, or each value of the map, is a credential. A program that logs or prints a message leaves it out: the text
+ * form of protobuf's libraries does not.
+ *
+ * @generated from extension: bool secret = 50101;
+ */
+export const secret: GenExtension<FieldOptions, boolean> = /*@__PURE__*/
+  extDesc(file_penstock_options_v1_options, 1);
 

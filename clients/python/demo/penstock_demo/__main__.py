@@ -1,0 +1,6 @@
+"""`python -m penstock_demo`, which `penstock demo` becomes."""
+
+from penstock_demo.train import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""GRPO on real coding-agent rollouts, on a laptop: a small decoder learns to complete shell tasks.
+
+    penstock demo --seed 1                  (or `make demo SEED=1` in a clone)
+
+Each step starts 8 groups of 8 rollouts. A rollout is a real agent process in its own sandbox; its model calls wait at
+the gate until this program answers them with what the inference service samples; a verifier in the sandbox makes the
+reward. The captured tokens and logprobs become one GRPO update, and the new weights are pushed back, one policy version
+later. What a run leaves behind is in runs/demo/latest of the working directory. The seed decides everything: weights,
+tasks, and each sampled token, whatever the order in which calls arrive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from penstock.analysis.export import Table, write_jsonl
+from penstock.client import (
+    Budgets,
+    GroupHandle,
+    InterceptSession,
+    ModelCall,
+    Penstock,
+    PenstockError,
+    ResultRejected,
+    RolloutResult,
+    connect,
+)
+from penstock.local.stack import LocalStack
+from penstock_codec import Codec
+from penstock_demo import model
+from penstock_demo.display import Display, Figures, Metrics, recent, save_picture
+from penstock_demo.learner import Learner, Row, advantages
+from penstock_demo.tasks import TASKS, CopyTask, Corpus, build_codec
+
+PROMPTS, GROUP_SIZE = 8, 8
+MAX_STEPS, GOAL, WINDOW = 100, 0.93, 10
+BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
+RUNS = Path.cwd() / "runs" / "demo"
+
+
+def warm_start(codec: Codec, seed: int, run: Path, display: Display) -> Learner:
+    """The policy that training starts from, in `run`/initial."""
+    learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
+    display.begin("warm start: learning the tool-call format from examples (kept for the next run of this seed) ...")
+    learner.warm_start(Corpus(codec), run.parent / "cache", display.say)
+    model.export(learner.params, learner.config, codec.files, run / "initial")
+    return learner
+
+
+async def train(
+    learner: Learner, codec: Codec, seed: int, max_steps: int, run: Path, start: float, display: Display
+) -> list[Metrics]:
+    """One training run; answers its metrics. Everything that it makes is in `run`; `start` is when the clock began."""
+    display.begin("starting the four services ...")
+    history: list[Metrics] = []
+    stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
+    async with (
+        stack,
+        connect(stack.endpoints) as ps,
+        ps.intercept(run_id=run.name, policy_version=0) as session,
+        asyncio.TaskGroup() as background,
+    ):
+        background.create_task(answer_calls(ps, session))
+        order = np.random.default_rng(seed)
+        for step in range(max_steps):
+            began = time.perf_counter()
+            (display.say if step else display.begin)(f"step {step + 1}: {PROMPTS * GROUP_SIZE} agents at work ...")
+            chosen = [TASKS[i] for i in order.permutation(len(TASKS))[:PROMPTS]]
+            groups = await asyncio.gather(*(start_group(ps, run.name, step, i, task) for i, task in enumerate(chosen)))
+            results = await asyncio.gather(*(group.results() for group in groups))
+
+            display.say(f"step {step + 1}: learning ...")
+            loss, gap = await asyncio.to_thread(learner.update, scored_rows(results))
+            await ps.inference.update_weights(step + 1, learner.weights())
+            session.announce(step + 1)
+
+            ended = [result for group in results for result in group]
+            save_trajectories(run, step + 1, ended)
+            now = time.perf_counter()
+            history.append(
+                Metrics(
+                    step=step + 1,
+                    policy_version=step,
+                    seconds=round(now - began, 3),
+                    elapsed=round(now - start, 3),
+                    loss=loss,
+                    logprob_gap=gap,
+                    **figures(ended),
+                )
+            )
+            if step == 0:
+                point_latest(run)
+            display.step(history[-1])
+            append(run / "metrics.jsonl", history[-1])
+            for result in ended:
+                if reward_of(result) is None:
+                    append(run / "ungraded.jsonl", {"rollout_id": result.rollout_id, "failure": str(result.failure)})
+            if len(history) >= WINDOW and recent(history, WINDOW) >= GOAL:
+                break
+        session.finish()
+    display.begin("saving ...")
+    model.export(learner.params, learner.config, codec.files, run / "model")
+    return history
+
+
+async def answer_calls(ps: Penstock, session: InterceptSession) -> None:
+    """The trainer's side of the gate: every call that comes in is answered, many at a time."""
+    async with asyncio.TaskGroup() as tasks:
+        async for call in session.calls():
+            tasks.create_task(answer(ps, call))
+
+
+async def answer(ps: Penstock, call: ModelCall) -> None:
+    """One answer. The seed names the call by its place in the run, so that the order of arrival changes nothing."""
+    digest = hashlib.blake2b(f"{call.rollout_id}/{call.index}".encode(), digest_size=8).digest()
+    sampling = call.sampling.replace(temperature=1.0, seed=int.from_bytes(digest) >> 1)
+    completion = await ps.inference.generate(call.prompt_token_ids, sampling, session_id=call.rollout_id)
+    with suppress(ResultRejected):  # the rollout may have ended meanwhile; it says why itself
+        await call.deliver(completion)
+
+
+async def start_group(ps: Penstock, run_id: str, step: int, index: int, task: CopyTask) -> GroupHandle:
+    """Eight rollouts of one task."""
+    group_id = f"{run_id}-{step:03d}-{index}"
+    return await ps.groups.create(
+        task.to_task(), "shell", GROUP_SIZE, group_id=group_id, run_id=run_id, budgets=BUDGETS
+    )
+
+
+def reward_of(result: RolloutResult) -> float | None:
+    """None when nobody graded it, which is not zero: a broken sandbox says nothing about the policy."""
+    return None if result.reward is None or result.trajectory is None else result.reward.value
+
+
+def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
+    """What the update eats: the tokens that the engine saw and sampled, with its logprobs; nothing is re-tokenised."""
+    rows = []
+    for group in groups:
+        for result, advantage in zip(group, advantages([reward_of(result) for result in group]), strict=True):
+            if advantage is None or result.trajectory is None:
+                continue
+            for sample in result.trajectory.samples:
+                if sample.logprobs is not None:
+                    mask = sample.loss_mask.astype(np.float32)
+                    rows.append(Row(sample.input_ids, mask, sample.logprobs, advantage * sample.weight))
+    return rows
+
+
+def figures(ended: list[RolloutResult]) -> Figures:
+    """What a step's rollouts say, all together."""
+    rewards = [reward for result in ended if (reward := reward_of(result)) is not None]
+    if not rewards:
+        raise RuntimeError(f"no rollout of this step was graded; the first one's failure: {ended[0].failure}")
+    samples = [sample for result in ended if result.trajectory is not None for sample in result.trajectory.samples]
+    return Figures(
+        success=sum(reward == 1.0 for reward in rewards) / len(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        rollouts=len(ended),
+        tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        ungraded=len(ended) - len(rewards),
+    )
+
+
+def save_trajectories(run: Path, step: int, ended: list[RolloutResult]) -> None:
+    """A file per step: each rollout's tokens, mask, logprobs and reward."""
+    path = run / "trajectories" / f"step-{step:03d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    write_jsonl([result.trajectory for result in ended if result.trajectory is not None], path, Table.SEQUENCES)
+
+
+def append(path: Path, line: Mapping[str, object]) -> None:
+    """Add a JSON line to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def new_run(seed: int) -> Path:
+    """An empty directory runs/demo/seed-N. An earlier run of the seed is replaced."""
+    run = RUNS / f"seed-{seed}"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    return run
+
+
+def point_latest(run: Path) -> None:
+    """Beside the run, `latest` is the newest that got as far as a step."""
+    latest = run.parent / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(run.name)
+
+
+def seed_number(text: str) -> int:
+    """A seed as the command line has it."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a seed must be a whole number from 0, not {text!r}")
+    return int(text)
+
+
+def from_here(path: Path) -> Path:
+    """A path as one types it: relative where it is below the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def main() -> None:
+    """Reads the command line, trains, and says what to do next."""
+    parser = argparse.ArgumentParser(
+        prog="penstock demo", description="Train a small model by GRPO through all four services."
+    )
+    parser.add_argument("--seed", type=seed_number, default=1, help="seed that repeats a run (default 1)")
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"most steps (default {MAX_STEPS})")
+    given = parser.parse_args()
+    model.use_compilation_cache(RUNS / "cache" / "xla")
+    run = new_run(given.seed)
+    with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
+        try:
+            start, codec = time.perf_counter(), build_codec()
+            learner = warm_start(codec, given.seed, run, display)
+            history = asyncio.run(train(learner, codec, given.seed, given.steps, run, start, display))
+        except* PenstockError as errors:
+            sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
+        except* KeyboardInterrupt:
+            sys.exit("interrupted: the services are stopped")
+    save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
+    last, penstock = history[-1], from_here(Path(sys.executable).with_name("penstock"))
+    task = from_here(Path(__file__).with_name("task.yaml"))
+    latest = os.path.relpath(RUNS / "latest")
+    print(
+        f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} -> {recent(history):.2f}"
+        f" (mean of the last {min(WINDOW, len(history))} steps)\n"
+        f"  {latest}/reward.png           the curve\n"
+        f"  {latest}/metrics.jsonl        a line per step\n"
+        f"  {latest}/trajectories/        every rollout's tokens, mask, logprobs and reward\n"
+        f"  {latest}/model                the trained model\n"
+        "\nTry next:\n"
+        f"  {penstock} rollout --agent shell --task {task} --model-dir {latest}/model\n"
+        "    (its context is 1,024 tokens, too short for what opencode, pi and such ask; they want another model:)\n"
+        f"  {penstock} rollout --agent opencode --task {task} --upstream URL --model M --api-key-env NAME\n"
+        f"  {penstock} up --model-dir {latest}/model\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

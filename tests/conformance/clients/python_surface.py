@@ -1,0 +1,304 @@
+"""The rest of the Python client's subject: terminals, agents, weights, host tools, calls without a session.
+
+What the client has no method for is called by the generated stub, on the client's own channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from google.protobuf import duration_pb2
+from tests.conformance.clients.python_sandboxes import COMMANDS as SANDBOXES
+
+from penstock.client import HostTool, HostToolCall, Penstock, ToolFailed
+from penstock.client.errors import (
+    AlreadyDelivered,
+    CallEnded,
+    InvalidCompletion,
+    NotLeased,
+    ResultRejected,
+    StalePolicy,
+    UnknownCall,
+)
+from penstock.client.intercept.calls import ModelCall
+from penstock.interception.v1 import intercept_service_pb2 as intercept
+from penstock.interception.v1 import intercept_service_pb2_grpc
+from penstock.ops.v1 import operations_service_pb2 as ops
+from penstock.ops.v1 import operations_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from tests.conformance.clients.python_subject import Subject
+
+Json = dict[str, Any]
+
+_REJECTIONS: Final[Mapping[int, type[ResultRejected]]] = {
+    intercept.ResultRejected.REASON_UNKNOWN_CALL: UnknownCall,
+    intercept.ResultRejected.REASON_ALREADY_DELIVERED: AlreadyDelivered,
+    intercept.ResultRejected.REASON_CALL_ENDED: CallEnded,
+    intercept.ResultRejected.REASON_NOT_LEASED: NotLeased,
+    intercept.ResultRejected.REASON_INVALID: InvalidCompletion,
+    intercept.ResultRejected.REASON_STALE_POLICY: StalePolicy,
+}
+
+
+def _ps(subject: Subject, given: Json) -> Penstock:
+    return subject.client(given)
+
+
+# Terminals and agents.
+
+
+async def terminal_open(subject: Subject, given: Json) -> Json:
+    opened = await _ps(subject, given).terminals.open(subject.task(given["spec"]))
+    subject.kept("terminals")[opened.terminal_id] = opened
+    return {"terminal_id": opened.terminal_id}
+
+
+async def terminal_run(subject: Subject, given: Json) -> Json:
+    seen = await subject.kept("terminals")[given["terminal_id"]].run(given["shell"])
+    return {"stdout": seen.result.stdout.decode(), "code": seen.result.exit.code, "ended": seen.ended}
+
+
+async def terminal_answer(subject: Subject, given: Json) -> Json:
+    seen = await subject.kept("terminals")[given["terminal_id"]].answer(given["text"])
+    return {"ended": seen.ended, "reward": None if seen.reward is None else seen.reward.value}
+
+
+async def terminal_get(subject: Subject, given: Json) -> Json:
+    seen = (await _ps(subject, given).terminals.attach(given["terminal_id"])).info
+    return {"step_count": seen.step_count, "ended": seen.ended}
+
+
+async def terminal_close(subject: Subject, given: Json) -> None:
+    await subject.kept("terminals")[given["terminal_id"]].close()
+
+
+async def agent_list(subject: Subject, given: Json) -> Json:
+    return {"names": [item.name async for item in _ps(subject, given).agents.list()]}
+
+
+async def agent_get(subject: Subject, given: Json) -> Json:
+    found = await _ps(subject, given).agents.get(given["name"])
+    return {"name": found.name, "built_in": found.built_in}
+
+
+async def agent_register(subject: Subject, given: Json) -> Json:
+    """Under another name, the spec of an agent that there is."""
+    ps = _ps(subject, given)
+    spec = (await ps.agents.get(given["like"])).spec
+    spec.name = given["name"]
+    made = await ps.agents.register(spec)
+    return {"name": made.name, "built_in": made.built_in}
+
+
+async def agent_delete(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).agents.delete(given["name"])
+
+
+async def agent_check(subject: Subject, given: Json) -> Json:
+    findings = _ps(subject, given).agents.check(given["name"], spec_only=given["spec_only"])
+    return {"findings": [{"step": item.step, "outcome": item.outcome} async for item in findings]}
+
+
+# Weights.
+
+
+def _tensors(given: Json) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: np.full(item["shape"], item["fill"], np.float32) for name, item in given["tensors"].items()}
+
+
+async def policy_version(subject: Subject, given: Json) -> Json:
+    return {"policy_version": (await _ps(subject, given).inference.info()).policy_version}
+
+
+async def update_weights(subject: Subject, given: Json) -> Json:
+    """Of the version after `after`."""
+    update = await _ps(subject, given).inference.update_weights(
+        given["after"] + 1, _tensors(given), partial=given.get("partial", False)
+    )
+    return {"policy_version": update.policy_version}
+
+
+async def update_weights_from(subject: Subject, given: Json) -> Json:
+    update = await _ps(subject, given).inference.update_weights_from(given["after"] + 1, given["path"])
+    return {"policy_version": update.policy_version}
+
+
+async def init_transfer(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).inference.init_transfer(given["backend"], given["options"])
+
+
+async def transfer(subject: Subject, given: Json) -> Json:
+    """Start, tensors, and commit or abandon."""
+    started = await _ps(subject, given).inference.start_transfer(given["after"] + 1)
+    await started.tensors(given["descriptor"])
+    finished = await (started.commit() if given["commit"] else started.give_up())
+    return {"policy_version": finished.policy_version}
+
+
+async def load_adapter(subject: Subject, given: Json) -> Json:
+    loaded = await _ps(subject, given).inference.load_adapter(
+        given["name"], given["version"], _tensors(given), given["config"]
+    )
+    return {"name": loaded.name, "policy_version": loaded.policy_version, "rank": loaded.rank}
+
+
+async def load_adapter_from(subject: Subject, given: Json) -> Json:
+    loaded = await _ps(subject, given).inference.load_adapter_from(given["name"], given["version"], given["path"])
+    return {"name": loaded.name, "policy_version": loaded.policy_version, "rank": loaded.rank}
+
+
+async def adapter_list(subject: Subject, given: Json) -> Json:
+    return {"names": [item.name for item in await _ps(subject, given).inference.adapters()]}
+
+
+async def unload_adapter(subject: Subject, given: Json) -> None:
+    await _ps(subject, given).inference.unload_adapter(given["name"])
+
+
+async def pause_engine(subject: Subject, given: Json) -> Json:
+    """And resume it."""
+    engine = _ps(subject, given).inference
+    in_flight = await engine.pause(given["mode"])
+    await engine.resume()
+    return {"in_flight": in_flight}
+
+
+# Host tools.
+
+
+class _Tool:
+    """What a tool does when it is called is in its description."""
+
+    def __init__(self, does: str) -> None:
+        self.does = does
+        self.runs = 0
+        self.called = asyncio.Event()
+        self.let = asyncio.Event()
+
+    async def run(self, call: HostToolCall[Any]) -> object:
+        self.runs += 1
+        self.called.set()
+        match self.does:
+            case "text":
+                return f"the word is {call.arguments['word']}"
+            case "fails":
+                raise ToolFailed("There is no such word.")
+            case "breaks":
+                raise RuntimeError("a secret of the host")
+            case "waits":
+                await self.let.wait()
+        return {"word": call.arguments.get("word"), "runs": self.runs}
+
+
+async def offer_tools(subject: Subject, given: Json) -> None:
+    made = {item["name"]: _Tool(item["does"]) for item in given["tools"]}
+    subject.kept("tools").update(made)
+    offered = [
+        HostTool(name=item["name"], function=made[item["name"]].run, parameters=item.get("parameters"))
+        for item in given["tools"]
+    ]
+    await subject.kept("sessions")[given["session"]].offer_tools(offered)
+
+
+async def tool_called(subject: Subject, given: Json) -> Json:
+    tool = subject.kept("tools")[given["name"]]
+    await tool.called.wait()
+    return {"runs": tool.runs}
+
+
+async def let_tool(subject: Subject, given: Json) -> None:
+    subject.kept("tools")[given["name"]].let.set()
+
+
+# Calls without a session, watches, exports, what a service says of itself.
+
+
+async def lease_calls(subject: Subject, given: Json) -> Json:
+    service = _ps(subject, given)._services["interception"]
+    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
+    request = intercept.LeaseCallsRequest(
+        request_id=secrets.token_hex(16),
+        selector=intercept.CallSelector(run_id=given["run_id"]),
+        max_calls=given.get("max_calls", 1),
+        wait=duration_pb2.Duration(seconds=given.get("wait_s", 20)),
+        max_message_bytes=64 << 20,
+    )
+    answer = await service.call(stub.LeaseCalls, request, timeout=60.0, repeatable=True)
+
+    async def send(result: intercept.CallResult) -> None:
+        result.lease_id = lease_ids[result.call_id]
+        complete = intercept.CompleteCallsRequest(results=[result])
+        said = (await service.call(stub.CompleteCalls, complete, repeatable=True)).acknowledged
+        for rejected in said.rejected:
+            kind = _REJECTIONS.get(rejected.reason, ResultRejected)
+            reason = intercept.ResultRejected.Reason.Name(rejected.reason).removeprefix("REASON_")
+            raise kind(rejected.message, reason=reason)
+
+    lease_ids = {message.call_id: message.lease_id for message in answer.calls}
+    calls = [ModelCall(message, send) for message in answer.calls]
+    subject.kept("calls").update({call.call_id: call for call in calls})
+    return {"calls": [subject.observed_call(call) for call in calls]}
+
+
+async def extend_leases(subject: Subject, given: Json) -> Json:
+    service = _ps(subject, given)._services["interception"]
+    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
+    by_lease = {subject.kept("calls")[call_id]._message.lease_id: call_id for call_id in given["call_ids"]}
+    request = intercept.CompleteCallsRequest(extend_lease_ids=by_lease)
+    answer = await service.call(stub.CompleteCalls, request, repeatable=True)
+    return {"lost": [by_lease[lease_id] for lease_id in answer.lost_lease_ids]}
+
+
+async def watch_rollouts(subject: Subject, given: Json) -> Json:
+    """Until all that there are were given."""
+    found: list[str] = []
+    async for changes in _ps(subject, given).rollouts.watch(run_id=given["run_id"]):
+        found += [item.rollout_id for item in changes.rollouts]
+        if changes.complete:
+            break
+    return {"rollout_ids": sorted(found)}
+
+
+async def export(subject: Subject, given: Json) -> Json:
+    exported = [item async for item in _ps(subject, given).rollouts.export(run_id=given["run_id"])]
+    told = [
+        {
+            "rollout_id": trajectory.rollout_id,
+            "samples": len(trajectory.samples),
+            "reward": None if outcome.reward is None else outcome.reward.value,
+        }
+        for trajectory, outcome in exported
+    ]
+    return {"rollouts": sorted(told, key=lambda item: str(item["rollout_id"]))}
+
+
+async def server_info(subject: Subject, given: Json) -> Json:
+    name = given["service"]
+    service = _ps(subject, given)._services[name]
+    stub = operations_service_pb2_grpc.OperationsServiceStub(service.channel)
+    server = (await service.call(stub.GetServerInfo, ops.GetServerInfoRequest(), repeatable=True)).server
+    return {
+        "service": server.service,
+        "revision": server.contract_revision,
+        "max_message_bytes": server.max_message_bytes,
+    }
+
+
+COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]] = {
+    **SANDBOXES,
+    **{
+    function.__name__: function
+    for function in (
+                                terminal_open, terminal_run, terminal_answer, terminal_get,
+        terminal_close, agent_list, agent_get, agent_register, agent_delete, agent_check, policy_version,
+        update_weights, update_weights_from, init_transfer, transfer, load_adapter, load_adapter_from, adapter_list,
+        unload_adapter, pause_engine, offer_tools, tool_called, let_tool, lease_calls, extend_leases, watch_rollouts,
+        export, server_info,
+    )
+    },
+}  # fmt: skip

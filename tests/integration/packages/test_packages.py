@@ -1,0 +1,364 @@
+"""What `make dist` builds, as those have it who get it from an index: metadata, licence, and a first rollout."""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from email.message import Message
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from tests.support import ruby
+
+from clients import nodejs
+from tools import golang, names, sbom
+
+pytestmark = pytest.mark.timeout(900)  # a guard: the first test of each fixture builds or installs
+
+ROOT: Final = names.ROOT
+LICENCE: Final = (ROOT / "LICENSE").read_bytes()
+TASK: Final = ROOT / "examples" / "grpo" / "task.yaml"
+MESSAGE: Final = ROOT / "examples" / "ruby" / "task.json"
+"""A task of the demo in the JSON form of its message."""
+COUNT: Final = 2
+"""Rollouts in each language."""
+
+
+def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, limit: float = 560.0) -> str:
+    """Runs a command that has to succeed; returns its output."""
+    argv = [str(word) for word in command]
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, f"{argv} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that is published."""
+    folder = tmp_path_factory.mktemp("packages") / "dist"
+    run(sys.executable, "-m", "tools.dist", folder)
+    return folder
+
+
+def wheels(dist: Path) -> list[Path]:
+    """Returns the wheels."""
+    return sorted(dist.glob("*.whl"))
+
+
+def sources(dist: Path) -> list[Path]:
+    """Returns the source archives of Python."""
+    return sorted(dist.glob("*.tar.gz"))
+
+
+def files_of(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the files of an archive by name."""
+    if archive.suffix in (".whl", ".zip"):
+        with zipfile.ZipFile(archive) as opened:
+            for name in opened.namelist():
+                yield name, opened.read(name)
+        return
+    with tarfile.open(archive) as opened_tar:
+        for member in opened_tar.getmembers():
+            if (stream := opened_tar.extractfile(member)) is not None:
+                yield member.name, stream.read()
+
+
+def metadata_of(archive: Path) -> Message:
+    """Returns the metadata of a wheel or a source archive."""
+    wanted = r"[^/]+\.dist-info/METADATA" if archive.suffix == ".whl" else r"[^/]+/PKG-INFO"
+    (found,) = [content for name, content in files_of(archive) if re.fullmatch(wanted, name)]
+    return email.message_from_bytes(found)
+
+
+def links_lead_somewhere(text: str, inside: set[str]) -> None:
+    """Checks a page's links: a URL, which if it is the repository's names a file of it, or a file of the archive."""
+    base = f"{names.names()['repository']}/blob/main/"
+    for target in re.findall(r"\]\(([^)#]*)", text):
+        if target.startswith(base):
+            assert (ROOT / target.removeprefix(base)).exists(), target
+        elif target and "://" not in target:
+            assert any(name.endswith(f"/{target}") for name in inside), f"{target} is not in the archive"
+
+
+@pytest.mark.requirement("R116")
+def test_each_wheel_and_source_archive_says_what_an_index_shows(dist: Path) -> None:
+    """Licence text, authors, URLs, classifiers, keywords, a description whose links work; none is incomplete."""
+    assert len(wheels(dist)) == len(sources(dist)) == len(names.PYTHON)
+    for archive in (*wheels(dist), *sources(dist)):
+        told, content = metadata_of(archive), dict(files_of(archive))
+        assert told["License-Expression"] == "Apache-2.0"
+        assert told["Author"] == names.names()["authors"]
+        assert LICENCE in [text for name, text in content.items() if name.endswith("/LICENSE")], archive.name
+        assert told["License-File"] == "LICENSE"
+        assert {"Homepage", "Documentation", "Repository", "Changelog", "Issues"} <= {
+            item.partition(",")[0] for item in told.get_all("Project-URL", [])
+        }
+        assert told["Keywords"] and len(told.get_all("Classifier", [])) >= 8 and told["Summary"]
+        links_lead_somewhere(str(told.get_payload()), set(content))
+    run(sys.executable, "-m", "twine", "check", "--strict", *wheels(dist), *sources(dist))
+
+
+@pytest.mark.requirement("R116")
+def test_the_npm_package_could_be_published_as_it_is(dist: Path, tmp_path: Path) -> None:
+    """Licence, links, and dependencies that allow later versions; npm's own trial of a publication succeeds."""
+    (archive,) = dist.glob("*.tgz")
+    content = dict(files_of(archive))
+    assert content["package/LICENSE"] == LICENCE
+    links_lead_somewhere(content["package/README.md"].decode(), set(content))
+    told = json.loads(content["package/package.json"])
+    assert told["name"] == names.names()["npm"]
+    assert told["author"] and told["keywords"] and told["repository"]["url"] == names.names()["repository"]
+    assert all(version.startswith("^") for version in told["dependencies"].values())
+    run("npm", "publish", "--dry-run", archive, cwd=tmp_path, env=nodejs.environment())
+
+
+@pytest.mark.requirement("R116")
+def test_sums_and_the_bill_of_materials_cover_every_archive(dist: Path) -> None:
+    """Each archive has its SHA-256 in both; what ours needs is listed with versions."""
+    sums = dict(line.split("  ")[::-1] for line in (dist / "SHA256SUMS").read_text().splitlines())
+    archives = {path.name for path in dist.iterdir()} - {"SHA256SUMS"}
+    assert set(sums) == archives
+    for name, digest in sums.items():
+        assert hashlib.sha256((dist / name).read_bytes()).hexdigest() == digest
+    (bill,) = dist.glob("*.cdx.json")
+    told = json.loads(bill.read_text())
+    listed = {
+        item["url"]: item["hashes"][0]["content"]
+        for component in told["components"]
+        for item in component.get("externalReferences", ())
+    }
+    assert listed == {name: sums[name] for name in archives - {bill.name}}
+    known = {component["bom-ref"] for component in told["components"]}
+    assert all({item["ref"], *item["dependsOn"]} <= known for item in told["dependencies"])
+    assert {"grpcio", "jax", "@bufbuild/protobuf", "google.golang.org/grpc"} <= {
+        component["name"] for component in told["components"]
+    }
+
+
+@pytest.fixture(scope="module")
+def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An environment with `penstock[local]` from the wheels, and what these need from the index."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder)
+    pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    local: list[str | Path] = [f"{path}[local]" if path.name.startswith("penstock-") else path for path in wheels(dist)]
+    run(*pip, "install", "--no-compile", "-c", ROOT / "constraints.txt", *local, cwd=folder)
+    run(*pip, "check", cwd=folder)
+    yield folder
+    shutil.rmtree(folder)  # a gigabyte
+
+
+@pytest.fixture(scope="module")
+def surroundings(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment variables of programs that find what `penstock up` started in an empty directory."""
+    folder = tmp_path_factory.mktemp("empty")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PENSTOCK_", "PYTHON", "XDG_"))}
+    state = tmp_path_factory.mktemp("state")
+    argv = [environment / "bin" / "penstock", "up", "--free-ports", "--json"]
+    process = subprocess.Popen(
+        [str(word) for word in argv],
+        cwd=folder,
+        env={**kept, "XDG_STATE_HOME": str(state)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(state / "errors").open("w"),
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (state / "errors").read_text()
+        started: dict[str, Any] = json.loads(line)
+        assert all(started["services"].values()) and started["dashboard"]
+        assert list(folder.iterdir()) == []
+        yield {**kept, "PENSTOCK_CONNECTION": started["connection"]}
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def rewarded(said: str) -> None:
+    """Checks that a program printed a reward for each rollout, and that the small model solved one at least."""
+    rewards = [float(number) for number in re.findall(r"reward (\d\.?\d*)", said)]
+    assert len(rewards) == COUNT and set(rewards) <= {0.0, 0.3, 1.0} and max(rewards) == 1.0, said
+
+
+PYTHON_TRAINER: Final = """
+import asyncio, sys
+from penstock.client import Task, connect
+
+async def main():
+    async with connect() as ps:
+        group = await ps.groups.create(Task.load(sys.argv[1]), "shell", int(sys.argv[2]))
+        async for call in group.calls():
+            await call.deliver(await ps.inference.generate(call.prompt_token_ids, call.sampling))
+        for result in await group.results():
+            print("reward", result.reward.value)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.requirement("R116")
+def test_python_gets_rewarded_rollouts_from_installed_wheels(
+    environment: Path, surroundings: Mapping[str, str], tmp_path: Path
+) -> None:
+    """`penstock up` in an empty directory serves the small model; nothing of the checkout is used."""
+    (tmp_path / "trainer.py").write_text(PYTHON_TRAINER)
+    (task,) = environment.glob("lib/*/site-packages/penstock_demo/task.yaml")
+    rewarded(run(environment / "bin" / "python", "trainer.py", task, str(COUNT), cwd=tmp_path, env=surroundings))
+    places = "import penstock.client as a, penstock_driver as b, penstock_demo as c; print(a, b, c)"
+    assert str(ROOT) not in run(environment / "bin" / "python", "-c", places, cwd=tmp_path, env=surroundings)
+
+
+TYPESCRIPT_TRAINER: Final = """
+import { readFileSync } from "node:fs";
+import { connect } from "PACKAGE";
+
+const ps = connect();
+const group = await ps.groups.create(JSON.parse(readFileSync("task.json", "utf8")), "shell", Number(process.argv[2]));
+for await (const call of group.calls()) {
+  const { sampling, rolloutId } = call;
+  await call.deliver(await ps.inference.generate(call.promptTokenIds, { sampling, sessionId: rolloutId }));
+}
+for (const { outcome } of await group.results()) console.log("reward", outcome.reward?.value);
+await ps.close();
+"""
+
+
+@pytest.mark.requirement("R116")
+def test_typescript_gets_rewarded_rollouts_with_the_packed_client(
+    dist: Path, surroundings: Mapping[str, str], tmp_path: Path
+) -> None:
+    """The tarball is installed into an empty folder, with what it needs from the registry."""
+    (archive,) = dist.glob("*.tgz")
+    (tmp_path / "package.json").write_text('{"type": "module", "private": true}')
+    (tmp_path / "trainer.js").write_text(TYPESCRIPT_TRAINER.replace("PACKAGE", names.names()["npm"]))
+    task = yaml.safe_load(TASK.read_text())
+    files = {item["path"]: item["content"] for item in task["files"]}
+    shown = {"taskId": task["task_id"], "instruction": task["instruction"], "files": files}
+    (tmp_path / "task.json").write_text(json.dumps({**shown, "verifier": task["verifier"]}))
+    prepared = {**surroundings, "PATH": nodejs.environment()["PATH"]}
+    run("npm", "install", "--prefer-offline", "--no-audit", "--no-fund", archive, cwd=tmp_path, env=prepared)
+    rewarded(run("node", "trainer.js", str(COUNT), cwd=tmp_path, env=prepared))
+
+
+GO_TRAINER: Final = """package main
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"os"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	penstock "MODULE"
+	driverv1 "MODULE/gen/driver/v1"
+)
+
+func main() {
+	ctx := context.Background()
+	ps, err := penstock.Connect()
+	check(err)
+	defer ps.Close()
+	text, err := os.ReadFile("task.json")
+	check(err)
+	task := &driverv1.Task{}
+	check(protojson.Unmarshal(text, task))
+	spec := &driverv1.RolloutSpec{Agent: &driverv1.AgentChoice{Name: "shell"}, Task: task}
+	group, err := ps.Groups.Create(ctx, spec, COUNT)
+	check(err)
+	for call, err := range group.Calls(ctx) {
+		check(err)
+		completion, err := ps.Inference.Generate(ctx, call.PromptTokenIDs(), call.Sampling(), call.RolloutID())
+		check(err)
+		check(call.Deliver(ctx, completion))
+	}
+	results, err := group.Results(ctx)
+	check(err)
+	for _, result := range results {
+		reward, _ := result.Reward()
+		fmt.Println("reward", reward)
+	}
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+"""
+
+
+@pytest.mark.requirement("R116")
+def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
+    dist: Path, surroundings: Mapping[str, str], tmp_path: Path
+) -> None:
+    """`go` takes the zip as a module proxy serves it, verifies it, and builds a program of it."""
+    module, version = names.names()["go"], f"v{sbom.version()}"
+    served = tmp_path / "proxy" / module / "@v"
+    served.mkdir(parents=True)
+    (archive,) = dist.glob("*.zip")
+    content = dict(files_of(archive))
+    assert content[f"{module}@{version}/LICENSE"] == LICENCE
+    links_lead_somewhere(content[f"{module}@{version}/README.md"].decode(), set(content))
+    shutil.copyfile(archive, served / f"{version}.zip")
+    (served / f"{version}.mod").write_bytes(content[f"{module}@{version}/go.mod"])
+    (served / f"{version}.info").write_text(json.dumps({"Version": version}))
+    program = tmp_path / "program"
+    program.mkdir()
+    details = "google.golang.org/genproto/googleapis/rpc"
+    (program / "go.mod").write_text(
+        f"module trainer\n\ngo 1.23\n\nrequire {module} {version}\n\n"
+        f"replace {details} => {golang.HOME / 'error-details'}\n"
+    )
+    (program / "main.go").write_text(GO_TRAINER.replace("MODULE", module).replace("COUNT", str(COUNT)))
+    shutil.copyfile(MESSAGE, program / "task.json")
+    prepared = dict(golang.environment())
+    proxies = f"{(tmp_path / 'proxy').as_uri()},{prepared['GOPROXY']}"
+    prepared |= {"GOWORK": "off", "GOPROXY": proxies, "GOFLAGS": "-mod=mod -modcacherw", "GONOSUMDB": "*"}
+    prepared |= {**surroundings, "PATH": prepared["PATH"]}
+    # What earlier builds of this version left; the modules that it needs stay, compiled.
+    modules = golang.HOME / "path" / "pkg" / "mod"
+    for kept in (modules / f"{module}@{version}", modules / "cache" / "download" / module):
+        shutil.rmtree(kept, ignore_errors=True)
+    go = golang.HOME / "go" / "bin" / "go"
+    run(go, "build", "-race", "-o", "trainer", ".", cwd=program, env=prepared)
+    assert "all modules verified" in run(go, "mod", "verify", cwd=program, env=prepared)
+    rewarded(run(program / "trainer", cwd=program, env=prepared))
+
+
+@pytest.mark.requirement("R116")
+def test_ruby_gets_rewarded_rollouts_with_stubs_of_the_protos(surroundings: Mapping[str, str], tmp_path: Path) -> None:
+    """The example needs nothing of ours but protos and an address."""
+    stubs = ruby.stubs(tmp_path)
+    program = ROOT / "examples" / "ruby" / "trainer.rb"
+    said = run("ruby", "-W0", f"-I{stubs}", program, MESSAGE, str(COUNT), cwd=tmp_path, env=surroundings)
+    rewarded(said)
+
+
+@pytest.mark.requirement("R116")
+def test_the_client_alone_names_the_extra_that_brings_the_rest(dist: Path, tmp_path: Path) -> None:
+    """With the wheels of the client and its stubs only, `up`, `serve` and `demo` say what to install."""
+    for wheel in (*dist.glob("penstock-*.whl"), *dist.glob("penstock_protos-*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path / "packages")
+    # No editable install of a checkout: -S leaves site-packages out, whose third parties come back by their path.
+    third = Path(yaml.__file__).parents[1]
+    call = "from penstock.cli.main import app; app()"
+    prepared = {**os.environ, "PYTHONPATH": f"{tmp_path / 'packages'}{os.pathsep}{third}"}
+    for command in (["up", "--free-ports"], ["serve", "driver"], ["demo"]):
+        argv = [sys.executable, "-S", "-c", call, *command]
+        done = subprocess.run(argv, cwd=tmp_path, env=prepared, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode and "pip install 'penstock[local]'" in done.stderr, (command, done.stdout, done.stderr)
