@@ -193,6 +193,9 @@ describe("vocabularies", () => {
 
   test("whatever an engine sends as tokenizer.json is read or refused in words", () => {
     for (const json of ["", "null", "[]", "{}", '{"model": {"vocab": 3}}']) expect(() => Vocabulary.parse(json)).toThrow(VocabularyError);
+    const odd = { "": { toString: "" } };
+    expect(Vocabulary.parse(JSON.stringify({ model: { vocab: odd }, added_tokens: [{ id: odd, content: "x" }] }))).toBeInstanceOf(Vocabulary);
+    expect(Vocabulary.parse(JSON.stringify({ model: { vocab: [[odd, -1]] } }))).toBeInstanceOf(Vocabulary);
     fc.assert(
       fc.property(fc.jsonValue(), (value) => {
         try {

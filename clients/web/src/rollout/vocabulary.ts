@@ -41,9 +41,9 @@ export class Vocabulary {
     const pieces = new Map<number, string>();
     if (Array.isArray(vocabulary)) {
       // Unigram: pieces with their scores, in order.
-      vocabulary.forEach((entry: unknown, index) => pieces.set(index, Array.isArray(entry) ? String(entry[0]) : ""));
+      vocabulary.forEach((entry: unknown, index) => pieces.set(index, Array.isArray(entry) && typeof entry[0] === "string" ? entry[0] : ""));
     } else if (typeof vocabulary === "object" && vocabulary !== null) {
-      for (const [piece, index] of Object.entries(vocabulary)) pieces.set(Number(index), piece);
+      for (const [piece, index] of Object.entries(vocabulary)) if (typeof index === "number") pieces.set(index, piece);
     } else {
       throw new VocabularyError("the engine's tokenizer.json has no vocabulary");
     }
@@ -51,7 +51,8 @@ export class Vocabulary {
     const extra = member(whole, "added_tokens");
     for (const token of Array.isArray(extra) ? (extra as unknown[]) : []) {
       const content = member(token, "content");
-      if (typeof content === "string") added.set(Number(member(token, "id")), content);
+      const id = member(token, "id");
+      if (typeof content === "string" && typeof id === "number") added.set(id, content);
     }
     return new Vocabulary(pieces, added, steps(member(whole, "decoder")).includes("ByteLevel"));
   }
