@@ -97,6 +97,8 @@ class ServerInfo:
     features: tuple[str, ...]
     max_message_bytes: int
     min_ping_interval: float
+    name: str = ""
+    """The service's own name, which the ids that it makes have; empty: an older service."""
 
 
 _server_info: Final = reader(ServerInfo, pb.ServerInfo)

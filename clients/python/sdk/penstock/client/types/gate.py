@@ -97,6 +97,8 @@ class GateRollout:
     paused_time: float
     keys: tuple[AgentKey, ...] = field(repr=False)
     namespace: str = "default"
+    home: str = ""
+    """Name of the gate that has it; empty: an older gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,8 @@ class Sandbox:
     lost_reason: str
     ended_inside: bool
     namespace: str = "default"
+    service: str = ""
+    """Name of the sandbox service that has it; empty: an older one."""
 
 
 @dataclass(frozen=True, slots=True)

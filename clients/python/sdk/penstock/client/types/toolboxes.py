@@ -60,3 +60,5 @@ class Toolbox:
     size_bytes: int
     create_time: datetime | None
     namespace: str = "default"
+    service: str = ""
+    """Name of the sandbox service that has it; empty: an older one."""
