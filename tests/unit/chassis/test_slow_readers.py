@@ -133,5 +133,5 @@ async def test_a_watch_of_which_nothing_changes_is_no_slow_reader() -> None:
             await change
             yield message
 
-    await interceptor._streaming("Watch", watch, None, bound_s, None)(b"", Context())
+    await interceptor._streaming("Watch", watch, None, bound_s, None, interceptor._checked)(b"", Context())
     assert written == [b"first", b"last"]

@@ -42,6 +42,7 @@ from penstock_chassis.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.testing import serve
 from penstock_driver.agents.output_events import MAX_DEPTH, MAX_RAW_BYTES, EventKind, EventParser, EventRule
@@ -694,8 +695,9 @@ def _servicer(
 ) -> RolloutServicer:
     """The service over a driver's own parts."""
     preflight, records, captures = Preflight(driver.sandboxes, gate), records or driver.records, captures or _Captures()
-    service = RolloutUseCases(driver.manager, records, driver.history, driver.registry, preflight, captures)
-    return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal))
+    home = Home("driver", "d0")
+    service = RolloutUseCases(driver.manager, records, driver.history, driver.registry, preflight, captures, home)
+    return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal), home)
 
 
 def _order() -> rollout_pb2.RolloutSpec:
