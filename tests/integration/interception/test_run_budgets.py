@@ -169,10 +169,10 @@ async def test_runs_usage_survives_a_restart_and_its_rollouts_deletion(serving: 
             await turn(service, rollout, trainer)
         await service.close("closed")
         await service.gate.DeleteRollout(gate.DeleteRolloutRequest(rollout_id="deleted"))
-        spent = service.interceptor.gate.budgets._runs["run"].spent
+        spent = service.interceptor.gate.budgets._runs["default/run"].spent
         assert spent.calls == 3 and spent.prompt_tokens and spent.completion_tokens and spent.request_bytes
     async with serving() as service:
-        assert service.interceptor.gate.budgets._runs["run"].spent == spent
+        assert service.interceptor.gate.budgets._runs["default/run"].spent == spent
         error = await refused(service.open(run_id="run", run_budgets=RunBudgets(max_calls=5)))
         assert error.reason == "RUN_BUDGETS_DIFFER"
         await turn(service, left, await service.trainer())

@@ -6,10 +6,11 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.wrappers_pb2 import StringValue
 
 from penstock_chassis import auth
-from penstock_chassis.auth import NAMESPACE_HEADER, Authenticator, Caller, Owned, Quotas, Role, Token
+from penstock_chassis.auth import NAMESPACE_HEADER, Authenticator, Caller, Hidden, Owned, Quotas, Role, Token
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted
 from penstock_chassis.testing import serve
@@ -69,7 +70,6 @@ def test_a_quota_counts_what_is_held() -> None:
     quotas = Quotas({"team-a": 2, "none": 0}, "rollouts")
     quotas.check("team-a", 1)
     quotas.check("other", 1_000_000)
-    assert (quotas.room("team-a", 1), quotas.room("team-a", 3), quotas.room("other", 5)) == (1, 0, None)
     for namespace, held, more in (("team-a", 2, 1), ("team-a", 0, 3), ("none", 0, 1)):
         with pytest.raises(ResourceExhausted) as refused:
             quotas.check(namespace, held, more)
@@ -162,3 +162,13 @@ async def test_calls_to_other_services_name_the_namespace() -> None:
         with auth.acting_in("team-b"):
             assert await one(mine) == b"operator team-b team-b"
         assert await one(mine) == b"operator default None"
+
+
+@pytest.mark.requirement("R107", "R13")
+async def test_a_resource_that_is_named_often_is_replaced_once() -> None:
+    """What is kept of a request does not grow with how often it names the same."""
+    hidden = Hidden(Owned(("paths",), _namespace_of), Caller(Role.TRAINER, "team-a"))
+    request = await hidden.hide(FieldMask(paths=["theirs"] * 1000 + ["mine"]))
+    assert len(set(request.paths)) == 2 and "theirs" not in request.paths and request.paths[-1] == "mine"
+    shown = hidden.shown(NotFound(f"there is no {request.paths[0]}", reason="ONE_UNKNOWN"))
+    assert str(shown) == "there is no theirs"

@@ -124,3 +124,23 @@ def test_a_directory_of_other_things_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
     (tmp_path / "precious").unlink()
     made(tmp_path, "--host", "not a name\N{SNOWMAN}", code=2)
+
+
+@pytest.mark.requirement("R107")
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_team_gets_tokens_of_its_namespace_and_a_connection_file(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each service accepts is what the team's files hold."""
+    place = made(tmp_path / "c", "--namespace", "team-a", "--namespace", "team-b")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(place / f"{service}.toml"))
+    accepted = SETTINGS[service].load([]).namespaces
+    assert accepted.keys() == {"team-a", "team-b"}
+    for team, own in accepted.items():
+        assert own.trainer_token is not None and own.observer_token is not None
+        token = own.trainer_token.get_secret_value()
+        assert (place / f"{team}.trainer.token").read_text() == f"{token}\n"
+        assert (place / f"{team}.observer.token").read_text() == f"{own.observer_token.get_secret_value()}\n"
+        assert resolve(place / f"{team}.connection.json").token == token
+    for wrong in ("Team", "default", "-a"):
+        made(tmp_path / "none", "--namespace", wrong, code=2)

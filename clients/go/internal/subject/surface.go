@@ -311,12 +311,12 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 		wait := time.Duration(m.WaitS * float64(time.Second))
 		options := penstock.LeaseOptions{MaxCalls: m.MaxCalls, Wait: wait}
 		calls, err := ps.LeaseCalls(ctx, penstock.Selector{RunID: c.RunID}, options)
-		told := []object{}
+		found := []object{}
 		for _, call := range calls {
 			keep(s, s.calls, call.ID(), call)
-			told = append(told, observedCall(call))
+			found = append(found, observedCall(call))
 		}
-		return object{"calls": told}, err, true
+		return object{"calls": found}, err, true
 	case "extend_leases":
 		var calls []*penstock.Call
 		for _, id := range m.CallIDs {
@@ -349,7 +349,7 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 		slices.Sort(ids)
 		return object{"rollout_ids": ids}, nil, true
 	case "export":
-		told := []object{}
+		found := []object{}
 		request := &driverv1.ExportTrajectoriesRequest{Filter: &driverv1.RolloutFilter{RunId: &c.RunID}}
 		for item, err := range ps.Rollouts.Export(ctx, request) {
 			if err != nil {
@@ -361,12 +361,12 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 			if reward := item.Outcome.GetReward(); reward != nil {
 				row["reward"] = reward.GetValue()
 			}
-			told = append(told, row)
+			found = append(found, row)
 		}
-		slices.SortFunc(told, func(one, other object) int {
+		slices.SortFunc(found, func(one, other object) int {
 			return strings.Compare(one["rollout_id"].(string), other["rollout_id"].(string))
 		})
-		return object{"rollouts": told}, nil, true
+		return object{"rollouts": found}, nil, true
 	case "server_info":
 		server, err := ps.ServerInfo(ctx, m.Service)
 		return object{

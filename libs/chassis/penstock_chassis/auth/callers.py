@@ -107,17 +107,12 @@ class Quotas:
         self._quotas = dict(quotas)
         self._what = what
 
-    def room(self, namespace: str, held: int) -> int | None:
-        """Returns how many more a namespace that holds `held` may make; None = any number."""
-        quota = self._quotas.get(namespace)
-        return None if quota is None else max(0, quota - held)
-
     def check(self, namespace: str, held: int, more: int = 1) -> None:
         """Raises ResourceExhausted `NAMESPACE_QUOTA` if `more` than `held` would exceed the namespace's quota."""
-        room = self.room(namespace, held)
-        if room is not None and more > room:
+        quota = self._quotas.get(namespace)
+        if quota is not None and held + more > quota:
             raise ResourceExhausted(
-                f"The namespace {namespace} may hold {self._quotas[namespace]} {self._what} at once and has {held}. "
+                f"The namespace {namespace} may hold {quota} {self._what} at once and has {held}. "
                 "Wait until some have ended, or ask the operator for a larger quota.",
                 reason="NAMESPACE_QUOTA",
                 retry_after_s=1.0,

@@ -79,14 +79,17 @@ class Hidden:
 
     async def _of_nothing(self, resource_id: str) -> str:
         """Returns an id of nothing that looks like this one; empty if the caller may use this one."""
+        # One for each resource, however often a request names it.
+        if (known := self._replaced.get(resource_id)) is not None:
+            return known
         namespace = await self._owned.namespace_of(resource_id)
         if namespace is None or self._caller.may_reach(namespace):
             return ""
         other = resource_id[: min(len(resource_id) // 2, 64)] + secrets.token_hex(16)
-        self._replaced[other] = resource_id
+        self._replaced[resource_id] = other
         return other
 
     def _put_back(self, text: str) -> str:
-        for other, resource_id in self._replaced.items():
+        for resource_id, other in self._replaced.items():
             text = text.replace(other, resource_id)
         return text
