@@ -14,7 +14,7 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import auth, times
 from penstock_chassis.auth import Owned
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.operations import server_info
 from penstock_chassis.validation import invalid_field, refuse_unknown
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
@@ -178,11 +178,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     ) -> pb.GetCallResponse:
         call = await self._interceptor.find_call(request.call_id)
         if request.rollout_id not in ("", call.rollout.id):
-            raise InvalidArgument(
-                "The call is of another rollout.",
-                reason="FIELD_INVALID",
-                violations=[Violation("rollout_id", "is not the call's rollout")],
-            )
+            raise invalid_field("rollout_id", "is not the call's rollout")
         conversation = await self._interceptor.conversations.of(call.rollout)
         body = await self._interceptor.store.body(call.id) if request.include_body else b""
         prompt = b""

@@ -10,7 +10,7 @@ from tests.unit.sandbox.scripted_backend import ScriptedHandle
 from tests.unit.sandbox.scripted_domain import opened
 
 from penstock_sandbox.domain.model import Stats
-from penstock_sandbox.rpc import usage
+from penstock_sandbox.rpc import convert, usage
 
 
 @pytest.mark.requirement("R32")
@@ -33,7 +33,9 @@ async def test_watchers_see_all_sandboxes_in_time_despite_silent_ones(
             monkeypatch.setattr(usage, limit, 0.05)
             monkeypatch.setattr(usage, other, 3600.0)
             found = await usage.usages(
-                domain.sandboxes.table, sorted(domain.sandboxes.table.matching({}), key=lambda s: s != well)
+                domain.sandboxes.table,
+                sorted(domain.sandboxes.table.matching({}), key=lambda s: s != well),
+                convert.sandbox_to,
             )
             assert len(found) == 1 + 3 * usage.AT_ONCE
             assert [each.sandbox.sandbox_id for each in found if each.HasField("stats")] == [well.id]
