@@ -129,7 +129,7 @@ func Connect(opts ...Option) (*Client, error) {
 		if address == "" {
 			continue
 		}
-		conn, err := newPool(func() (*grpc.ClientConn, error) { return grpc.NewClient(address, dialing...) })
+		conn, err := newPool(address, found.tls, dialing)
 		if err != nil {
 			return nil, errors.Join(configuration("TARGET", "The address of %s is invalid: %v", name, err), c.Close())
 		}

@@ -43,7 +43,7 @@ func (p *dataPlanes) service(plane *sandboxv1.DataPlane, home *service) (*servic
 		if err != nil {
 			return nil, err
 		}
-		found, err = newPool(func() (*grpc.ClientConn, error) { return grpc.NewClient(plane.GetAddress(), dialing...) })
+		found, err = newPool(plane.GetAddress(), p.tls, dialing)
 		if err != nil {
 			return nil, configuration("TARGET", "The address of a sandbox is invalid: %v", err)
 		}

@@ -16,28 +16,34 @@ const (
 
 // pool is the connections to one service: another is opened when each has as many calls as it should.
 type pool struct {
-	dial func() (*grpc.ClientConn, error)
+	address string
+	dial    func(address string) (*grpc.ClientConn, error)
 
 	mu     sync.Mutex
 	conns  []*grpc.ClientConn
 	calls  []int // open ones of each
 	closed bool
+	homes  homes
 }
 
 // newPool opens the first connection, so that an invalid address fails at once.
-func newPool(dial func() (*grpc.ClientConn, error)) (*pool, error) {
-	first, err := dial()
-	if err != nil {
-		return nil, err
-	}
-	return &pool{dial: dial, conns: []*grpc.ClientConn{first}, calls: []int{0}}, nil
+func newPool(address string, tls *TLS, dialing []grpc.DialOption) (*pool, error) {
+	p := &pool{address: address, homes: homes{tls: tls}, calls: []int{0}}
+	p.dial = func(address string) (*grpc.ClientConn, error) { return grpc.NewClient(address, dialing...) }
+	first, err := p.dial(address)
+	p.conns = []*grpc.ClientConn{first}
+	return p, err
 }
 
 func (p *pool) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
 	ctx = routed(ctx, method, args)
 	conn, ended := p.take()
 	defer ended()
-	return conn.Invoke(ctx, method, args, reply, opts...)
+	err := conn.Invoke(ctx, method, args, reply, opts...)
+	if home := p.homeOf(err); home != nil {
+		return home.Invoke(ctx, method, args, reply, opts...)
+	}
+	return err
 }
 
 func (p *pool) NewStream(
@@ -47,7 +53,24 @@ func (p *pool) NewStream(
 		begin := func(request any) (grpc.ClientStream, error) {
 			return p.stream(routed(ctx, method, request), desc, method, opts)
 		}
-		return &routedStream{ctx: ctx, begin: begin}, nil
+		stream := &routedStream{ctx: ctx, begin: begin}
+		if !desc.ClientStreams {
+			stream.again = func(err error, request any) (grpc.ClientStream, error) {
+				home := p.homeOf(err)
+				if home == nil {
+					return nil, nil
+				}
+				found, err := home.NewStream(routed(ctx, method, request), desc, method, opts...)
+				if err == nil {
+					err = found.SendMsg(request)
+				}
+				if err == nil {
+					err = found.CloseSend()
+				}
+				return found, err
+			}
+		}
+		return stream, nil
 	}
 	return p.stream(ctx, desc, method, opts)
 }
@@ -76,7 +99,7 @@ func (p *pool) take() (*grpc.ClientConn, func()) {
 	}
 	if p.calls[at] >= callsPerConnection && len(p.conns) < maxConnections && !p.closed {
 		// The first was dialled in the same way and held; should this one not, the call goes to the others.
-		if another, err := p.dial(); err == nil {
+		if another, err := p.dial(p.address); err == nil {
 			p.conns, p.calls = append(p.conns, another), append(p.calls, 0)
 			at = len(p.conns) - 1
 		}
@@ -101,6 +124,9 @@ func (p *pool) Close() error {
 	p.closed = true
 	var failures []error
 	for _, conn := range p.conns {
+		failures = append(failures, conn.Close())
+	}
+	for _, conn := range p.homes.conns {
 		failures = append(failures, conn.Close())
 	}
 	return errors.Join(failures...)

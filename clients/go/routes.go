@@ -84,12 +84,15 @@ func fitsHeader(value string) bool {
 }
 
 // routedStream begins its call with the first message, whose headers it sends. What is asked of it before begins it too.
+// One with a single request begins it again where its home is, if the first answer is HOME_ELSEWHERE.
 type routedStream struct {
 	grpc.ClientStream
-	ctx   context.Context
-	begin func(request any) (grpc.ClientStream, error)
-	once  sync.Once
-	err   error
+	ctx     context.Context
+	begin   func(request any) (grpc.ClientStream, error)
+	again   func(err error, request any) (grpc.ClientStream, error) // nil, nil = the error stands; unset = more requests
+	request any
+	once    sync.Once
+	err     error
 }
 
 func (s *routedStream) start(request any) error {
@@ -101,6 +104,7 @@ func (s *routedStream) SendMsg(message any) error {
 	if err := s.start(message); err != nil {
 		return err
 	}
+	s.request = message
 	return s.ClientStream.SendMsg(message)
 }
 
@@ -108,7 +112,21 @@ func (s *routedStream) RecvMsg(message any) error {
 	if err := s.start(nil); err != nil {
 		return err
 	}
-	return s.ClientStream.RecvMsg(message)
+	err := s.ClientStream.RecvMsg(message)
+	again := s.again
+	s.again = nil // what follows a message is never sent twice
+	if err == nil || again == nil {
+		return err
+	}
+	home, failure := again(err, s.request)
+	switch {
+	case failure != nil:
+		return failure
+	case home == nil:
+		return err
+	}
+	s.ClientStream = home
+	return home.RecvMsg(message)
 }
 
 func (s *routedStream) CloseSend() error {

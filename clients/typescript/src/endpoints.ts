@@ -242,7 +242,8 @@ function isAddress(address: string): boolean {
   return port !== undefined && Number(port) > 0 && Number(port) < 65536;
 }
 
-function isLocal(address: string): boolean {
+/** Whether traffic to an address stays on this machine; a name other than localhost may resolve anywhere. */
+export function isLocal(address: string): boolean {
   if (address.startsWith("unix:")) {
     return true;
   }

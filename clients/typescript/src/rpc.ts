@@ -9,10 +9,11 @@ import { readFileSync } from "node:fs";
 import { connect as connectSocket } from "node:net";
 import { setTimeout as sleep } from "node:timers/promises";
 import type { DescService } from "@bufbuild/protobuf";
-import { type CallOptions, type Client, createClient, type Interceptor } from "@connectrpc/connect";
+import { type CallOptions, type Client, createClient, type Interceptor, type Transport } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
 import { Cancelled, ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
+import { following, homeOf } from "./homes.js";
 import { Pool } from "./pool.js";
 import { routing } from "./routes.js";
 import { VERSION } from "./runtime.js";
@@ -20,6 +21,9 @@ import { fromTransport, type SentToken } from "./statuses.js";
 
 /** Largest message either way, as the services have it. */
 export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
+
+/** Most other services that one client follows HOME_ELSEWHERE to. */
+const MAX_HOMES = 256;
 
 const ATTEMPTS = 5;
 /** No attempt is begun later than this: whoever asks hears soon that a service is away. */
@@ -66,38 +70,18 @@ export class Service {
   /** For people. */
   readonly peer: string;
   readonly #sent: SentToken;
-  readonly #connections: Pool;
-  readonly #transport;
+  readonly #endpoints: Endpoints;
+  readonly #connections: Pool[] = [];
+  readonly #homes = new Map<string, Transport>();
+  readonly #transport: Transport;
   readonly #closed = new AbortController();
 
   constructor(name: ServiceName, endpoints: Endpoints) {
     const address = endpoints.addresses[name];
     this.peer = `the ${name} service at ${address}`;
     this.#sent = { origin: endpoints.tokenOrigin, advice: () => tokenAdvice(endpoints) };
-    const { baseUrl, options } = dialled(address, endpoints);
-    // The services allow a ping every 10 s; a dead peer is noticed in 40 s. A connection without calls is not pinged but proved with
-    // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
-    const pings = { pingIntervalMs: 30_000, pingTimeoutMs: 10_000, pingIdleConnection: false };
-    this.#connections = new Pool(() => new Http2SessionManager(baseUrl, pings, options));
-    const { namespace, token } = endpoints;
-    const authorise: Interceptor = (next) => (request) => {
-      request.header.set("user-agent", `penstock-typescript/${VERSION}`);
-      if (token !== undefined) {
-        request.header.set("authorization", `Bearer ${token}`);
-      }
-      if (namespace !== undefined) {
-        request.header.set("x-penstock-namespace", namespace);
-      }
-      return next(request);
-    };
-    this.#transport = createGrpcTransport({
-      baseUrl,
-      sessionManager: this.#connections,
-      interceptors: [authorise, routing],
-      acceptCompression: [],
-      readMaxBytes: MAX_MESSAGE_BYTES,
-      writeMaxBytes: MAX_MESSAGE_BYTES,
-    });
+    this.#endpoints = endpoints;
+    this.#transport = following(this.#open(address), (error) => this.#home(homeOf(error, address, endpoints)));
   }
 
   /** A client of one of its RPC services. */
@@ -116,7 +100,9 @@ export class Service {
   /** Closes the connections; calls that are open, and waits between two of them, reject with Cancelled. */
   close(): void {
     this.#closed.abort(new Cancelled("The client is closed", { reason: "TRANSPORT_CANCELLED" }));
-    this.#connections.abort();
+    for (const connections of this.#connections) {
+      connections.abort();
+    }
   }
 
   /** Waits; rejects with the signal's reason when it is aborted, and with Cancelled when the service is closed. */
@@ -188,6 +174,46 @@ export class Service {
         await this.pause(delay, signal);
       }
     }
+  }
+
+  #open(address: string): Transport {
+    const { namespace, token } = this.#endpoints;
+    const { baseUrl, options } = dialled(address, this.#endpoints);
+    // The services allow a ping every 10 s; a dead peer is noticed in 40 s. A connection without calls is not pinged but proved with
+    // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
+    const pings = { pingIntervalMs: 30_000, pingTimeoutMs: 10_000, pingIdleConnection: false };
+    const connections = new Pool(() => new Http2SessionManager(baseUrl, pings, options));
+    this.#connections.push(connections);
+    const authorise: Interceptor = (next) => (request) => {
+      request.header.set("user-agent", `penstock-typescript/${VERSION}`);
+      if (token !== undefined) {
+        request.header.set("authorization", `Bearer ${token}`);
+      }
+      if (namespace !== undefined) {
+        request.header.set("x-penstock-namespace", namespace);
+      }
+      return next(request);
+    };
+    return createGrpcTransport({
+      baseUrl,
+      sessionManager: connections,
+      interceptors: [authorise, routing],
+      acceptCompression: [],
+      readMaxBytes: MAX_MESSAGE_BYTES,
+      writeMaxBytes: MAX_MESSAGE_BYTES,
+    });
+  }
+
+  #home(address: string | undefined): Transport | undefined {
+    if (address === undefined || this.#closed.signal.aborted) {
+      return undefined;
+    }
+    let home = this.#homes.get(address);
+    if (home === undefined && this.#homes.size < MAX_HOMES) {
+      home = this.#open(address);
+      this.#homes.set(address, home);
+    }
+    return home;
   }
 
   async #once<A>(method: (options: CallOptions) => Promise<A>, options: CallOptions): Promise<A> {

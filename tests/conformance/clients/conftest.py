@@ -28,13 +28,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     """The services, with a proxy before each, and the odd ones."""
     folder = tmp_path_factory.mktemp("clients")
     authority = trustme.CA()
-    certificate = authority.issue_cert("localhost")
     ca, other_ca = folder / "ca.pem", folder / "other-ca.pem"
     authority.cert_pem.write_to_path(str(ca))
-    trustme.CA().cert_pem.write_to_path(str(other_ca))
-    credentials = grpc.ssl_server_credentials(
-        [(certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes())]
-    )
+    other_authority = trustme.CA()
+    other_authority.cert_pem.write_to_path(str(other_ca))
     async with AsyncExitStack() as stack:
         running, services = await stack.enter_async_context(restartable(folder))
         proxies = {name: await stack.enter_async_context(Proxy(running.stack.address(name))) for name in SERVICES}
@@ -42,7 +39,19 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         nobody = stack.enter_context(socket.socket())
         nobody.bind(("127.0.0.1", 0))
         odd, odd_address = await stack.enter_async_context(odd_driver())
-        _, tls_address = await stack.enter_async_context(odd_driver(credentials))
+        tls, tls_address = await stack.enter_async_context(odd_driver(_credentials(authority)))
+        home, home_address = await stack.enter_async_context(odd_driver())
+        tls_home, tls_home_address = await stack.enter_async_context(odd_driver(_credentials(authority)))
+        stranger, stranger_address = await stack.enter_async_context(odd_driver(_credentials(other_authority)))
+        odd.homes = tls.homes = {
+            "home": home_address,
+            "tls-home": tls_home_address,
+            "stranger": stranger_address,
+            # Leads to this machine, and is no address of it that a client may trust to do so.
+            "far": home_address.replace("127.0.0.1", "0.0.0.0"),
+            "path": f"unix:{folder}/socket",
+            "itself": odd_address,
+        }
         content = {
             "version": 1,
             "pid": None,
@@ -71,7 +80,14 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             "empty": await stack.enter_async_context(empty_server()),
             "nobody": f"127.0.0.1:{nobody.getsockname()[1]}",
         }
-        yield World(running, services, proxies, odd, addresses, files)
+        odds = {"odd": odd, "odd-tls": tls, "home": home, "tls-home": tls_home, "stranger": stranger}
+        yield World(running, services, proxies, odd, addresses, files, odds)
+
+
+def _credentials(authority: trustme.CA) -> grpc.ServerCredentials:
+    certificate = authority.issue_cert("localhost")
+    pair = certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes()
+    return grpc.ssl_server_credentials([pair])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -20,9 +20,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OddDriver:
-    """Knows some rollouts, each of which stands for a way to answer; `attempts` counts how often each was asked for."""
+    """Knows some rollouts, each of which stands for a way to answer; `attempts` counts how often each was asked for.
+
+    A rollout `X at NAME` is elsewhere, if `homes` has an address of this name. `tokens` has each request's token.
+    """
 
     def __init__(self) -> None:
+        self.homes: dict[str, str] = {}
+        self.tokens: list[str] = []
         self.attempts: Counter[str] = Counter()
         self.abandoned = asyncio.Event()
         self.request_ids: list[str] = []
@@ -35,6 +40,7 @@ class OddDriver:
         name = request.rollout_id
         self.user_agents.add(str(dict(context.invocation_metadata() or ()).get("user-agent", "")))
         self.attempts[name] += 1
+        await self._send_home(name, context)
         match name:
             case "silent":
                 try:
@@ -65,6 +71,28 @@ class OddDriver:
             rollout=rollout_pb2.Rollout(rollout_id=name, phase=rollout_pb2.PHASE_RUNNING)
         )
 
+    async def watch_rollout(
+        self, request: rollout_service_pb2.WatchRolloutRequest, context: Context
+    ) -> AsyncIterator[rollout_service_pb2.WatchRolloutResponse]:
+        """Its end; of one that is named `moved` and is elsewhere, an event and the error."""
+        name = request.rollout_id
+        self.attempts[name] += 1
+        event = rollout_pb2.RolloutEvent(rollout_id=name, sequence=1)
+        if name.startswith("moved"):
+            event.phase_changed.phase = rollout_pb2.PHASE_RUNNING
+            yield rollout_service_pb2.WatchRolloutResponse(event=event)
+        await self._send_home(name, context)
+        event.ended.SetInParent()
+        yield rollout_service_pb2.WatchRolloutResponse(event=event)
+
+    async def _send_home(self, name: str, context: Context) -> None:
+        self.tokens.append(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
+        home = name.partition(" at ")[2]
+        if home in self.homes:
+            found = {"home": home, "address": self.homes[home]}
+            info = error_details_pb2.ErrorInfo(reason="HOME_ELSEWHERE", domain="penstock", metadata=found)
+            await fail(context, grpc.StatusCode.FAILED_PRECONDITION, "Another driver has this.", info)
+
     async def create_rollout(
         self, request: rollout_service_pb2.CreateRolloutRequest, context: Context
     ) -> rollout_service_pb2.CreateRolloutResponse:
@@ -80,10 +108,13 @@ class OddDriver:
 def _handlers(driver: OddDriver) -> grpc.GenericRpcHandler:
     methods: dict[str, tuple[Any, Any]] = {
         "GetRollout": (driver.get_rollout, rollout_service_pb2.GetRolloutRequest),
+        "WatchRollout": (driver.watch_rollout, rollout_service_pb2.WatchRolloutRequest),
         "CreateRollout": (driver.create_rollout, rollout_service_pb2.CreateRolloutRequest),
     }
     handlers: dict[str, Any] = {
-        name: grpc.unary_unary_rpc_method_handler(method, request.FromString, lambda answer: answer.SerializeToString())
+        name: (
+            grpc.unary_stream_rpc_method_handler if name.startswith("Watch") else grpc.unary_unary_rpc_method_handler
+        )(method, request.FromString, lambda answer: answer.SerializeToString())
         for name, (method, request) in methods.items()
     }
     return grpc.method_handlers_generic_handler("penstock.driver.v1.RolloutService", handlers)

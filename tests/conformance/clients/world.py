@@ -56,6 +56,8 @@ class World:
     """Of servers that a case may name: `odd`, `odd-tls`, `empty`, `nobody`."""
     files: Mapping[str, Path]
     """That a case may name: `ca`, `other-ca`, `connection`, `open-connection`, `stale-connection`."""
+    odds: Mapping[str, OddDriver]
+    """Odd drivers: `odd`, `odd-tls`, and those to which they send callers."""
     _estranged: set[ServiceName] = field(default_factory=set)
     """Services that were restarted with another trainer's token."""
 
@@ -77,7 +79,9 @@ class World:
         self._estranged.clear()
         for proxy in self.proxies.values():
             await proxy.heal()
-        self.odd.attempts.clear()
+        for odd in self.odds.values():
+            odd.attempts.clear()
+            odd.tokens.clear()
         self.odd.request_ids.clear()
         self.odd.abandoned.clear()
         self.odd.user_agents.clear()
@@ -205,7 +209,13 @@ class Execution:
             case "calls":
                 await self._calls(given)
             case "asked":
-                return list(differences(given["times"], self.world.odd.attempts[given["rollout_id"]], "attempts"))
+                asked = self.world.odds[given.get("at", "odd")]
+                return list(differences(given["times"], asked.attempts[given["rollout_id"]], "attempts"))
+            case "has-token":
+                sent = {*self.world.odds[given["at"]].tokens}
+                return list(differences(True, sent == {f"Bearer {self.world.token('good')}"}, "token"))
+            case "not-called":
+                return list(differences([], self.world.odds[given["at"]].tokens, "calls"))
             case "asked-for":
                 await eventually(lambda: self.world.odd.attempts[given["rollout_id"]] > 0, "the service was asked")
             case "tail-of":

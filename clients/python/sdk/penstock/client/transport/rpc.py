@@ -1,11 +1,13 @@
 """Calls to one service: its channel, its token, deadlines, retries, typed errors.
 
 A call is retried only if it failed with UNAVAILABLE and repeating it is harmless: reads, and creates with a request id.
-The delay grows with jitter; a service's RetryInfo is obeyed.
+The delay grows with jitter; a service's RetryInfo is obeyed. A call with one request that another service of the kind must
+answer (`HOME_ELSEWHERE`) is sent there, once.
 """
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import cache
@@ -57,6 +59,7 @@ _OPTIONS: Final = (
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {_MAX_CONNECTIONS}}}}}'),
 )
 
+_HOST_AND_PORT: Final = re.compile(r"(?!unix:)(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 _MAX_HOMES: Final = 256
 """Most other services that one client follows HOME_ELSEWHERE to."""
 
@@ -103,11 +106,15 @@ class Service:
     def _metadata(self) -> Sequence[tuple[str, str]]:
         return (*self.metadata, *tracing.metadata())
 
-    def error(self, failure: grpc.aio.AioRpcError) -> PenstockError:
-        """Returns the typed error of a failed call; if the token was refused, with the token's origin."""
-        error = from_rpc_error(failure, self.peer)
+    def error(self, failure: grpc.aio.AioRpcError, peer: str = "") -> PenstockError:
+        """Returns the typed error of a failed call; if the token was refused, with the token's origin.
+
+        `peer` is the service that was called, for people; empty = this one.
+        """
+        peer = peer or self.peer
+        error = from_rpc_error(failure, peer)
         if isinstance(error, Unauthenticated):
-            message = f"{error.message.rstrip('.')}, says {self.peer}. {self._endpoints.token_advice}"
+            message = f"{error.message.rstrip('.')}, says {peer}. {self._endpoints.token_advice}"
         elif error.reason == "ROLE_NOT_ALLOWED":
             message = f"{error.message} The token that was sent is from {self._endpoints.token_origin}."
         else:
@@ -148,7 +155,7 @@ class Service:
                     request, timeout=timeout, metadata=self._metadata()
                 )
             except grpc.aio.AioRpcError as failure:
-                raise self.error(failure) from None
+                raise self.error(failure, _home_in(error)) from None
             return again
 
         return await (self.repeat(attempt) if repeatable else attempt())
@@ -156,11 +163,13 @@ class Service:
     def _home_of(self, error: PenstockError) -> RoutedChannel | None:
         """Returns a channel to the service that `HOME_ELSEWHERE` names; None if the token must not go there.
 
-        It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified.
+        It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified. Targets
+        of another form than host:port are not followed.
         """
         address = error.metadata.get("address", "") if error.reason == "HOME_ELSEWHERE" else ""
         tls = self._endpoints.tls
-        if not address or not (tls.ca is not None if tls is not None else is_local(self.address) and is_local(address)):
+        may_go = tls.ca is not None if tls is not None else is_local(self.address) and is_local(address)
+        if not may_go or not _HOST_AND_PORT.fullmatch(address):
             return None
         if address not in self._elsewhere:
             if len(self._elsewhere) >= _MAX_HOMES:
@@ -189,14 +198,23 @@ class Service:
         Raises:
             PenstockError: the error that ended the stream.
         """
-        call: Any = method(request, timeout=timeout, metadata=self._metadata())
-        try:
-            async for message in call:
-                yield message
-        except grpc.aio.AioRpcError as failure:
-            raise self.error(failure) from None
-        finally:
-            call.cancel()
+        to: Any = method
+        peer, may_follow = "", True
+        while True:
+            call: Any = to(request, timeout=timeout, metadata=self._metadata())
+            try:
+                async for message in call:
+                    may_follow = False
+                    yield message
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = self.error(failure, peer)
+                there = self._home_of(error) if may_follow else None
+                if there is None:
+                    raise error from None
+            finally:
+                call.cancel()
+            to, peer, may_follow = to.at(there), _home_in(error), False
 
     async def exchange(self, method: "StreamStream[Q, A]", request: Q, *, timeout: float | None = None) -> A:
         """Sends one message and receives one over a bidirectional stream. Not retried.
@@ -204,6 +222,7 @@ class Service:
         Raises:
             PenstockError: the service's error.
         """
+
         call: Any = method(iter((request,)), timeout=timeout, metadata=self._metadata())
         try:
             async for message in call:
@@ -274,6 +293,10 @@ class Service:
                 if source.failure is None or (task is not None and task.cancelling()):
                     raise
                 raise source.failure from None
+
+
+def _home_in(error: PenstockError) -> str:
+    return f"the {error.metadata.get('home', '')} service at {error.metadata['address']}"
 
 
 class _Pages(Generic[Q, A]):
