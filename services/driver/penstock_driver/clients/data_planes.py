@@ -17,6 +17,7 @@ from penstock.sandbox.v1 import (
     sandbox_service_pb2_grpc,
 )
 from penstock_chassis.channel import typed_errors
+from penstock_chassis.errors import PenstockError
 
 Dial: TypeAlias = Callable[[str, str], grpc.aio.Channel]
 """Opens a channel to an address with a token, with the CA of the sandbox service."""
@@ -36,10 +37,10 @@ class Stubs:
         self.files = file_service_pb2_grpc.FileServiceStub(channel)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Plane:
     stubs: Stubs
-    renew_at: float | None
+    token_ends: float | None
 
 
 class DataPlanes:
@@ -51,26 +52,34 @@ class DataPlanes:
         self._planes: dict[str, _Plane] = {}
 
     def keep(self, sandbox_id: str, plane: sandbox_pb2.DataPlane) -> None:
-        """Remembers where a new sandbox is served. An empty address = the service's own."""
+        """Remembers where a sandbox is served. An empty address = the service's own."""
         if not plane.address or self._dial is None:
+            self.drop(sandbox_id)
             return
         ends = plane.token_expire_time.ToNanoseconds() / 1e9 if plane.HasField("token_expire_time") else None
-        stubs = Stubs(self._dial(plane.address, plane.token))
-        self._planes[sandbox_id] = _Plane(stubs, None if ends is None else ends - RENEW_S)
+        self._planes[sandbox_id] = _Plane(Stubs(self._dial(plane.address, plane.token)), ends)
 
     async def at(self, sandbox_id: str) -> Stubs:
         """Returns the stubs of a sandbox, whose token is valid. Raises PenstockError: it could not be renewed."""
         plane = self._planes.get(sandbox_id)
         if plane is None:
             return self.service
-        if plane.renew_at is not None and time.time() >= plane.renew_at:
-            plane.renew_at = None
+        if plane.token_ends is None or time.time() < plane.token_ends - RENEW_S:
+            return plane.stubs
+        try:
             with typed_errors():
                 request = sandbox_service_pb2.GetDataPlaneRequest(sandbox_id=sandbox_id)
                 fresh = await self.service.sandboxes.GetDataPlane(request, timeout=CALL_S)
-            # The channel before stays open for its streams, and is closed when the last of them ends.
-            self.keep(sandbox_id, fresh.data_plane)
-        return self._planes[sandbox_id].stubs
+        except PenstockError:
+            if time.time() < plane.token_ends:
+                return plane.stubs
+            raise
+        if sandbox_id not in self._planes:  # deleted meanwhile
+            return plane.stubs
+        # The channel before stays open for its streams, and is closed when the last of them ends.
+        self.keep(sandbox_id, fresh.data_plane)
+        known = self._planes.get(sandbox_id)
+        return self.service if known is None else known.stubs
 
     def drop(self, sandbox_id: str) -> None:
         """Forgets a deleted sandbox."""

@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import Final, Self
 
 from penstock.client.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable, wrong_type
+from penstock.client.sandboxes.data_plane import DataPlane
 from penstock.client.sandboxes.processes import ProcessHandle
 from penstock.client.tasks import spec as tasks
 from penstock.client.transport.endpoints import Endpoints
@@ -41,18 +42,11 @@ class SandboxHandle:
         message: sandbox_pb2.Sandbox,
         data_plane: sandbox_pb2.DataPlane | None,
     ) -> None:
-        self._service = service
         self._endpoints = endpoints
-        self._stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
         self._data = service
         if data_plane is not None:
-            where = Endpoints(
-                sandbox=data_plane.address,
-                token=data_plane.token or None,
-                tls=endpoints.tls,
-                token_origin="the sandbox service, with this sandbox",  # noqa: S106 - no token
-            )
-            self._data = Service("sandbox", where)
+            self._data = DataPlane(service, endpoints, message.sandbox_id, data_plane)
+        self._stub = sandbox_service_pb2_grpc.SandboxServiceStub(self._data.channel)
         self._processes = process_service_pb2_grpc.ProcessServiceStub(self._data.channel)
         self._files = file_service_pb2_grpc.FileServiceStub(self._data.channel)
         self.sandbox_id: str = message.sandbox_id
@@ -279,7 +273,7 @@ class SandboxHandle:
         The end is sooner if the operator's `max_lifetime_s` comes first.
         """
         request = pb.RenewLeaseRequest(sandbox_id=self.sandbox_id, lease=chat.duration(lease))
-        answer = await self._service.call(self._stub.RenewLease, request, repeatable=True)
+        answer = await self._data.call(self._stub.RenewLease, request, repeatable=True)
         return answer.expire_time.ToDatetime(tzinfo=UTC)
 
     async def narrow_network(self, network: tasks.Network | None) -> None:
@@ -290,25 +284,25 @@ class SandboxHandle:
         """
         policy = specs.network(network) or sandbox_pb2.NetworkPolicy(none=sandbox_pb2.NoNetwork())
         request = pb.SetNetworkPolicyRequest(sandbox_id=self.sandbox_id, network=policy)
-        await self._service.call(self._stub.SetNetworkPolicy, request, repeatable=True)
+        await self._data.call(self._stub.SetNetworkPolicy, request, repeatable=True)
 
     async def refresh(self) -> Sandbox:
         """Fetches its current state. Raises NotFound `SANDBOX_UNKNOWN`."""
         request = pb.GetSandboxRequest(sandbox_id=self.sandbox_id)
-        answer = await self._service.call(self._stub.GetSandbox, request, repeatable=True)
+        answer = await self._data.call(self._stub.GetSandbox, request, repeatable=True)
         return sandboxes.sandbox(answer.sandbox)
 
     async def watch(self) -> AsyncGenerator[Sandbox, None]:
         """Yields its state: the present one at once, then each change; ends when it is lost or deleted."""
         request = pb.WatchSandboxRequest(sandbox_id=self.sandbox_id)
-        async with aclosing(self._service.stream(self._stub.WatchSandbox, request)) as messages:
+        async with aclosing(self._data.stream(self._stub.WatchSandbox, request)) as messages:
             async for message in messages:
                 yield sandboxes.sandbox(message.sandbox)
 
     async def stats(self) -> Stats:
         """Returns its current and peak resource usage."""
         request = pb.GetStatsRequest(sandbox_id=self.sandbox_id)
-        answer = await self._service.call(self._stub.GetStats, request, repeatable=True)
+        answer = await self._data.call(self._stub.GetStats, request, repeatable=True)
         return sandboxes.stats(answer)
 
     async def diff(self, *, max_bytes: int | None = None) -> Diff:
@@ -323,12 +317,12 @@ class SandboxHandle:
             ResourceExhausted: `TREE_TOO_LARGE`, before the excess is read.
             DataLoss: the data was damaged on the way.
         """
-        return await self._service.repeat(lambda: self._diff(max_bytes))
+        return await self._data.repeat(lambda: self._diff(max_bytes))
 
     async def _diff(self, max_bytes: int | None) -> Diff:
         request = pb.DiffSandboxRequest(sandbox_id=self.sandbox_id, max_bytes=max_bytes)
         content, end = bytearray(), pb.DiffSandboxResponse.DiffEnd()
-        async with aclosing(self._service.stream(self._stub.DiffSandbox, request)) as messages:
+        async with aclosing(self._data.stream(self._stub.DiffSandbox, request)) as messages:
             async for message in messages:
                 content += message.tar_chunk
                 if message.HasField("end"):
@@ -346,12 +340,12 @@ class SandboxHandle:
             FailedPrecondition: `CAPABILITY_MISSING` if its backend cannot pause, `SANDBOX_LOST`.
         """
         request = pb.PauseSandboxRequest(sandbox_id=self.sandbox_id)
-        await self._service.call(self._stub.PauseSandbox, request, repeatable=True)
+        await self._data.call(self._stub.PauseSandbox, request, repeatable=True)
 
     async def resume(self) -> None:
         """Thaws it. Idempotent."""
         request = pb.ResumeSandboxRequest(sandbox_id=self.sandbox_id)
-        await self._service.call(self._stub.ResumeSandbox, request, repeatable=True)
+        await self._data.call(self._stub.ResumeSandbox, request, repeatable=True)
 
     async def fork(
         self,
@@ -378,7 +372,7 @@ class SandboxHandle:
         """
         request = pb.ForkSandboxesRequest(sandbox_id=self.sandbox_id)
         child = SandboxSpec(network=network, env=env or {}, lease=lease, labels=labels or {})
-        async with aclosing(forks(self._service, self._endpoints, request, count, child)) as made:
+        async with aclosing(forks(self._data, self._endpoints, request, count, child)) as made:
             async for fork in made:
                 yield fork
 
@@ -386,9 +380,9 @@ class SandboxHandle:
         """Kills everything in it and removes it. Idempotent."""
         request = pb.DeleteSandboxRequest(sandbox_id=self.sandbox_id)
         try:
-            await self._service.call(self._stub.DeleteSandbox, request, timeout=60.0, repeatable=True)
+            await self._data.call(self._stub.DeleteSandbox, request, timeout=60.0, repeatable=True)
         finally:
-            if self._data is not self._service:
+            if isinstance(self._data, DataPlane):
                 await self._data.close()
 
 

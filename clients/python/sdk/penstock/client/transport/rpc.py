@@ -1,8 +1,8 @@
 """Calls to one service: its channel, its token, deadlines, retries, typed errors.
 
 A call is retried only if it failed with UNAVAILABLE and repeating it is harmless: reads, and creates with a request id.
-The delay grows with jitter; a service's RetryInfo is obeyed. A call with one request that another service of the kind must
-answer (`HOME_ELSEWHERE`) is sent there, once.
+The delay grows with jitter; a service's RetryInfo is obeyed. A call with one request, of which another service is
+the home (`HOME_ELSEWHERE`), is sent there, once.
 """
 
 import asyncio
@@ -103,6 +103,9 @@ class Service:
         self.metadata: Sequence[tuple[str, str]] = (*token, *named)
         """Metadata of every request; the tracing ids are added."""
 
+    async def prepare(self) -> None:
+        """Called before each request is sent; raises PenstockError if none can be."""
+
     def _metadata(self) -> Sequence[tuple[str, str]]:
         return (*self.metadata, *tracing.metadata())
 
@@ -143,6 +146,7 @@ class Service:
         """
 
         async def attempt() -> A:
+            await self.prepare()
             try:
                 answer: A = await method(request, timeout=timeout, metadata=self._metadata())
                 return answer
@@ -163,8 +167,8 @@ class Service:
     def _home_of(self, error: PenstockError) -> RoutedChannel | None:
         """Returns a channel to the service that `HOME_ELSEWHERE` names; None if the token must not go there.
 
-        It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified. Targets
-        of another form than host:port are not followed.
+        It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified.
+        Targets of another form than host:port are not followed.
         """
         address = error.metadata.get("address", "") if error.reason == "HOME_ELSEWHERE" else ""
         tls = self._endpoints.tls
@@ -201,6 +205,7 @@ class Service:
         to: Any = method
         peer, may_follow = "", True
         while True:
+            await self.prepare()
             call: Any = to(request, timeout=timeout, metadata=self._metadata())
             try:
                 async for message in call:
@@ -223,6 +228,7 @@ class Service:
             PenstockError: the service's error.
         """
 
+        await self.prepare()
         call: Any = method(iter((request,)), timeout=timeout, metadata=self._metadata())
         try:
             async for message in call:
@@ -274,6 +280,7 @@ class Service:
         attempts = 3
         while True:
             attempts -= 1
+            await self.prepare()
             source = _Source(frames())
             try:
                 first = await source.first()
