@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 TOKEN = "operator-token-of-this-test"
 
@@ -41,6 +42,10 @@ class Process:
         self.address, self.endpoints = ready["address"], ready["endpoints"]
         self._settings["port"] = self.address.rpartition(":")[2]
 
+    def set(self, setting: str, value: str) -> None:
+        """Changes a setting for the next start."""
+        self._settings[setting] = value
+
     def kill(self) -> None:
         """kill -9."""
         assert self._process
@@ -56,18 +61,27 @@ class Process:
 
 
 class Stack:
-    """Three services that know each other."""
+    """Three services that know each other. `settings` are for each of them, `sandbox` for the sandbox service."""
 
-    def __init__(self, directory: Path, tokenizers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tokenizers: Mapping[str, str],
+        settings: Mapping[str, str] = MappingProxyType({}),
+        sandbox: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.directory = directory
         self.interception = Process(
             "interception",
             directory,
-            {"ingress_port": "0", "inference_address": "", "tokenizers": json.dumps(dict(tokenizers))},
+            {"ingress_port": "0", "inference_address": "", "tokenizers": json.dumps(dict(tokenizers)), **settings},
         )
         self.interception.start()
         ingress = self.interception.endpoints["ingress"]
-        self.sandbox = Process("sandbox", directory, {"allowed_upstreams": json.dumps([ingress])})
+        self.interception.set("ingress_port", ingress.rpartition(":")[2])  # the same when it is started again
+        self.sandbox = Process(
+            "sandbox", directory, {"allowed_upstreams": json.dumps([ingress]), **settings, **sandbox}
+        )
         self.sandbox.start()
         self.driver = Process(
             "driver",
@@ -77,9 +91,22 @@ class Stack:
                 "sandbox_token": TOKEN,
                 "interception_address": self.interception.address,
                 "interception_token": TOKEN,
+                **settings,
             },
         )
         self.driver.start()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Of the services, by name."""
+        return {process.name: process.address for process in (self.driver, self.sandbox, self.interception)}
+
+    def introduce(self, name: str, peer: Stack) -> None:
+        """Starts each again, on its state and port, with a peer of its kind."""
+        for process in (self.interception, self.sandbox, self.driver):
+            process.stop()
+            process.set("peers", json.dumps({name: peer.addresses[process.name]}))
+            process.start()
 
     def stop(self) -> None:
         """All of them, in order."""
@@ -88,9 +115,14 @@ class Stack:
 
 
 @contextmanager
-def running(directory: Path, tokenizers: Mapping[str, str]) -> Iterator[Stack]:
-    """The stack, stopped at the end."""
-    stack = Stack(directory, tokenizers)
+def running(
+    directory: Path,
+    tokenizers: Mapping[str, str],
+    settings: Mapping[str, str] = MappingProxyType({}),
+    sandbox: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Stack]:
+    """The stack, stopped at the end. For the settings see Stack."""
+    stack = Stack(directory, tokenizers, settings, sandbox)
     try:
         yield stack
     finally:

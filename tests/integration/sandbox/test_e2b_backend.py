@@ -80,7 +80,7 @@ async def test_a_sandbox_is_asked_for_once_labelled_closed_and_with_a_deadline(w
         asked = [one for one in await cloud.requests("POST /v2/sandboxes") if box.id in str(one)]
         assert len(asked) == 1
         body = asked[0]["body"]
-        assert asked[0]["headers"]["Idempotency-Key".lower()] == box.id
+        assert asked[0]["headers"]["Idempotency-Key".lower()] == box.id.replace(".", "-")
         assert set(body["metadata"]) == {"penstock_instance", "penstock_sandbox"}
         assert body["allow_internet_access"] is False
         assert body["network"] == {"allowPublicTraffic": False}

@@ -89,7 +89,7 @@ class Cloud:
                 allow_internet_access=network is NetworkKind.OPEN,
                 # Otherwise ports, including those on the sandbox's loopback, would have public addresses.
                 network={"allow_public_traffic": False},
-                idempotency_key=sandbox_id,
+                idempotency_key=sandbox_id.replace(".", "-"),  # E2B takes no dots in it
                 **self._options,
             )
 
