@@ -205,6 +205,7 @@ async def test_failed_setup_and_absent_rollout_or_group_are_explained(
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{rollout.rollout_id}") as page:
         await expect(page.locator(".failure")).to_contain_text("SETUP_FAILED")
         await expect(page.locator(".failure")).to_contain_text("Caused by the task's setup")
+        await expect(page.locator(".facts")).to_contain_text("Driver")
         setup = page.get_by_role("region", name="Setup")
         await expect(setup).to_contain_text("exit 3")
         await expect(setup).to_contain_text("no-such-tool")

@@ -24,6 +24,7 @@ from penstock.cli.commands import diff, replay, watch
 from penstock.cli.connections.watching import Chosen, whole_groups
 from penstock.cli.terminal.console import emit
 from penstock.cli.views import events, rows, turns
+from penstock.cli.views.json_shapes import recording_shape, summary_shape
 from penstock.cli.views.live_table import Standing
 from penstock.cli.views.replay_steps import steps
 from penstock.cli.views.reward_curve import Curve, Point, condensed, strip
@@ -37,9 +38,11 @@ from penstock.client.types.results import (
     Failure,
     FailureCause,
     Grading,
+    Home,
     Outcome,
     Phase,
     Progress,
+    Rollout,
     RolloutChanges,
     RolloutEvent,
     RolloutSummary,
@@ -153,6 +156,16 @@ def test_no_text_of_a_recording_drives_the_terminal(text: str, tokens: bool) -> 
     for item in recording.events:
         assert not foreign(drawn(filter(None, [events.event(item)])))
     assert not foreign(drawn(diff.drawn(compare(recording, other), recording, other)))
+
+
+@pytest.mark.requirement("R118")
+def test_a_rollout_is_shown_with_its_home() -> None:
+    """In its replay and as JSON, as far as it is known."""
+    home = Home("d1", "", "s1", "sb.s1.x")
+    rollout = Rollout("r", None, 0, Phase.RUNNING, None, "a", "", "t", {}, NOW, None, {}, 1, home=home)
+    recording = replace(hostile("x"), rollout=rollout)
+    assert "driver d1, sandbox service s1, sandbox sb.s1.x" in drawn(steps(recording)[0].draw(False))
+    assert recording_shape(recording)["home"] == summary_shape(summary(0, home=home))["home"] == home
 
 
 @settings(max_examples=25)  # each draws a lot

@@ -117,8 +117,23 @@ function Facts({ rollout, capture }: { rollout: Rollout; capture: Capture }) {
       </Fact>
       <Fact name={isRunning ? "Running for" : "Took"}>{start === undefined ? "" : durationWords((end - start) / 1000)}</Fact>
       <Fact name="Started">{rollout.createTime ? timestampDate(rollout.createTime).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : ""}</Fact>
+      {homeOf(rollout).map(({ what, name }) => (
+        <Fact key={what} name={what}>
+          <code>{oneLine(name, 60)}</code>
+        </Fact>
+      ))}
     </dl>
   );
+}
+
+/** The services that have a rollout, and its sandbox, as far as they are known. */
+function homeOf({ home }: Rollout): { what: string; name: string }[] {
+  return [
+    { what: "Driver", name: home?.driver ?? "" },
+    { what: "Gate", name: home?.gate ?? "" },
+    { what: "Sandbox service", name: home?.sandboxService ?? "" },
+    { what: "Sandbox", name: home?.sandboxId ?? "" },
+  ].filter(({ name }) => name !== "");
 }
 
 function Fact({ name, children, isBig = false, title }: { name: string; children: ComponentChildren; isBig?: boolean; title?: string }) {

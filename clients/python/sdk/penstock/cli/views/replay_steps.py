@@ -23,6 +23,7 @@ from penstock.client import (
     PhaseChanged,
     RolloutEvent,
 )
+from penstock.client.types.results import Home
 
 Draw = Callable[[bool], Iterable[RenderableType]]
 """Renders a step; the argument is whether tokens are drawn one by one."""
@@ -131,6 +132,7 @@ def _overview(recording: Recording) -> Iterator[RenderableType]:
         if rollout is None or rollout.create_time is None
         else f"{rollout.create_time:%Y-%m-%d %H:%M:%S} UTC",
         "attempts": "" if rollout is None or rollout.attempts == 1 else str(rollout.attempts),
+        "home": "" if rollout is None or rollout.home is None else _home(rollout.home),
         "calls": str(len(recording.turns)) if recording.turns else "",
         "versions": ", ".join(dict.fromkeys(filter(None, map(turns.versions, recording.turns)))),
     }
@@ -148,6 +150,12 @@ def _overview(recording: Recording) -> Iterator[RenderableType]:
     elif not recording.turns:
         why = "it runs" if recording.outcome is None else "none were made or captured"
         yield Text(f"\nno model calls: {why}", style="dim")
+
+
+def _home(home: Home) -> str:
+    names = {"driver": home.driver, "gate": home.gate, "sandbox service": home.sandbox_service}
+    names["sandbox"] = home.sandbox_id
+    return ", ".join(f"{what} {name}" for what, name in names.items() if name)
 
 
 def _end(recording: Recording) -> Iterator[RenderableType]:

@@ -192,6 +192,8 @@ class Group:
     create_time: datetime | None
     end_time: datetime | None
     namespace: str = "default"
+    home: str = ""
+    """Name of the driver that has it; empty: an older one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,8 @@ class RolloutSummary:
     max_version: int | None
     attempts: int
     namespace: str = "default"
+    home: Home | None = None
+    """Where the last attempt runs or ran; None from a driver of an earlier version."""
 
     @property
     def ended(self) -> bool:

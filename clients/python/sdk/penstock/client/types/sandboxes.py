@@ -158,6 +158,8 @@ class Snapshot:
     fork: str
     setup: tuple[RunResult, ...] = ()
     namespace: str = "default"
+    service: str = ""
+    """Name of the sandbox service that has it; empty: an older one."""
 
 
 @dataclass(frozen=True, slots=True)

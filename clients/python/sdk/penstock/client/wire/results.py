@@ -93,11 +93,10 @@ summary: Final = reader(
         "max_version": "calls.newest_policy_version",
     },
     by={"attempts": lambda message: message.attempts or 1},
-    left_out=("home",),
 )
 """Converts a rollout's summary."""
 
-group: Final = reader(results.Group, rollout_pb2.Group, left_out=("spec", "stragglers", "home"))
+group: Final = reader(results.Group, rollout_pb2.Group, left_out=("spec", "stragglers"))
 """Converts a group."""
 
 

@@ -37,7 +37,7 @@ spec: Final = writer(
 run_result: Final = reader(RunResult, process_service_pb2.RunResult)
 """Converts the outcome of a command."""
 
-snapshot: Final = reader(Snapshot, pb.Snapshot, renamed={"fork": "fork_kind"}, left_out=("setup", "service"))
+snapshot: Final = reader(Snapshot, pb.Snapshot, renamed={"fork": "fork_kind"}, left_out=("setup",))
 """Converts a snapshot, without the results of its setup."""
 
 file_info: Final = reader(FileInfo, file_service_pb2.FileInfo, left_out=("raw_name",))
