@@ -85,6 +85,26 @@ async def test_a_request_for_another_home_names_it() -> None:
         assert await refusal(channel, ids.make("r", "n2", RANDOM)) is None
 
 
+@pytest.mark.requirement("R113", "R118")
+async def test_a_header_that_contradicts_the_request_decides_nothing() -> None:
+    """It is for proxies: the request alone says what is asked for."""
+    own, other = (ids.make("sb", name, RANDOM) for name in ("n1", "n2"))
+    async with served(Home("sandbox", "n1")) as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub = sandbox_service_pb2_grpc.SandboxServiceStub(channel)
+        request = sandbox_service_pb2.DeleteSandboxRequest
+        await stub.DeleteSandbox(request(sandbox_id=own), metadata=(("x-penstock-sandbox-id", other),))
+        with pytest.raises(FailedPrecondition), typed_errors():
+            await stub.DeleteSandbox(request(sandbox_id=other), metadata=(("x-penstock-sandbox-id", own),))
+
+
+@pytest.mark.parametrize(
+    "odd", [ids.make("sb", "n2", RANDOM) + "\n", "sb.Größe." + RANDOM, "x" * 256, "\x00", "sb.n2." + RANDOM + "\x7f"]
+)
+async def test_an_odd_id_has_no_home(odd: str) -> None:
+    async with served(Home("sandbox", "n1")) as server, connect(server.address) as channel:
+        assert await refusal(channel, odd) is None
+
+
 @pytest.mark.requirement("R118")
 async def test_a_stream_for_another_home_is_refused() -> None:
     async with served(Home("sandbox", "n1")) as server, connect(server.address) as channel:
