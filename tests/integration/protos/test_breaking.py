@@ -118,7 +118,7 @@ def staged(stage: Path, *changes: tuple[str, str]) -> str:
     return compared(stage / "new", stage / "old")
 
 
-@pytest.mark.requirement("R117")
+@pytest.mark.requirement("R111")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -138,7 +138,7 @@ def test_what_is_provisional_may_change(stage: Path, changes: list[tuple[str, st
     assert staged(stage, *changes) == ""
 
 
-@pytest.mark.requirement("R117")
+@pytest.mark.requirement("R111")
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -153,7 +153,7 @@ def test_what_is_served_may_not_change(stage: Path, change: tuple[str, str], fou
     assert found in staged(stage, change)
 
 
-@pytest.mark.requirement("R117")
+@pytest.mark.requirement("R111")
 def test_a_message_that_something_served_reaches_may_not_change(stage: Path) -> None:
     """Although a provisional RPC reaches it too."""
     changes = [
