@@ -6,7 +6,7 @@ All of it is found by the option in the protos, so a new field or RPC is tested 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 import grpc
@@ -20,6 +20,7 @@ from tests.support.services.stack import Running
 
 from penstock.client import Task
 from penstock.interception.v1 import intercept_service_pb2 as intercept
+from penstock.interception.v1.intercept_service_pb2_grpc import InterceptServiceStub
 from penstock.values.provisional import is_provisional, is_provisional_method, provisional_set
 from penstock_chassis.channel import error_from_rpc
 from penstock_interception.rpc.results import JUDGED_ALONE
@@ -103,13 +104,51 @@ async def test_a_provisional_field_of_a_request_is_refused_by_its_path(stack: Ru
                 assert rejected.reason == intercept.ResultRejected.REASON_INVALID
                 assert rejected.violations[0].startswith(f"{path_of(way[alone + 1 :])}: is provisional")
                 continue
-            if alone is not None:  # of a session: see tests/integration/interception/test_stream.py
+            if alone is not None:  # of a session: see the next test
                 assert method.endswith("/Intercept")
                 continue
             error = await refused(stack, server, method, request)
             typed = error_from_rpc(error)
             assert (error.code(), typed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "FIELD_NOT_SERVED"), path
             assert [item.field for item in typed.violations] == [path]
+
+
+@pytest.mark.requirement("R106")
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_result_with_a_provisional_field_is_rejected_beside_a_good_one(stack: Running) -> None:
+    """The session goes on, and the call may be answered again. A frame that has no items ends the session."""
+    released = intercept.CallResult(call_id="none", release=intercept.Release())
+    ahead = intercept.CallResult(call_id="x")
+    ahead.completion.usage.draft_tokens = 3
+    hello = intercept.InterceptRequest(hello=intercept.Hello(credits=intercept.Credits(calls=1)))
+    later = intercept.InterceptRequest(policy=intercept.PolicyAnnounced(policy_version=1, policy_id="p"))
+    async with grpc.aio.insecure_channel(stack.stack.address("interception")) as channel:
+        metadata = (("authorization", f"Bearer {stack.stack.operator_token}"),)
+        session: Any = InterceptServiceStub(channel).Intercept(metadata=metadata)
+        await session.write(hello)
+        await session.write(intercept.InterceptRequest(results=intercept.Results(results=[ahead, released])))
+        answers = [frame async for frame in _until(session, "acknowledged")]
+        invalid, unknown = answers[-1].acknowledged.rejected
+        assert list(invalid.violations) == [
+            "completion.usage.draft_tokens: is provisional and not served yet: leave it out"
+        ]
+        assert (invalid.reason, unknown.reason) == (
+            intercept.ResultRejected.REASON_INVALID,
+            intercept.ResultRejected.REASON_UNKNOWN_CALL,
+        )
+        await session.write(later)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await anext(aiter(session))
+    typed = error_from_rpc(ended.value)
+    assert (typed.reason, [item.field for item in typed.violations]) == ("FIELD_NOT_SERVED", ["policy.policy_id"])
+
+
+async def _until(session: Any, kind: str) -> AsyncIterator[intercept.InterceptResponse]:
+    """Frames up to the first of a kind."""
+    async for frame in session:
+        yield frame
+        if frame.WhichOneof("frame") == kind:
+            return
 
 
 def _name(descriptor: Descriptor | None) -> str:
@@ -133,7 +172,7 @@ async def test_a_whole_rollout_shows_no_provisional_field(stack: Running) -> Non
     """In no answer about it, of any service; and no feature has the name of one."""
     rollout_id = secrets.token_hex(8)
     task = Task(task_id="quiet", instruction="Do nothing.")
-    rollout = await stack.ps.rollouts.create(task, "shell", rollout_id=rollout_id)
+    rollout = await stack.ps.rollouts.create(task, "shell", rollout_id=rollout_id, mode="transparent_proxy")
     await rollout.result()
     given = {"rollout_id": rollout_id, "include_bodies": True, "include_top": True}
     answers = list[Message]()
@@ -151,17 +190,26 @@ async def test_a_whole_rollout_shows_no_provisional_field(stack: Running) -> Non
         method = f"penstock.{name}"
         kind = GetMessageClass(METHODS[method].input_type)
         (server,) = rpcs.servers(method)
-        fields: Any = {key: value for key, value in given.items() if key in kind.DESCRIPTOR.fields_by_name}
+        asked: Any = {key: value for key, value in given.items() if key in kind.DESCRIPTOR.fields_by_name}
         answers += await rpcs.call(
             stack.stack.address(server),  # type: ignore[arg-type]
             stack.stack.operator_token,
             method,
-            kind(**fields),
+            kind(**asked),
         )
     (calls,) = [answer for answer in answers if answer.DESCRIPTOR.name == "ListCallsResponse"]
     assert len(calls.calls) >= 1  # type: ignore[attr-defined]
     assert [path for answer in answers for path in provisional_set(answer)] == []
-    names = {way[-1].name for _, way in FIELDS}
+    fields = [
+        field
+        for module in rpcs.modules()
+        for kind in module.DESCRIPTOR.message_types_by_name.values()
+        for field in kind.fields
+    ]
+    names = {field.name for field in fields if is_provisional(field)} - {
+        field.name for field in fields if not is_provisional(field)
+    }
+    assert len(names) > 20
     for server in rpcs.SERVICES:
         info = "penstock.ops.v1.OperationsService/GetServerInfo"
         request = GetMessageClass(METHODS[info].input_type)()
