@@ -1,7 +1,7 @@
 """What the protos declare before it is served: `(penstock.options.v1.provisional)` and `provisional_method`."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
@@ -50,12 +50,14 @@ def provisional_set(message: Message, but: frozenset[str] = _NONE) -> list[str]:
     """Returns the paths of the provisional fields that are set in the message and in messages inside.
 
     A field inside a provisional one is not listed. Messages that cannot have such fields are not read, so that the
-    cost does not depend on the length of texts, tokens or conversations.
+    cost does not depend on the length of texts, tokens or conversations. Of a message that sets none it is 1 to 3 us.
 
     Args:
         message: any.
         but: full names of messages that are not read.
     """
+    if not _test(message.DESCRIPTOR, but)(message):
+        return []
     return list(_found(message, _steps(message.DESCRIPTOR, but), but, ""))
 
 
@@ -88,6 +90,33 @@ def _found(message: Any, steps: tuple[_Step, ...], but: frozenset[str], path: st
         else:
             for index, item in enumerate(value):
                 yield from _found(item, deeper, but, f"{path}{name}[{index}].")
+
+
+@functools.cache
+def _test(descriptor: Descriptor, but: frozenset[str]) -> Callable[[Any], bool]:
+    """Returns whether a message sets any, as a function made of source text: nearly every message sets none.
+
+    Only names of fields are in the text.
+    """
+    to_make, names, lines = [descriptor], {descriptor.full_name: "test_0"}, list[str]()
+    while to_make:
+        made = to_make.pop()
+        tests = []
+        for name, provisional, has_presence, is_map, inside in _steps(made, but):
+            value = f"it.{name}"
+            test = f"it.HasField({name!r})" if has_presence else value
+            if inside is not None and not provisional:
+                if inside.full_name not in names:
+                    names[inside.full_name] = f"test_{len(names)}"
+                    to_make.append(inside)
+                function = names[inside.full_name]
+                items = f"{value}.values()" if is_map else value
+                test = f"{test} and {function}({value})" if has_presence else f"any(map({function}, {items}))"
+            tests.append(f"({test})")
+        lines.append(f"def {names[made.full_name]}(it):\n    return {' or '.join(tests) or 'False'}\n")
+    scope: dict[str, Any] = {}
+    exec(compile("".join(lines), "<penstock.values: provisional>", "exec"), scope)  # noqa: S102 - as `functions` does
+    return scope["test_0"]  # type: ignore[no-any-return]
 
 
 @functools.cache
