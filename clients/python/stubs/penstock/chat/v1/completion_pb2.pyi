@@ -56,24 +56,20 @@ class PolicyVersionSpan(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
-    POLICY_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The trainer's version of the weights. It only grows."""
     start: _builtins.int
     end: _builtins.int
-    policy_id: _builtins.str
-    """The policy (RolloutModel.policy_id) that the version is of. Empty = the rollout's only one."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
-        policy_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "policy_id", b"policy_id", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

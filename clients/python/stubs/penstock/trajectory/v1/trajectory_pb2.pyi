@@ -314,7 +314,9 @@ class Call(_message.Message):
     tools_sha256: _builtins.bytes
     """Digest of the tools. Empty without tools."""
     policy_id: _builtins.str
-    """The policy that the call was for (RolloutModel.policy_id)."""
+    """The policy that the call was for (RolloutModel.policy_id), of which its completion's versions are. Empty = the rollout's
+    only one.
+    """
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion:
         """Unset unless DELIVERED."""
@@ -533,6 +535,7 @@ class TurnSpan(_message.Message):
     UNTRAINED_REASON_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     SAMPLING_USED_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     start: _builtins.int
     end: _builtins.int
@@ -543,6 +546,8 @@ class TurnSpan(_message.Message):
     """
     reward: _builtins.float
     """Reward.turns of the call. Unset = the turn has no reward of its own, which is not zero."""
+    policy_id: _builtins.str
+    """Call.policy_id. The versions of the turn's tokens are of this policy."""
     @_builtins.property
     def sampling_used(self) -> _chat_pb2.Sampling:
         """Completion.sampling_used of the call, because a trainer needs the temperature to recompute processed logprobs."""
@@ -556,10 +561,11 @@ class TurnSpan(_message.Message):
         untrained_reason: _builtins.str = ...,
         reward: _builtins.float | None = ...,
         sampling_used: _chat_pb2.Sampling | None = ...,
+        policy_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "sampling_used", b"sampling_used"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "call_id", b"call_id", "end", b"end", "reward", b"reward", "sampling_used", b"sampling_used", "start", b"start", "untrained_reason", b"untrained_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "call_id", b"call_id", "end", b"end", "policy_id", b"policy_id", "reward", b"reward", "sampling_used", b"sampling_used", "start", b"start", "untrained_reason", b"untrained_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
