@@ -5,6 +5,7 @@ All of it is found by the option in the protos, so a new field or RPC is tested 
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
@@ -17,6 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.support import rpcs
 from tests.support.rpcs import DECLARED, METHODS
 from tests.support.services.stack import Running
+from tests.unit.docs.pages import tables
 
 from penstock.client import Task
 from penstock.interception.v1 import intercept_service_pb2 as intercept
@@ -215,6 +217,16 @@ async def test_a_whole_rollout_shows_no_provisional_field(stack: Running) -> Non
         request = GetMessageClass(METHODS[info].input_type)()
         (answer,) = await rpcs.call(stack.stack.address(server), stack.stack.operator_token, info, request)  # type: ignore[arg-type]
         assert not {part for feature in answer.server.features for part in feature.split(".")} & names
+
+
+@pytest.mark.requirement("R111")
+def test_the_page_lists_what_is_provisional_and_nothing_else() -> None:
+    """Each by its message or service."""
+    rows = [row["fields and RPCs"] for row in tables("docs/compatibility.md")["Provisional"]]
+    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    kinds = [kind for module in rpcs.modules() for kind in module.DESCRIPTOR.message_types_by_name.values()]
+    fields = [f"{kind.name}.{field.name}" for kind in kinds for field in kind.fields if is_provisional(field)]
+    assert sorted(listed) == sorted(fields + [name.rpartition(".")[2] for name in RPCS])
 
 
 def test_there_are_provisional_fields_and_rpcs_to_test() -> None:
