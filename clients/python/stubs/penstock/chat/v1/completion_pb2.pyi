@@ -144,7 +144,8 @@ class TokenTensor(_message.Message):
     - "routed_experts": which experts of a mixture-of-experts model computed each token, so that a trainer can replay the
       routing. A row has the shape [layers, experts per token], numbered from 0 within a layer. The last sampled token has no
       row, because the model was not run on it. A row of -1 was not captured (signed types only).
-    - "indexer_topk": which earlier positions the sparse attention chose for each token: [layers, positions], int32, -1 = none.
+    - "indexer_topk": which earlier positions sparse attention chose for each token: [layers with an indexer, positions], int32,
+      -1 = none. The last sampled token has no row.
     - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Sampled tokens
       only. Its rows differ in length.
     """
