@@ -27,7 +27,6 @@ from penstock.values.provisional import is_provisional, is_provisional_method, p
 from penstock_chassis.channel import error_from_rpc
 from penstock_interception.rpc.results import JUDGED_ALONE
 
-ALONE: Final = "penstock.interception.v1.CallResult"
 Way = tuple[FieldDescriptor, ...]
 
 
@@ -211,7 +210,6 @@ async def test_a_whole_rollout_shows_no_provisional_field(stack: Running) -> Non
     names = {field.name for field in fields if is_provisional(field)} - {
         field.name for field in fields if not is_provisional(field)
     }
-    assert len(names) > 20
     for server in rpcs.SERVICES:
         info = "penstock.ops.v1.OperationsService/GetServerInfo"
         request = GetMessageClass(METHODS[info].input_type)()
@@ -230,7 +228,5 @@ def test_the_page_lists_what_is_provisional_and_nothing_else() -> None:
 
 
 def test_there_are_provisional_fields_and_rpcs_to_test() -> None:
-    """Of each package of services, and in results."""
-    assert len(FIELDS) > 50 and len(RPCS) >= 5
-    assert {method.split(".")[1] for method, _ in FIELDS} >= {"driver", "interception", "inference"}
-    assert any(_name(kind_of(step)) == ALONE for _, way in FIELDS for step in way)
+    """Once all are served, this file can go."""
+    assert FIELDS and RPCS
