@@ -19,6 +19,7 @@ from google.protobuf.descriptor_pb2 import (
     MethodDescriptorProto,
 )
 
+from penstock.options.v1 import options_pb2
 from penstock_chassis import operations
 from penstock_chassis.auth import RoleTable
 from penstock_driver import app as driver
@@ -31,14 +32,14 @@ ABOUT: Mapping[str, str] = {
     "penstock.driver.v1": "rollouts, groups, agents and terminal episodes",
     "penstock.inference.v1": "the engine: tokens in, tokens and logprobs out; weights, versions, adapters",
     "penstock.interception.v1": "the gate: model calls to trainers and back; rollouts, captures, host tools",
-    "penstock.options.v1": "options of the protos themselves, such as the headers that route an RPC",
     "penstock.ops.v1": "what every service says of itself: how it fares, and what is wrong",
-    "penstock.options.v1": "what the protos say of their own fields: which are credentials",
+    "penstock.options.v1": "what the protos say of their own fields and RPCs: credentials, routes, what is provisional",
     "penstock.sandbox.v1": "sandboxes, processes, files, toolboxes",
     "penstock.trajectory.v1": "what comes out: calls, branches, samples, grades",
 }
 ROLES = RoleTable({**sandbox.ROLES, **driver.ROLES, **interception.ROLES, **inference.ROLES, **operations.ROLES})
 
+_PROVISIONAL = "**[Provisional](../compatibility.md#provisional)**: not served yet"
 _TYPES = {
     value: name.removeprefix("TYPE_").lower()
     for name, value in FieldDescriptorProto.Type.items()  # scalars are named there as protos name them
@@ -145,6 +146,8 @@ def _page(package: str, files: list[FileDescriptorProto], link: Links) -> Iterat
                 yield f"### {method.name} {{ #{_anchor(f'{service.name}.{method.name}')} }}\n"
                 yield _signature(method, link)
                 yield f"Roles: {_roles(package, service.name, method.name)}.\n"
+                if method.options.Extensions[options_pb2.provisional_method]:
+                    yield f"{_PROVISIONAL}.\n"
                 yield link(_paragraphs(said.get((*path, descriptors.METHOD, position), "")))
     for kind, title in ((DescriptorProto, "Messages"), (EnumDescriptorProto, "Enums")):
         found = [(file, named) for file in files for named in _declared(file) if isinstance(named.item, kind)]
@@ -167,6 +170,8 @@ def _message(file: FileDescriptorProto, named: Named, link: Links) -> Iterator[s
         yield "| field | type | number | meaning |\n|---|---|---|---|"
         for index, field in enumerate(named.item.field):
             meaning = link(_cell(said.get((*named.path, descriptors.FIELD, index), "")))
+            if field.options.Extensions[options_pb2.provisional]:
+                meaning = f"{_PROVISIONAL}. {meaning}"
             yield f"| `{field.name}` | {_type(named.item, field, link)} | {field.number} | {meaning} |"
         for index, choice in enumerate(named.item.oneof_decl):
             if comment := said.get((*named.path, descriptors.ONEOF, index)):

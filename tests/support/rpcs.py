@@ -12,6 +12,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from penstock.values.provisional import is_provisional_method
+
 PROTOS: Final = Path(__file__).resolve().parents[2] / "protos"
 SERVICES: Final = ("sandbox", "driver", "interception", "inference")
 
@@ -29,7 +31,11 @@ def _methods() -> Iterator[MethodDescriptor]:
             yield from service.methods
 
 
-METHODS: Final = {f"{method.containing_service.full_name}/{method.name}": method for method in _methods()}
+DECLARED: Final = {f"{method.containing_service.full_name}/{method.name}": method for method in _methods()}
+"""Every RPC of the protos."""
+
+METHODS: Final = {name: method for name, method in DECLARED.items() if not is_provisional_method(name)}
+"""Those that are served."""
 
 
 def servers(name: str) -> tuple[str, ...]:
@@ -40,7 +46,7 @@ def servers(name: str) -> tuple[str, ...]:
 
 async def call(address: str, token: str, name: str, request: Message) -> list[Any]:
     """All answers to one request, which is the whole of a request stream. Raises grpc.aio.AioRpcError."""
-    method = METHODS[name]
+    method = DECLARED[name]
     metadata = (("authorization", f"Bearer {token}"),)
     async with grpc.aio.insecure_channel(address) as channel:
         calls: dict[tuple[bool, bool], Any] = {

@@ -1,15 +1,16 @@
 """The one interceptor of every server. For each RPC, in this order:
 
 1. authentication: the caller's role and namespace, and whether it may call this method (R5: before the request is
-   read);
+   read); a method that is declared and not served yet is refused;
 2. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
 3. the context: that id and the caller's tracing ids (`tracing`) are on every log line of the handler's task and on the
    calls that it makes; if the caller is traced, so is the handler;
-4. the ids in the request: a resource of another namespace is unknown to the caller (`auth.ownership`); the handler;
-5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
-6. for streams, no message waits longer for its reader than `reader_s`: the handler ends, which frees its resources, and
+4. fields of the request, and of each message of a stream, that are declared and not served yet: refused;
+5. the ids in the request: a resource of another namespace is unknown to the caller (`auth.ownership`); the handler;
+6. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
+7. for streams, no message waits longer for its reader than `reader_s`: the handler ends, which frees its resources, and
    the call ends with RESOURCE_EXHAUSTED (READER_TOO_SLOW);
-7. one log line: method, code, duration, role, never a body; and the same as metrics. Calls refused at step 1 are logged
+8. one log line: method, code, duration, role, never a body; and the same as metrics. Calls refused at step 1 are logged
    up to REFUSED_BURST at once, then one per REFUSED_INTERVAL_S with the number left out.
 
 A cancelled RPC's `CancelledError` passes through untouched. A call without a deadline is served like any other.
@@ -32,6 +33,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from penstock.values.provisional import is_provisional_method, takes_provisional
 from penstock.values.routes import declared
 from penstock_chassis import journal, rpc_status
 from penstock_chassis.auth import HEALTH, Authenticator, Caller, Hidden, Owned, Role, RoleTable, authorize, serve_for
@@ -41,13 +43,14 @@ from penstock_chassis.errors import (
     PermissionDenied,
     ResourceExhausted,
     Unauthenticated,
+    Unsupported,
 )
 from penstock_chassis.homes import Home
 from penstock_chassis.limits import READER_S
 from penstock_chassis.telemetry import tracing
 from penstock_chassis.telemetry.logging import Meter
 from penstock_chassis.telemetry.metrics import histogram
-from penstock_chassis.validation import refuse_unknown, selects
+from penstock_chassis.validation import refuse_provisional, refuse_unknown, selects
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Metadata key of the request id, which ties one request's log lines together across services."""
@@ -98,6 +101,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         reader_s: seconds that the caller of a stream may take to read a message.
         owned: whose the resources are that requests name, by `package.Service/Method`.
         home: refuses requests about what another service has; None refuses none.
+        judged_alone: see `Service`.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         reader_s: float = READER_S,
         owned: Mapping[str, Owned] | None = None,
         home: Home | None = None,
+        judged_alone: frozenset[str] = frozenset(),
     ) -> None:
         self._authenticator = authenticator
+        self._judged_alone = judged_alone
         self._home = home
         self._reader_s = reader_s
         self._roles = roles
@@ -137,13 +143,19 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             if method.name not in _OPEN:
                 caller = self._authenticator.authenticate(handler_call_details.invocation_metadata or ())
             return method.admitted.get(caller) or self._admitted(method, caller)
-        except (Unauthenticated, PermissionDenied, InvalidArgument) as error:
+        except (Unauthenticated, PermissionDenied, InvalidArgument, Unsupported) as error:
             return self._refused(method, None if caller is None else caller.role, error)
 
     def _admitted(self, method: _Method, caller: Caller | None) -> grpc.RpcMethodHandler[Any, Any]:
-        """Raises PermissionDenied."""
+        """Raises PermissionDenied, or Unsupported `RPC_NOT_SERVED`."""
         if caller is not None:
             authorize(caller.role, method.name, self._roles)
+        if is_provisional_method(method.name):
+            raise Unsupported(
+                f"{method.name} is not served yet: nothing was done. The protos declare it as provisional, so it may "
+                "still change.",
+                reason="RPC_NOT_SERVED",
+            )
         wrapped = self._wrap(method.name, method.handler, caller)
         if caller is None or caller.role is not Role.OPERATOR or caller.namespace is None:
             method.admitted[caller] = wrapped
@@ -188,7 +200,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             if method in _OPEN:
                 kind, make = _soon_stream(kind), grpc.stream_stream_rpc_method_handler
             behaviour = _streaming(method, kind, caller, self._reader_s, owned, checked)
-            return make(behaviour, _reader(method, handler), handler.response_serializer)
+            return make(behaviour, self._reader(method, handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
             if handler.request_streaming
@@ -197,8 +209,37 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         if method in _OPEN:
             kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
         return make(
-            _single(method, kind, caller, owned, checked), _reader(method, handler), handler.response_serializer
+            _single(method, kind, caller, owned, checked), self._reader(method, handler), handler.response_serializer
         )
+
+    def _reader(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
+        """Returns the deserializer of a method's requests; for a unary request, an error is returned, not raised.
+
+        gRPC parses a unary request before the handler runs and would answer with the parser's own text. So the error is
+        raised after the caller was admitted; in a request stream it is raised in the handler.
+        """
+        parse, alone = handler.request_deserializer, self._judged_alone
+        if parse is None:
+            return parse
+        selecting, unserved = selects(method), takes_provisional(method, alone)
+
+        def strict(data: bytes) -> Any:
+            request = parse(data)
+            if selecting:
+                refuse_unknown(request)
+            if unserved:
+                refuse_provisional(request, alone)
+            return request
+
+        def tolerant(data: bytes) -> Any:
+            try:
+                return strict(data)
+            except DecodeError:
+                return _malformed()
+            except InvalidArgument as error:
+                return error
+
+        return strict if handler.request_streaming else tolerant
 
 
 def _single(
@@ -307,31 +348,6 @@ async def _reached(request: Any, hidden: Hidden | None) -> Any:
     if hidden is None:
         return request
     return hidden.hide_each(request) if hasattr(request, "__aiter__") else await hidden.hide(request)
-
-
-def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
-    """Returns the deserializer of a method's requests; for a unary request, an error is returned, not raised.
-
-    gRPC parses a unary request before the handler runs and would answer with the parser's own text. So the error is
-    raised after the caller was admitted; in a request stream it is raised in the handler.
-    """
-    read = handler.request_deserializer
-    if read is None or handler.request_streaming:
-        return read
-    selecting = selects(method)
-
-    def tolerant(data: bytes) -> Any:
-        try:
-            request = read(data)
-            if selecting:
-                refuse_unknown(request)
-        except DecodeError:
-            return _malformed()
-        except InvalidArgument as error:
-            return error
-        return request
-
-    return tolerant
 
 
 def _soon(behaviour: Any) -> Any:

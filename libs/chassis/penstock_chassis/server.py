@@ -80,6 +80,8 @@ class Service:
     are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose the resources are that
     requests name, by `package.Service/Method`.
     `home` refuses requests about what another service has; None refuses none.
+    `judged_alone` are full names of messages inside requests whose provisional fields the handler refuses itself, by
+    `refuse_provisional`, so that one item does not refuse the others.
     """
 
     registrations: Sequence[Registration]
@@ -91,6 +93,7 @@ class Service:
     features: Sequence[str] = ()
     owned: Mapping[str, Owned] = field(default_factory=dict)
     home: Home | None = None
+    judged_alone: frozenset[str] = frozenset()
 
 
 class Server:
@@ -152,7 +155,12 @@ class Server:
         self._server = server = grpc.aio.server(
             interceptors=[
                 ServerInterceptor(
-                    self.authenticator, roles, self._limits.reader_s, self._service.owned, self._service.home
+                    self.authenticator,
+                    roles,
+                    self._limits.reader_s,
+                    self._service.owned,
+                    self._service.home,
+                    self._service.judged_alone,
                 )
             ],
             options=(*OPTIONS, *self._limits.options()),

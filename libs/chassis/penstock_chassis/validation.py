@@ -1,5 +1,5 @@
 """Validation of requests: the one error of a field that is out of its range or shape, pydantic's errors as violations
-in our wording, pages, and fields that a service does not know.
+in our wording, pages, and fields that a service does not know or does not serve yet.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import ValidationError
 
+from penstock.values.provisional import provisional_set
 from penstock_chassis.errors import InvalidArgument, Violation
 
 _SELECTING: Final = ("Abort", "Delete", "Export", "List", "RegisterTools", "Revoke", "Watch")
@@ -113,6 +114,23 @@ def refuse_unknown(message: Message, path: str = "") -> None:
             "select more than was meant. Use a newer service, or leave the field out; GetServerInfo has its revision.",
             reason="FIELD_UNKNOWN",
             violations=found,
+        )
+
+
+def refuse_provisional(message: Message, but: frozenset[str] = frozenset()) -> None:
+    """Raises InvalidArgument FIELD_NOT_SERVED if the message or one inside sets a field that is not served yet.
+
+    Args:
+        message: a request, or an item of one.
+        but: full names of messages inside that are not read, because each is judged by itself.
+    """
+    found = provisional_set(message, but)
+    if found:
+        raise InvalidArgument(
+            f"Not served yet: {', '.join(found[:_LISTED])}. The protos declare it as provisional, so it may still "
+            "change. Leave it out.",
+            reason="FIELD_NOT_SERVED",
+            violations=[Violation(path, "is provisional and not served yet: leave it out") for path in found],
         )
 
 

@@ -37,6 +37,7 @@ from penstock_interception.rpc import gate_service, intercept_service
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
 from penstock_interception.rpc.intercept_service import FEATURES, InterceptServicer, register_intercept
+from penstock_interception.rpc.results import JUDGED_ALONE
 from penstock_interception.settings import InterceptionSettings
 from penstock_interception.sources.base import ModelSource
 from penstock_interception.sources.registry import Endpoint, Sources
@@ -129,6 +130,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             features=FEATURES,
             owned={**gate_service.owned(interceptor), **intercept_service.owned(interceptor)},
             home=home,
+            judged_alone=JUDGED_ALONE,
         )
 
 

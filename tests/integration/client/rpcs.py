@@ -16,6 +16,7 @@ from penstock.inference.v1 import inference_service_pb2
 from penstock.interception.v1 import intercept_service_pb2, rollout_gate_service_pb2
 from penstock.ops.v1 import operations_service_pb2
 from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_service_pb2, toolbox_service_pb2
+from penstock.values.provisional import is_provisional_method
 
 _FILES: Final = (
     agent_service_pb2,
@@ -172,10 +173,12 @@ ELSEWHERE: Final = {
 
 
 def rpcs() -> Iterator[MethodDescriptor]:
-    """Every RPC of the protos."""
+    """Every RPC of the protos that is served."""
     for file in _FILES:
         for service in file.DESCRIPTOR.services_by_name.values():
-            yield from service.methods
+            for method in service.methods:
+                if not is_provisional_method(f"{service.full_name}/{method.name}"):
+                    yield method
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,17 +51,19 @@ NO_CREDENTIALS: Final = {
         "max_tokens", "min_tokens", "thinking_budget_tokens", "prompt_tokens", "completion_tokens", "cached_tokens",
         "reasoning_tokens", "max_context_tokens", "cached_prompt_tokens", "sampled_tokens", "load_tokens",
         "max_completion_tokens", "max_total_tokens", "max_tokens_per_call", "max_prompt_tokens", "LogprobGap.tokens",
+        "draft_tokens", "accepted_draft_tokens", "token_start", "token_count",
     },
     "ids of tokens of the model, or whether an engine takes them": {
         "token_ids", "stop_token_ids", "stop_token_id", "top_token_ids", "prompt_token_ids", "prompt_suffix_token_ids",
         "control_tokens",
     },
+    "numbers for tokens of the model": {"token_tensors", "token_rewards", "token_values"},
     "the id, the terms or the end of an agent key, not the key": {
         "RolloutToken.token_id", "RevokeTokensRequest.token_ids", "token_terms", "GateRollout.tokens",
         "RevokeTokensResponse.tokens", "token_expire_time",
     },
     "a name in a file, or of a snapshot's content": {"McpConfig.key", "Snapshot.key"},
-    "names of headers": {"session_headers"},
+    "names of headers": {"session_headers", "Route.header"},
     "an environment that is shown: secrets go into secret_env": {
         "AgentSpec.env", "AgentSpec.skip_permissions_env", "Task.env", "Stdio.env", "Command.env", "SandboxSpec.env",
     },

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import grpc
 from docs.site import descriptors as site
 
+from penstock.values.provisional import is_provisional_method
+
 _CODES = frozenset(code.name for code in grpc.StatusCode)
 _GROUP = re.compile(r"\b([A-Z][A-Z_]+)\s+\(([^()]*)\)")
 _REASON = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
@@ -25,13 +27,14 @@ class Promise:
 
 
 def rpcs() -> Iterator[tuple[str, str, str]]:
-    """(area, service, RPC) of everything that is declared."""
+    """(area, service, RPC) of everything that is served."""
     for package, service, method in site.rpcs():
-        yield package.split(".")[1], service, method
+        if not is_provisional_method(f"{package}.{service}/{method}"):
+            yield package.split(".")[1], service, method
 
 
 def promises() -> Iterator[Promise]:
-    """Every reason that a comment names beside its code."""
+    """Every reason that a comment of what is served names beside its code."""
     for file in site.descriptors().file:
         area = file.package.split(".")[1]
         for location in file.source_code_info.location:
@@ -40,6 +43,8 @@ def promises() -> Iterator[Promise]:
                 continue
             service = file.service[path[1]]
             subject = service.name if len(path) == 2 else f"{service.name}/{service.method[path[3]].name}"
+            if len(path) == 4 and is_provisional_method(f"{file.package}.{subject}"):
+                continue
             for code, inside in _GROUP.findall(location.leading_comments):
                 if code in _CODES:
                     for reason in _REASON.findall(inside):

@@ -54,8 +54,15 @@ NOT_ROUTED: Final = {
             *(
                 f"InferenceService.{name}"
                 for name in (
-                    *("GetInfo", "GetTokenizer", "Score", "Pause", "Resume", "Sleep", "Wake", "UpdateWeights"),
-                    *("InitTransfer", "StartTransfer", "TransferTensors", "FinishTransfer", "LoadAdapter"),
+                    *("GetInfo", "GetTokenizer", "Score", "ScoreBatch", "Pause", "Resume", "Sleep", "Wake"),
+                    *(
+                        "UpdateWeights",
+                        "InitTransfer",
+                        "StartTransfer",
+                        "TransferTensors",
+                        "FinishTransfer",
+                        "LoadAdapter",
+                    ),
                     *("UnloadAdapter", "ListAdapters", "Render", "Parse", "ReportGap", "WatchStats"),
                 )
             ),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.validation import refuse_provisional
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
 from penstock_interception.domain.state import Session
@@ -24,6 +26,9 @@ _REASONS = {
     RejectionReason.INVALID: pb.ResultRejected.REASON_INVALID,
     RejectionReason.STALE_POLICY: pb.ResultRejected.REASON_STALE_POLICY,
 }
+
+JUDGED_ALONE: Final = frozenset({pb.CallResult.DESCRIPTOR.full_name})
+"""Messages of which one that cannot be accepted does not refuse the others beside it."""
 
 
 async def judge(
@@ -98,14 +103,15 @@ def _of_another_rollout(interceptor: Interceptor, result: pb.CallResult, rollout
 
 async def _judged(interceptor: Interceptor, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
     call_id, lease_id = result.call_id, result.lease_id
+    try:
+        refuse_provisional(result)
+        completion = convert.completion_from(result.completion) if result.HasField("completion") else None
+    except InvalidArgument as error:
+        violations = tuple(f"{v.field}: {v.description}" for v in error.violations)
+        return Rejection(call_id, RejectionReason.INVALID, error.message, violations)
+    if completion is not None:
+        return await interceptor.deliver(call_id, lease_id, completion, session=session)
     match result.WhichOneof("result"):
-        case "completion":
-            try:
-                completion = convert.completion_from(result.completion)
-            except InvalidArgument as error:
-                violations = tuple(f"{v.field}: {v.description}" for v in error.violations)
-                return Rejection(call_id, RejectionReason.INVALID, error.message, violations)
-            return await interceptor.deliver(call_id, lease_id, completion, session=session)
         case "failure":
             failure = Failure(
                 result.failure.reason or "TRAINER_FAILED", result.failure.message, result.failure.retriable

@@ -27,6 +27,9 @@ const (
 	RolloutService_WaitRollout_FullMethodName        = "/penstock.driver.v1.RolloutService/WaitRollout"
 	RolloutService_CancelRollout_FullMethodName      = "/penstock.driver.v1.RolloutService/CancelRollout"
 	RolloutService_DeleteRollout_FullMethodName      = "/penstock.driver.v1.RolloutService/DeleteRollout"
+	RolloutService_PauseRollout_FullMethodName       = "/penstock.driver.v1.RolloutService/PauseRollout"
+	RolloutService_ResumeRollout_FullMethodName      = "/penstock.driver.v1.RolloutService/ResumeRollout"
+	RolloutService_ForkRollout_FullMethodName        = "/penstock.driver.v1.RolloutService/ForkRollout"
 	RolloutService_CreateGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/CreateGroup"
 	RolloutService_GetGroup_FullMethodName           = "/penstock.driver.v1.RolloutService/GetGroup"
 	RolloutService_ListGroups_FullMethodName         = "/penstock.driver.v1.RolloutService/ListGroups"
@@ -35,6 +38,7 @@ const (
 	RolloutService_CancelGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/CancelGroup"
 	RolloutService_DeleteGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/DeleteGroup"
 	RolloutService_GetTrajectory_FullMethodName      = "/penstock.driver.v1.RolloutService/GetTrajectory"
+	RolloutService_AnnotateTrajectory_FullMethodName = "/penstock.driver.v1.RolloutService/AnnotateTrajectory"
 	RolloutService_ExportTrajectories_FullMethodName = "/penstock.driver.v1.RolloutService/ExportTrajectories"
 )
 
@@ -76,6 +80,19 @@ type RolloutServiceClient interface {
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
+	// PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+	// is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+	// Idempotent.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	PauseRollout(ctx context.Context, in *PauseRolloutRequest, opts ...grpc.CallOption) (*PauseRolloutResponse, error)
+	// ResumeRollout ends a pause. Idempotent.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	ResumeRollout(ctx context.Context, in *ResumeRolloutRequest, opts ...grpc.CallOption) (*ResumeRolloutResponse, error)
+	// ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+	// that point. The paused one can be resumed too.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+	// CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+	ForkRollout(ctx context.Context, in *ForkRolloutRequest, opts ...grpc.CallOption) (*ForkRolloutResponse, error)
 	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
 	// the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
 	CreateGroup(ctx context.Context, in *CreateGroupRequest, opts ...grpc.CallOption) (*CreateGroupResponse, error)
@@ -101,6 +118,10 @@ type RolloutServiceClient interface {
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
 	// was opened).
 	GetTrajectory(ctx context.Context, in *GetTrajectoryRequest, opts ...grpc.CallOption) (RolloutService_GetTrajectoryClient, error)
+	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+	// none is.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+	AnnotateTrajectory(ctx context.Context, in *AnnotateTrajectoryRequest, opts ...grpc.CallOption) (*AnnotateTrajectoryResponse, error)
 	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
 	ExportTrajectories(ctx context.Context, in *ExportTrajectoriesRequest, opts ...grpc.CallOption) (RolloutService_ExportTrajectoriesClient, error)
 }
@@ -239,6 +260,36 @@ func (c *rolloutServiceClient) DeleteRollout(ctx context.Context, in *DeleteRoll
 	return out, nil
 }
 
+func (c *rolloutServiceClient) PauseRollout(ctx context.Context, in *PauseRolloutRequest, opts ...grpc.CallOption) (*PauseRolloutResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PauseRolloutResponse)
+	err := c.cc.Invoke(ctx, RolloutService_PauseRollout_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutServiceClient) ResumeRollout(ctx context.Context, in *ResumeRolloutRequest, opts ...grpc.CallOption) (*ResumeRolloutResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ResumeRolloutResponse)
+	err := c.cc.Invoke(ctx, RolloutService_ResumeRollout_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutServiceClient) ForkRollout(ctx context.Context, in *ForkRolloutRequest, opts ...grpc.CallOption) (*ForkRolloutResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ForkRolloutResponse)
+	err := c.cc.Invoke(ctx, RolloutService_ForkRollout_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rolloutServiceClient) CreateGroup(ctx context.Context, in *CreateGroupRequest, opts ...grpc.CallOption) (*CreateGroupResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CreateGroupResponse)
@@ -365,6 +416,16 @@ func (x *rolloutServiceGetTrajectoryClient) Recv() (*GetTrajectoryResponse, erro
 	return m, nil
 }
 
+func (c *rolloutServiceClient) AnnotateTrajectory(ctx context.Context, in *AnnotateTrajectoryRequest, opts ...grpc.CallOption) (*AnnotateTrajectoryResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(AnnotateTrajectoryResponse)
+	err := c.cc.Invoke(ctx, RolloutService_AnnotateTrajectory_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rolloutServiceClient) ExportTrajectories(ctx context.Context, in *ExportTrajectoriesRequest, opts ...grpc.CallOption) (RolloutService_ExportTrajectoriesClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &RolloutService_ServiceDesc.Streams[4], RolloutService_ExportTrajectories_FullMethodName, cOpts...)
@@ -436,6 +497,19 @@ type RolloutServiceServer interface {
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
+	// PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+	// is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+	// Idempotent.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	PauseRollout(context.Context, *PauseRolloutRequest) (*PauseRolloutResponse, error)
+	// ResumeRollout ends a pause. Idempotent.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	ResumeRollout(context.Context, *ResumeRolloutRequest) (*ResumeRolloutResponse, error)
+	// ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+	// that point. The paused one can be resumed too.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+	// CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+	ForkRollout(context.Context, *ForkRolloutRequest) (*ForkRolloutResponse, error)
 	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
 	// the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
 	CreateGroup(context.Context, *CreateGroupRequest) (*CreateGroupResponse, error)
@@ -461,6 +535,10 @@ type RolloutServiceServer interface {
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
 	// was opened).
 	GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error
+	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+	// none is.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+	AnnotateTrajectory(context.Context, *AnnotateTrajectoryRequest) (*AnnotateTrajectoryResponse, error)
 	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
 	ExportTrajectories(*ExportTrajectoriesRequest, RolloutService_ExportTrajectoriesServer) error
 	mustEmbedUnimplementedRolloutServiceServer()
@@ -494,6 +572,15 @@ func (UnimplementedRolloutServiceServer) CancelRollout(context.Context, *CancelR
 func (UnimplementedRolloutServiceServer) DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method DeleteRollout not implemented")
 }
+func (UnimplementedRolloutServiceServer) PauseRollout(context.Context, *PauseRolloutRequest) (*PauseRolloutResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method PauseRollout not implemented")
+}
+func (UnimplementedRolloutServiceServer) ResumeRollout(context.Context, *ResumeRolloutRequest) (*ResumeRolloutResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ResumeRollout not implemented")
+}
+func (UnimplementedRolloutServiceServer) ForkRollout(context.Context, *ForkRolloutRequest) (*ForkRolloutResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ForkRollout not implemented")
+}
 func (UnimplementedRolloutServiceServer) CreateGroup(context.Context, *CreateGroupRequest) (*CreateGroupResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method CreateGroup not implemented")
 }
@@ -517,6 +604,9 @@ func (UnimplementedRolloutServiceServer) DeleteGroup(context.Context, *DeleteGro
 }
 func (UnimplementedRolloutServiceServer) GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error {
 	return status.Errorf(codes.Unimplemented, "method GetTrajectory not implemented")
+}
+func (UnimplementedRolloutServiceServer) AnnotateTrajectory(context.Context, *AnnotateTrajectoryRequest) (*AnnotateTrajectoryResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method AnnotateTrajectory not implemented")
 }
 func (UnimplementedRolloutServiceServer) ExportTrajectories(*ExportTrajectoriesRequest, RolloutService_ExportTrajectoriesServer) error {
 	return status.Errorf(codes.Unimplemented, "method ExportTrajectories not implemented")
@@ -684,6 +774,60 @@ func _RolloutService_DeleteRollout_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RolloutService_PauseRollout_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PauseRolloutRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).PauseRollout(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_PauseRollout_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).PauseRollout(ctx, req.(*PauseRolloutRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutService_ResumeRollout_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ResumeRolloutRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).ResumeRollout(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_ResumeRollout_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).ResumeRollout(ctx, req.(*ResumeRolloutRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutService_ForkRollout_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ForkRolloutRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).ForkRollout(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_ForkRollout_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).ForkRollout(ctx, req.(*ForkRolloutRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RolloutService_CreateGroup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(CreateGroupRequest)
 	if err := dec(in); err != nil {
@@ -834,6 +978,24 @@ func (x *rolloutServiceGetTrajectoryServer) Send(m *GetTrajectoryResponse) error
 	return x.ServerStream.SendMsg(m)
 }
 
+func _RolloutService_AnnotateTrajectory_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(AnnotateTrajectoryRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).AnnotateTrajectory(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_AnnotateTrajectory_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).AnnotateTrajectory(ctx, req.(*AnnotateTrajectoryRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RolloutService_ExportTrajectories_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(ExportTrajectoriesRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -887,6 +1049,18 @@ var RolloutService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _RolloutService_DeleteRollout_Handler,
 		},
 		{
+			MethodName: "PauseRollout",
+			Handler:    _RolloutService_PauseRollout_Handler,
+		},
+		{
+			MethodName: "ResumeRollout",
+			Handler:    _RolloutService_ResumeRollout_Handler,
+		},
+		{
+			MethodName: "ForkRollout",
+			Handler:    _RolloutService_ForkRollout_Handler,
+		},
+		{
 			MethodName: "CreateGroup",
 			Handler:    _RolloutService_CreateGroup_Handler,
 		},
@@ -909,6 +1083,10 @@ var RolloutService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "DeleteGroup",
 			Handler:    _RolloutService_DeleteGroup_Handler,
+		},
+		{
+			MethodName: "AnnotateTrajectory",
+			Handler:    _RolloutService_AnnotateTrajectory_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -25,6 +25,7 @@ const (
 	InferenceService_GetTokenizer_FullMethodName    = "/penstock.inference.v1.InferenceService/GetTokenizer"
 	InferenceService_Generate_FullMethodName        = "/penstock.inference.v1.InferenceService/Generate"
 	InferenceService_Score_FullMethodName           = "/penstock.inference.v1.InferenceService/Score"
+	InferenceService_ScoreBatch_FullMethodName      = "/penstock.inference.v1.InferenceService/ScoreBatch"
 	InferenceService_Abort_FullMethodName           = "/penstock.inference.v1.InferenceService/Abort"
 	InferenceService_Pause_FullMethodName           = "/penstock.inference.v1.InferenceService/Pause"
 	InferenceService_Resume_FullMethodName          = "/penstock.inference.v1.InferenceService/Resume"
@@ -71,6 +72,9 @@ type InferenceServiceClient interface {
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
 	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
+	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+	// Errors: those of Score; each ends the stream.
+	ScoreBatch(ctx context.Context, in *ScoreBatchRequest, opts ...grpc.CallOption) (InferenceService_ScoreBatchClient, error)
 	// Abort aborts generations. Idempotent.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
 	// Pause stops generating. New requests wait until Resume. Idempotent.
@@ -217,6 +221,39 @@ func (c *inferenceServiceClient) Score(ctx context.Context, in *ScoreRequest, op
 	return out, nil
 }
 
+func (c *inferenceServiceClient) ScoreBatch(ctx context.Context, in *ScoreBatchRequest, opts ...grpc.CallOption) (InferenceService_ScoreBatchClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[2], InferenceService_ScoreBatch_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &inferenceServiceScoreBatchClient{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+type InferenceService_ScoreBatchClient interface {
+	Recv() (*ScoreBatchResponse, error)
+	grpc.ClientStream
+}
+
+type inferenceServiceScoreBatchClient struct {
+	grpc.ClientStream
+}
+
+func (x *inferenceServiceScoreBatchClient) Recv() (*ScoreBatchResponse, error) {
+	m := new(ScoreBatchResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 func (c *inferenceServiceClient) Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(AbortResponse)
@@ -269,7 +306,7 @@ func (c *inferenceServiceClient) Wake(ctx context.Context, in *WakeRequest, opts
 
 func (c *inferenceServiceClient) UpdateWeights(ctx context.Context, opts ...grpc.CallOption) (InferenceService_UpdateWeightsClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[2], InferenceService_UpdateWeights_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[3], InferenceService_UpdateWeights_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -344,7 +381,7 @@ func (c *inferenceServiceClient) FinishTransfer(ctx context.Context, in *FinishT
 
 func (c *inferenceServiceClient) LoadAdapter(ctx context.Context, opts ...grpc.CallOption) (InferenceService_LoadAdapterClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[3], InferenceService_LoadAdapter_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[4], InferenceService_LoadAdapter_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -429,7 +466,7 @@ func (c *inferenceServiceClient) ReportGap(ctx context.Context, in *ReportGapReq
 
 func (c *inferenceServiceClient) WatchStats(ctx context.Context, in *WatchStatsRequest, opts ...grpc.CallOption) (InferenceService_WatchStatsClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[4], InferenceService_WatchStats_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &InferenceService_ServiceDesc.Streams[5], InferenceService_WatchStats_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -487,6 +524,9 @@ type InferenceServiceServer interface {
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
 	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
+	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+	// Errors: those of Score; each ends the stream.
+	ScoreBatch(*ScoreBatchRequest, InferenceService_ScoreBatchServer) error
 	// Abort aborts generations. Idempotent.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
 	// Pause stops generating. New requests wait until Resume. Idempotent.
@@ -555,6 +595,9 @@ func (UnimplementedInferenceServiceServer) Generate(*GenerateRequest, InferenceS
 }
 func (UnimplementedInferenceServiceServer) Score(context.Context, *ScoreRequest) (*ScoreResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method Score not implemented")
+}
+func (UnimplementedInferenceServiceServer) ScoreBatch(*ScoreBatchRequest, InferenceService_ScoreBatchServer) error {
+	return status.Errorf(codes.Unimplemented, "method ScoreBatch not implemented")
 }
 func (UnimplementedInferenceServiceServer) Abort(context.Context, *AbortRequest) (*AbortResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method Abort not implemented")
@@ -696,6 +739,27 @@ func _InferenceService_Score_Handler(srv interface{}, ctx context.Context, dec f
 		return srv.(InferenceServiceServer).Score(ctx, req.(*ScoreRequest))
 	}
 	return interceptor(ctx, in, info, handler)
+}
+
+func _InferenceService_ScoreBatch_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ScoreBatchRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(InferenceServiceServer).ScoreBatch(m, &inferenceServiceScoreBatchServer{ServerStream: stream})
+}
+
+type InferenceService_ScoreBatchServer interface {
+	Send(*ScoreBatchResponse) error
+	grpc.ServerStream
+}
+
+type inferenceServiceScoreBatchServer struct {
+	grpc.ServerStream
+}
+
+func (x *inferenceServiceScoreBatchServer) Send(m *ScoreBatchResponse) error {
+	return x.ServerStream.SendMsg(m)
 }
 
 func _InferenceService_Abort_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
@@ -1104,6 +1168,11 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "Generate",
 			Handler:       _InferenceService_Generate_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ScoreBatch",
+			Handler:       _InferenceService_ScoreBatch_Handler,
 			ServerStreams: true,
 		},
 		{

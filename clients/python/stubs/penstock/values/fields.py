@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from penstock.values.provisional import is_provisional
+
 _MAPS: Final = (Mapping,)
 _SEQUENCES: Final = (tuple, Sequence, frozenset)
 
@@ -103,7 +105,9 @@ def pairs_of(
         for name, item in own.items()
         if name not in excepted or name in renamed
     ]
-    missing = set(descriptor.fields_by_name) - excepted - {pair.path[0].name for pair in pairs}
+    # A field that is not served yet has no place in a class.
+    given = {field.name for field in descriptor.fields if not is_provisional(field)}
+    missing = given - excepted - {pair.path[0].name for pair in pairs}
     if missing:
         raise ValueMismatch(f"{where} has no field for {descriptor.full_name}.{', '.join(sorted(missing))}")
     return pairs

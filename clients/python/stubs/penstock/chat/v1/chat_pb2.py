@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from penstock.options.v1 import options_pb2 as penstock_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/chat/v1/chat.proto\x12\x10penstock.chat.v1\"d\n\x07Message\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.penstock.chat.v1.Role\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.penstock.chat.v1.Part\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xf8\x01\n\x04Part\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.penstock.chat.v1.TextH\x00\x12\x30\n\treasoning\x18\x02 \x01(\x0b\x32\x1b.penstock.chat.v1.ReasoningH\x00\x12(\n\x05image\x18\x03 \x01(\x0b\x32\x17.penstock.chat.v1.ImageH\x00\x12/\n\ttool_call\x18\x04 \x01(\x0b\x32\x1a.penstock.chat.v1.ToolCallH\x00\x12\x33\n\x0btool_result\x18\x05 \x01(\x0b\x32\x1c.penstock.chat.v1.ToolResultH\x00\x42\x06\n\x04part\"\x14\n\x04Text\x12\x0c\n\x04text\x18\x01 \x01(\t\",\n\tReasoning\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"D\n\x05Image\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"[\n\nToolResult\x12\x14\n\x0ctool_call_id\x18\x01 \x01(\t\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.penstock.chat.v1.Part\x12\x10\n\x08is_error\x18\x03 \x01(\x08\"i\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1e\n\x16parameters_json_schema\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\xe4\x01\n\nToolChoice\x12/\n\x04mode\x18\x01 \x01(\x0e\x32!.penstock.chat.v1.ToolChoice.Mode\x12\x0c\n\x04name\x18\x02 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x03 \x01(\x08H\x00\x88\x01\x01\"]\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\r\n\tMODE_NONE\x10\x02\x12\x11\n\rMODE_REQUIRED\x10\x03\x12\x0e\n\nMODE_NAMED\x10\x04\x42\x16\n\x14_parallel_tool_calls\"\xa4\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x05H\n\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x15\n\x08thinking\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12#\n\x16thinking_budget_tokens\x18\x10 \x01(\x05H\r\x88\x01\x01\x12!\n\x14response_format_json\x18\x11 \x01(\tH\x0e\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0f\n\r_top_logprobsB\x0b\n\t_thinkingB\x19\n\x17_thinking_budget_tokensB\x17\n\x15_response_format_json\"\x9b\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x1a\n\rcached_tokens\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1d\n\x10reasoning_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x13\n\x11_reasoning_tokens*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\x12\n\x0eROLE_DEVELOPER\x10\x02\x12\r\n\tROLE_USER\x10\x03\x12\x12\n\x0eROLE_ASSISTANT\x10\x04\x12\r\n\tROLE_TOOL\x10\x05*\xb8\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x04\x12 \n\x1c\x46INISH_REASON_CONTENT_FILTER\x10\x05\x42\x88\x01\n\x10penstock.chat.v1B\tChatProtoP\x01Z,penstock.example/penstock/gen/chat/v1;chatv1\xaa\x02\x10Penstock.Chat.V1\xca\x02\x10Penstock\\Chat\\V1\xea\x02\x12Penstock::Chat::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/chat/v1/chat.proto\x12\x10penstock.chat.v1\x1a!penstock/options/v1/options.proto\"d\n\x07Message\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.penstock.chat.v1.Role\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.penstock.chat.v1.Part\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xf8\x01\n\x04Part\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.penstock.chat.v1.TextH\x00\x12\x30\n\treasoning\x18\x02 \x01(\x0b\x32\x1b.penstock.chat.v1.ReasoningH\x00\x12(\n\x05image\x18\x03 \x01(\x0b\x32\x17.penstock.chat.v1.ImageH\x00\x12/\n\ttool_call\x18\x04 \x01(\x0b\x32\x1a.penstock.chat.v1.ToolCallH\x00\x12\x33\n\x0btool_result\x18\x05 \x01(\x0b\x32\x1c.penstock.chat.v1.ToolResultH\x00\x42\x06\n\x04part\"\x14\n\x04Text\x12\x0c\n\x04text\x18\x01 \x01(\t\",\n\tReasoning\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"D\n\x05Image\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"[\n\nToolResult\x12\x14\n\x0ctool_call_id\x18\x01 \x01(\t\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.penstock.chat.v1.Part\x12\x10\n\x08is_error\x18\x03 \x01(\x08\"u\n\x05Media\x12\x10\n\x08modality\x18\x01 \x01(\t\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x13\n\x0btoken_count\x18\x06 \x01(\r\"i\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1e\n\x16parameters_json_schema\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\xe4\x01\n\nToolChoice\x12/\n\x04mode\x18\x01 \x01(\x0e\x32!.penstock.chat.v1.ToolChoice.Mode\x12\x0c\n\x04name\x18\x02 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x03 \x01(\x08H\x00\x88\x01\x01\"]\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\r\n\tMODE_NONE\x10\x02\x12\x11\n\rMODE_REQUIRED\x10\x03\x12\x0e\n\nMODE_NAMED\x10\x04\x42\x16\n\x14_parallel_tool_calls\"\xf9\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x05H\n\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x15\n\x08thinking\x18\x0f \x01(\x08H\x0c\x88\x01\x01\x12#\n\x16thinking_budget_tokens\x18\x10 \x01(\x05H\r\x88\x01\x01\x12!\n\x14response_format_json\x18\x11 \x01(\tH\x0e\x88\x01\x01\x12\"\n\x0fprompt_logprobs\x18\x12 \x01(\x05\x42\x04\xb8\xbb\x18\x01H\x0f\x88\x01\x01\x12\x1b\n\rtoken_tensors\x18\x13 \x03(\tB\x04\xb8\xbb\x18\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0f\n\r_top_logprobsB\x0b\n\t_thinkingB\x19\n\x17_thinking_budget_tokensB\x17\n\x15_response_format_jsonB\x12\n\x10_prompt_logprobs\"\x91\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x1a\n\rcached_tokens\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1d\n\x10reasoning_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x1f\n\x0c\x64raft_tokens\x18\x05 \x01(\x03\x42\x04\xb8\xbb\x18\x01H\x02\x88\x01\x01\x12(\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x06 \x01(\x03\x42\x04\xb8\xbb\x18\x01H\x03\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x13\n\x11_reasoning_tokensB\x0f\n\r_draft_tokensB\x18\n\x16_accepted_draft_tokens*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\x12\n\x0eROLE_DEVELOPER\x10\x02\x12\r\n\tROLE_USER\x10\x03\x12\x12\n\x0eROLE_ASSISTANT\x10\x04\x12\r\n\tROLE_TOOL\x10\x05*\xb8\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x04\x12 \n\x1c\x46INISH_REASON_CONTENT_FILTER\x10\x05\x42\x88\x01\n\x10penstock.chat.v1B\tChatProtoP\x01Z,penstock.example/penstock/gen/chat/v1;chatv1\xaa\x02\x10Penstock.Chat.V1\xca\x02\x10Penstock\\Chat\\V1\xea\x02\x12Penstock::Chat::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,32 +33,42 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.chat.v1.chat_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020penstock.chat.v1B\tChatProtoP\001Z,penstock.example/penstock/gen/chat/v1;chatv1\252\002\020Penstock.Chat.V1\312\002\020Penstock\\Chat\\V1\352\002\022Penstock::Chat::V1'
-  _globals['_ROLE']._serialized_start=1870
-  _globals['_ROLE']._serialized_end=1985
-  _globals['_FINISHREASON']._serialized_start=1988
-  _globals['_FINISHREASON']._serialized_end=2172
-  _globals['_MESSAGE']._serialized_start=49
-  _globals['_MESSAGE']._serialized_end=149
-  _globals['_PART']._serialized_start=152
-  _globals['_PART']._serialized_end=400
-  _globals['_TEXT']._serialized_start=402
-  _globals['_TEXT']._serialized_end=422
-  _globals['_REASONING']._serialized_start=424
-  _globals['_REASONING']._serialized_end=468
-  _globals['_IMAGE']._serialized_start=470
-  _globals['_IMAGE']._serialized_end=538
-  _globals['_TOOLCALL']._serialized_start=540
-  _globals['_TOOLCALL']._serialized_end=600
-  _globals['_TOOLRESULT']._serialized_start=602
-  _globals['_TOOLRESULT']._serialized_end=693
-  _globals['_TOOL']._serialized_start=695
-  _globals['_TOOL']._serialized_end=800
-  _globals['_TOOLCHOICE']._serialized_start=803
-  _globals['_TOOLCHOICE']._serialized_end=1031
-  _globals['_TOOLCHOICE_MODE']._serialized_start=914
-  _globals['_TOOLCHOICE_MODE']._serialized_end=1007
-  _globals['_SAMPLING']._serialized_start=1034
-  _globals['_SAMPLING']._serialized_end=1710
-  _globals['_USAGE']._serialized_start=1713
-  _globals['_USAGE']._serialized_end=1868
+  _globals['_SAMPLING'].fields_by_name['prompt_logprobs']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['prompt_logprobs']._serialized_options = b'\270\273\030\001'
+  _globals['_SAMPLING'].fields_by_name['token_tensors']._loaded_options = None
+  _globals['_SAMPLING'].fields_by_name['token_tensors']._serialized_options = b'\270\273\030\001'
+  _globals['_USAGE'].fields_by_name['draft_tokens']._loaded_options = None
+  _globals['_USAGE'].fields_by_name['draft_tokens']._serialized_options = b'\270\273\030\001'
+  _globals['_USAGE'].fields_by_name['accepted_draft_tokens']._loaded_options = None
+  _globals['_USAGE'].fields_by_name['accepted_draft_tokens']._serialized_options = b'\270\273\030\001'
+  _globals['_ROLE']._serialized_start=2227
+  _globals['_ROLE']._serialized_end=2342
+  _globals['_FINISHREASON']._serialized_start=2345
+  _globals['_FINISHREASON']._serialized_end=2529
+  _globals['_MESSAGE']._serialized_start=84
+  _globals['_MESSAGE']._serialized_end=184
+  _globals['_PART']._serialized_start=187
+  _globals['_PART']._serialized_end=435
+  _globals['_TEXT']._serialized_start=437
+  _globals['_TEXT']._serialized_end=457
+  _globals['_REASONING']._serialized_start=459
+  _globals['_REASONING']._serialized_end=503
+  _globals['_IMAGE']._serialized_start=505
+  _globals['_IMAGE']._serialized_end=573
+  _globals['_TOOLCALL']._serialized_start=575
+  _globals['_TOOLCALL']._serialized_end=635
+  _globals['_TOOLRESULT']._serialized_start=637
+  _globals['_TOOLRESULT']._serialized_end=728
+  _globals['_MEDIA']._serialized_start=730
+  _globals['_MEDIA']._serialized_end=847
+  _globals['_TOOL']._serialized_start=849
+  _globals['_TOOL']._serialized_end=954
+  _globals['_TOOLCHOICE']._serialized_start=957
+  _globals['_TOOLCHOICE']._serialized_end=1185
+  _globals['_TOOLCHOICE_MODE']._serialized_start=1068
+  _globals['_TOOLCHOICE_MODE']._serialized_end=1161
+  _globals['_SAMPLING']._serialized_start=1188
+  _globals['_SAMPLING']._serialized_end=1949
+  _globals['_USAGE']._serialized_start=1952
+  _globals['_USAGE']._serialized_end=2225
 # @@protoc_insertion_point(module_scope)

@@ -291,6 +291,47 @@ class ToolResult(_message.Message):
 Global___ToolResult: _TypeAlias = ToolResult  # noqa: Y015
 
 @_typing.final
+class Media(_message.Message):
+    """Media is an image, a video or a sound of a prompt: what an engine needs beside the tokens that stand for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODALITY_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    TOKEN_START_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    modality: _builtins.str
+    """"image", "video" or "audio"."""
+    media_type: _builtins.str
+    """IANA media type, for example image/png."""
+    sha256: _builtins.bytes
+    """SHA-256 of the file's bytes. The hash chain covers it."""
+    data: _builtins.bytes
+    """The file's bytes, as the agent sent them. Empty = left out: the reader did not ask for them, or the engine has them."""
+    token_start: _builtins.int
+    """The tokens that stand for it are [token_start, token_start + token_count) of the prompt, or of the sample."""
+    token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        modality: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        sha256: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+        token_start: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "modality", b"modality", "sha256", b"sha256", "token_count", b"token_count", "token_start", b"token_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Media: _TypeAlias = Media  # noqa: Y015
+
+@_typing.final
 class Tool(_message.Message):
     """Tool is a tool that the model may call."""
 
@@ -404,6 +445,8 @@ class Sampling(_message.Message):
     THINKING_FIELD_NUMBER: _builtins.int
     THINKING_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
     RESPONSE_FORMAT_JSON_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_TENSORS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy. Range [0, 5]."""
     top_p: _builtins.float
@@ -437,6 +480,10 @@ class Sampling(_message.Message):
     free text. Engines with structured output also accept {"type": "regex", "regex": "..."}, {"type": "choice", "choice":
     ["...", ...]} and {"type": "grammar", "grammar": "..."}.
     """
+    prompt_logprobs: _builtins.int
+    """Ask for the logprobs of the prompt's tokens (Completion.prompt_logprobs), and for this many of the likeliest tokens at
+    each position: 0 to 128, 0 = the logprobs only. Unset = none.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the completion."""
@@ -444,6 +491,12 @@ class Sampling(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the completion, besides the model's own."""
+
+    @_builtins.property
+    def token_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tensors to return with the completion (Completion.tensors), for example "routed_experts". An engine
+        without one refuses it (EngineCapabilities.token_tensors).
+        """
 
     def __init__(
         self,
@@ -465,10 +518,12 @@ class Sampling(_message.Message):
         thinking: _builtins.bool | None = ...,
         thinking_budget_tokens: _builtins.int | None = ...,
         response_format_json: _builtins.str | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        token_tensors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_response_format_json", b"_response_format_json", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "seed", b"seed", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_response_format_json", b"_response_format_json", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "seed", b"seed", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_response_format_json", b"_response_format_json", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_response_format_json", b"_response_format_json", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "token_tensors", b"token_tensors", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -482,6 +537,8 @@ class Sampling(_message.Message):
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__response_format_json: _TypeAlias = _typing.Literal["response_format_json"]  # noqa: Y015
@@ -513,6 +570,8 @@ class Sampling(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__response_format_json) -> _WhichOneofReturnType__response_format_json | None: ...
@@ -543,11 +602,18 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens served from a cache."""
     reasoning_tokens: _builtins.int
+    draft_tokens: _builtins.int
+    """With speculative decoding: tokens that the draft proposed, and those of them that the target model accepted, at least 0
+    and at most draft_tokens. Logprobs are always the target model's. Unset = no speculative decoding, or not counted.
+    """
+    accepted_draft_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -555,17 +621,27 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int | None = ...,
         reasoning_tokens: _builtins.int | None = ...,
+        draft_tokens: _builtins.int | None = ...,
+        accepted_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_reasoning_tokens", b"_reasoning_tokens", "cached_tokens", b"cached_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_draft_tokens", b"_accepted_draft_tokens", "_cached_tokens", b"_cached_tokens", "_draft_tokens", b"_draft_tokens", "_reasoning_tokens", b"_reasoning_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_reasoning_tokens", b"_reasoning_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_draft_tokens", b"_accepted_draft_tokens", "_cached_tokens", b"_cached_tokens", "_draft_tokens", b"_draft_tokens", "_reasoning_tokens", b"_reasoning_tokens", "accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accepted_draft_tokens: _TypeAlias = _typing.Literal["accepted_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__accepted_draft_tokens: _TypeAlias = _typing.Literal["_accepted_draft_tokens", b"_accepted_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__draft_tokens: _TypeAlias = _typing.Literal["draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__draft_tokens: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__reasoning_tokens: _TypeAlias = _typing.Literal["reasoning_tokens"]  # noqa: Y015
     _WhichOneofArgType__reasoning_tokens: _TypeAlias = _typing.Literal["_reasoning_tokens", b"_reasoning_tokens"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_draft_tokens) -> _WhichOneofReturnType__accepted_draft_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_tokens) -> _WhichOneofReturnType__draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_tokens) -> _WhichOneofReturnType__reasoning_tokens | None: ...
 

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from penstock.chat.v1 import chat_pb2 as penstock_dot_chat_dot_v1_dot_chat__pb2
+from penstock.options.v1 import options_pb2 as penstock_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/chat/v1/completion.proto\x12\x10penstock.chat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bpenstock/chat/v1/chat.proto\"G\n\x11PolicyVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\x81\x02\n\tTokenSpan\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x35\n\rlogprobs_mode\x18\x04 \x01(\x0e\x32\x1e.penstock.chat.v1.LogprobsMode\x12\x35\n\x08versions\x18\x05 \x03(\x0b\x32#.penstock.chat.v1.PolicyVersionSpan\x12\x15\n\rtop_token_ids\x18\x06 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x0c\x12\x11\n\ttop_count\x18\x08 \x01(\r\x12\x12\n\ntop_sha256\x18\t \x01(\x0c\"\x8b\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xcc\x03\n\nCompletion\x12.\n\x04span\x18\x01 \x01(\x0b\x32\x1b.penstock.chat.v1.TokenSpanH\x01\x88\x01\x01\x12/\n\x07message\x18\x02 \x01(\x0b\x32\x19.penstock.chat.v1.MessageH\x02\x88\x01\x01\x12\x35\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1e.penstock.chat.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x12\x13\n\tstop_text\x18\x05 \x01(\tH\x00\x12\x36\n\rsampling_used\x18\x06 \x01(\x0b\x32\x1a.penstock.chat.v1.SamplingH\x03\x88\x01\x01\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12*\n\x07timings\x18\n \x01(\x0b\x32\x19.penstock.chat.v1.Timings\x12&\n\x05usage\x18\x0b \x01(\x0b\x32\x17.penstock.chat.v1.UsageB\x0e\n\x0cmatched_stopB\x07\n\x05_spanB\n\n\x08_messageB\x10\n\x0e_sampling_used*}\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x12\x1a\n\x16LOGPROBS_MODE_SCRIPTED\x10\x03\x42\x8e\x01\n\x10penstock.chat.v1B\x0f\x43ompletionProtoP\x01Z,penstock.example/penstock/gen/chat/v1;chatv1\xaa\x02\x10Penstock.Chat.V1\xca\x02\x10Penstock\\Chat\\V1\xea\x02\x12Penstock::Chat::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/chat/v1/completion.proto\x12\x10penstock.chat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bpenstock/chat/v1/chat.proto\x1a!penstock/options/v1/options.proto\"G\n\x11PolicyVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\x81\x02\n\tTokenSpan\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x35\n\rlogprobs_mode\x18\x04 \x01(\x0e\x32\x1e.penstock.chat.v1.LogprobsMode\x12\x35\n\x08versions\x18\x05 \x03(\x0b\x32#.penstock.chat.v1.PolicyVersionSpan\x12\x15\n\rtop_token_ids\x18\x06 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x0c\x12\x11\n\ttop_count\x18\x08 \x01(\r\x12\x12\n\ntop_sha256\x18\t \x01(\x0c\"{\n\x0bTokenTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x13\n\x0brow_lengths\x18\x06 \x01(\x0c\x12\x0e\n\x06sha256\x18\x07 \x01(\x0c\"q\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x04 \x01(\x0c\x12\x11\n\ttop_count\x18\x05 \x01(\r\"y\n\rPartialAnswer\x12\r\n\x05start\x18\x01 \x01(\r\x12)\n\x04span\x18\x02 \x01(\x0b\x32\x1b.penstock.chat.v1.TokenSpan\x12.\n\x07tensors\x18\x03 \x03(\x0b\x32\x1d.penstock.chat.v1.TokenTensor\"\x8b\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc3\x04\n\nCompletion\x12.\n\x04span\x18\x01 \x01(\x0b\x32\x1b.penstock.chat.v1.TokenSpanH\x01\x88\x01\x01\x12/\n\x07message\x18\x02 \x01(\x0b\x32\x19.penstock.chat.v1.MessageH\x02\x88\x01\x01\x12\x35\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1e.penstock.chat.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x04 \x01(\x05H\x00\x12\x13\n\tstop_text\x18\x05 \x01(\tH\x00\x12\x36\n\rsampling_used\x18\x06 \x01(\x0b\x32\x1a.penstock.chat.v1.SamplingH\x03\x88\x01\x01\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12*\n\x07timings\x18\n \x01(\x0b\x32\x19.penstock.chat.v1.Timings\x12&\n\x05usage\x18\x0b \x01(\x0b\x32\x17.penstock.chat.v1.Usage\x12\x34\n\x07tensors\x18\x0c \x03(\x0b\x32\x1d.penstock.chat.v1.TokenTensorB\x04\xb8\xbb\x18\x01\x12?\n\x0fprompt_logprobs\x18\r \x01(\x0b\x32 .penstock.chat.v1.PromptLogprobsB\x04\xb8\xbb\x18\x01\x42\x0e\n\x0cmatched_stopB\x07\n\x05_spanB\n\n\x08_messageB\x10\n\x0e_sampling_used*}\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x12\x1a\n\x16LOGPROBS_MODE_SCRIPTED\x10\x03\x42\x8e\x01\n\x10penstock.chat.v1B\x0f\x43ompletionProtoP\x01Z,penstock.example/penstock/gen/chat/v1;chatv1\xaa\x02\x10Penstock.Chat.V1\xca\x02\x10Penstock\\Chat\\V1\xea\x02\x12Penstock::Chat::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +35,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.chat.v1.completion
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020penstock.chat.v1B\017CompletionProtoP\001Z,penstock.example/penstock/gen/chat/v1;chatv1\252\002\020Penstock.Chat.V1\312\002\020Penstock\\Chat\\V1\352\002\022Penstock::Chat::V1'
-  _globals['_LOGPROBSMODE']._serialized_start=1054
-  _globals['_LOGPROBSMODE']._serialized_end=1179
-  _globals['_POLICYVERSIONSPAN']._serialized_start=116
-  _globals['_POLICYVERSIONSPAN']._serialized_end=187
-  _globals['_TOKENSPAN']._serialized_start=190
-  _globals['_TOKENSPAN']._serialized_end=447
-  _globals['_TIMINGS']._serialized_start=450
-  _globals['_TIMINGS']._serialized_end=589
-  _globals['_COMPLETION']._serialized_start=592
-  _globals['_COMPLETION']._serialized_end=1052
+  _globals['_COMPLETION'].fields_by_name['tensors']._loaded_options = None
+  _globals['_COMPLETION'].fields_by_name['tensors']._serialized_options = b'\270\273\030\001'
+  _globals['_COMPLETION'].fields_by_name['prompt_logprobs']._loaded_options = None
+  _globals['_COMPLETION'].fields_by_name['prompt_logprobs']._serialized_options = b'\270\273\030\001'
+  _globals['_LOGPROBSMODE']._serialized_start=1571
+  _globals['_LOGPROBSMODE']._serialized_end=1696
+  _globals['_POLICYVERSIONSPAN']._serialized_start=151
+  _globals['_POLICYVERSIONSPAN']._serialized_end=222
+  _globals['_TOKENSPAN']._serialized_start=225
+  _globals['_TOKENSPAN']._serialized_end=482
+  _globals['_TOKENTENSOR']._serialized_start=484
+  _globals['_TOKENTENSOR']._serialized_end=607
+  _globals['_PROMPTLOGPROBS']._serialized_start=609
+  _globals['_PROMPTLOGPROBS']._serialized_end=722
+  _globals['_PARTIALANSWER']._serialized_start=724
+  _globals['_PARTIALANSWER']._serialized_end=845
+  _globals['_TIMINGS']._serialized_start=848
+  _globals['_TIMINGS']._serialized_end=987
+  _globals['_COMPLETION']._serialized_start=990
+  _globals['_COMPLETION']._serialized_end=1569
 # @@protoc_insertion_point(module_scope)

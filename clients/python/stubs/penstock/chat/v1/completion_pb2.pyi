@@ -139,6 +139,132 @@ class TokenSpan(_message.Message):
 Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 
 @_typing.final
+class TokenTensor(_message.Message):
+    """TokenTensor is what an engine computed beside tokens, one row for each token. Names:
+    - "routed_experts": which experts of a mixture-of-experts model computed each token, so that a trainer can replay the
+      routing. A row has the shape [layers, experts per token], numbered from 0 within a layer. The last sampled token has no
+      row, because the model was not run on it. A row of -1 was not captured (signed types only).
+    - "indexer_topk": which earlier positions sparse attention chose for each token: [layers with an indexer, positions], int32,
+      -1 = none. The last sampled token has no row.
+    - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Sampled tokens
+      only. Its rows differ in length.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    ROW_LENGTHS_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    """numpy's name: "uint8", "int8", "uint16", "int16", "int32" or "float32"."""
+    start: _builtins.int
+    """Position of the first row's token: in a completion, among the tokens of prompt and completion; in a sample, among the
+    sample's. The rows are of consecutive tokens.
+    """
+    data: _builtins.bytes
+    """Little-endian, row after row. Empty = left out, because the reader did not ask for it."""
+    row_lengths: _builtins.bytes
+    """Rows that differ in length: the elements of each, little-endian int32. Empty = all rows have the same shape."""
+    sha256: _builtins.bytes
+    """SHA-256 of data, then row_lengths. Set by the gate, ignored from an answerer. The hash chain covers it."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The rows, then the shape of one row. With row_lengths, only the number of rows."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        start: _builtins.int = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        data: _builtins.bytes = ...,
+        row_lengths: _builtins.bytes = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "name", b"name", "row_lengths", b"row_lengths", "sha256", b"sha256", "shape", b"shape", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenTensor: _TypeAlias = TokenTensor  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """PromptLogprobs are logprobs of a prompt's tokens, each given the tokens before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """The first token that has one, at least 1: nothing comes before the prompt's first token."""
+    logprobs: _builtins.bytes
+    """One for each token of the prompt from `start` on; encoded as in TokenSpan."""
+    top_token_ids: _builtins.bytes
+    """Rows of alternatives for the same tokens, encoded as in TokenSpan."""
+    top_logprobs: _builtins.bytes
+    top_count: _builtins.int
+    """0 to 128."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        logprobs: _builtins.bytes = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+        top_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start", b"start", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class PartialAnswer(_message.Message):
+    """PartialAnswer is a piece of an answer that is not complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Tokens of the answer before this piece."""
+    @_builtins.property
+    def span(self) -> Global___TokenSpan:
+        """The piece. At least 1 token."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenTensor]: ...
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        span: Global___TokenSpan | None = ...,
+        tensors: _abc.Iterable[Global___TokenTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["span", b"span", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartialAnswer: _TypeAlias = PartialAnswer  # noqa: Y015
+
+@_typing.final
 class Timings(_message.Message):
     """Timings are the durations of a completion's parts. Unset = not measured."""
 
@@ -189,6 +315,8 @@ class Completion(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _chat_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
     stop_text: _builtins.str
@@ -209,6 +337,14 @@ class Completion(_message.Message):
     def timings(self) -> Global___Timings: ...
     @_builtins.property
     def usage(self) -> _chat_pb2.Usage: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenTensor]:
+        """As Sampling.token_tensors asked. Rows of the prompt's shared prefix may be left out: an earlier call has them."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """As Sampling.prompt_logprobs asked."""
+
     def __init__(
         self,
         *,
@@ -223,10 +359,12 @@ class Completion(_message.Message):
         model: _builtins.str = ...,
         timings: Global___Timings | None = ...,
         usage: _chat_pb2.Usage | None = ...,
+        tensors: _abc.Iterable[Global___TokenTensor] | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_message", b"_message", "_sampling_used", b"_sampling_used", "_span", b"_span", "matched_stop", b"matched_stop", "message", b"message", "sampling_used", b"sampling_used", "span", b"span", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_message", b"_message", "_sampling_used", b"_sampling_used", "_span", b"_span", "matched_stop", b"matched_stop", "message", b"message", "prompt_logprobs", b"prompt_logprobs", "sampling_used", b"sampling_used", "span", b"span", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_message", b"_message", "_sampling_used", b"_sampling_used", "_span", b"_span", "engine", b"engine", "engine_version", b"engine_version", "finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "message", b"message", "model", b"model", "sampling_used", b"sampling_used", "span", b"span", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_message", b"_message", "_sampling_used", b"_sampling_used", "_span", b"_span", "engine", b"engine", "engine_version", b"engine_version", "finish_reason", b"finish_reason", "matched_stop", b"matched_stop", "message", b"message", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "sampling_used", b"sampling_used", "span", b"span", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "tensors", b"tensors", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__message: _TypeAlias = _typing.Literal["message"]  # noqa: Y015
     _WhichOneofArgType__message: _TypeAlias = _typing.Literal["_message", b"_message"]  # noqa: Y015

@@ -742,6 +742,7 @@ class RolloutSpec(_message.Message):
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     run_id: _builtins.str
     """Groups rollouts of one training run."""
@@ -784,6 +785,10 @@ class RolloutSpec(_message.Message):
     def token_terms(self) -> _interception_pb2.TokenTerms:
         """Terms of the agent key."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
+        """The models that the agent may request. See OpenRolloutRequest.models."""
+
     def __init__(
         self,
         *,
@@ -802,10 +807,11 @@ class RolloutSpec(_message.Message):
         run_budgets: _interception_pb2.RunBudgets | None = ...,
         token_terms: _interception_pb2.TokenTerms | None = ...,
         max_attempts: _builtins.int | None = ...,
+        models: _abc.Iterable[_interception_pb2.RolloutModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "limits", b"limits", "max_attempts", b"max_attempts", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "max_attempts", b"max_attempts", "mode", b"mode", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "max_attempts", b"max_attempts", "mode", b"mode", "models", b"models", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
@@ -1079,6 +1085,8 @@ class Rollout(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    FORKED_FROM_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     index: _builtins.int
@@ -1094,6 +1102,8 @@ class Rollout(_message.Message):
     """Attempts started. `outcome` is the last attempt's; AttemptFailed events report the others."""
     namespace: _builtins.str
     """The namespace to which it belongs."""
+    paused: _builtins.bool
+    """Whether PauseRollout holds it."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
         """As applied, with defaults filled in; without upstream keys, values of secret_env and contents of files."""
@@ -1114,6 +1124,10 @@ class Rollout(_message.Message):
     def home(self) -> Global___Home:
         """Where it runs, or ran last."""
 
+    @_builtins.property
+    def forked_from(self) -> Global___ForkOrigin:
+        """What ForkRollout made it from. Unset = it was created by itself."""
+
     def __init__(
         self,
         *,
@@ -1132,10 +1146,12 @@ class Rollout(_message.Message):
         attempts: _builtins.int = ...,
         namespace: _builtins.str = ...,
         home: Global___Home | None = ...,
+        paused: _builtins.bool = ...,
+        forked_from: Global___ForkOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "create_time", b"create_time", "end_time", b"end_time", "group_id", b"group_id", "home", b"home", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "create_time", b"create_time", "end_time", b"end_time", "forked_from", b"forked_from", "group_id", b"group_id", "home", b"home", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "group_id", b"group_id", "home", b"home", "index", b"index", "last_sequence", b"last_sequence", "namespace", b"namespace", "outcome", b"outcome", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "forked_from", b"forked_from", "group_id", b"group_id", "home", b"home", "index", b"index", "last_sequence", b"last_sequence", "namespace", b"namespace", "outcome", b"outcome", "paused", b"paused", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1147,6 +1163,31 @@ class Rollout(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome) -> _WhichOneofReturnType__outcome | None: ...
 
 Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
+
+@_typing.final
+class ForkOrigin(_message.Message):
+    """ForkOrigin is the point of another rollout at which a rollout began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    call_id: _builtins.str
+    """The last call that both share."""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkOrigin: _TypeAlias = ForkOrigin  # noqa: Y015
 
 @_typing.final
 class Home(_message.Message):

@@ -526,6 +526,161 @@ class DeleteRolloutResponse(_message.Message):
 Global___DeleteRolloutResponse: _TypeAlias = DeleteRolloutResponse  # noqa: Y015
 
 @_typing.final
+class PauseRolloutRequest(_message.Message):
+    """See PauseRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    reason: _builtins.str
+    """For the record."""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRolloutRequest: _TypeAlias = PauseRolloutRequest  # noqa: Y015
+
+@_typing.final
+class PauseRolloutResponse(_message.Message):
+    """See PauseRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> _rollout_pb2.Rollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: _rollout_pb2.Rollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRolloutResponse: _TypeAlias = PauseRolloutResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRolloutRequest(_message.Message):
+    """See ResumeRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRolloutRequest: _TypeAlias = ResumeRolloutRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRolloutResponse(_message.Message):
+    """See ResumeRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> _rollout_pb2.Rollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: _rollout_pb2.Rollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRolloutResponse: _TypeAlias = ResumeRolloutResponse  # noqa: Y015
+
+@_typing.final
+class ForkRolloutRequest(_message.Message):
+    """See ForkRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    FORK_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Required, and remembered as in CreateRolloutRequest."""
+    rollout_id: _builtins.str
+    call_id: _builtins.str
+    """The last answered call that the new rollouts share with it. Unset = its newest. An older one needs a state of the sandbox
+    that the backend kept (CAPABILITY_MISSING).
+    """
+    count: _builtins.int
+    """1 to 256."""
+    @_builtins.property
+    def fork_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Client-chosen identifiers of the new rollouts, `count` of them. Empty = the service assigns them."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        rollout_id: _builtins.str = ...,
+        call_id: _builtins.str | None = ...,
+        count: _builtins.int = ...,
+        fork_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "call_id", b"call_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "call_id", b"call_id", "count", b"count", "fork_rollout_ids", b"fork_rollout_ids", "request_id", b"request_id", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__call_id: _TypeAlias = _typing.Literal["call_id"]  # noqa: Y015
+    _WhichOneofArgType__call_id: _TypeAlias = _typing.Literal["_call_id", b"_call_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__call_id) -> _WhichOneofReturnType__call_id | None: ...
+
+Global___ForkRolloutRequest: _TypeAlias = ForkRolloutRequest  # noqa: Y015
+
+@_typing.final
+class ForkRolloutResponse(_message.Message):
+    """See ForkRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.Rollout]: ...
+    def __init__(
+        self,
+        *,
+        rollouts: _abc.Iterable[_rollout_pb2.Rollout] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollouts", b"rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkRolloutResponse: _TypeAlias = ForkRolloutResponse  # noqa: Y015
+
+@_typing.final
 class CreateGroupRequest(_message.Message):
     """See CreateGroup."""
 
@@ -921,6 +1076,8 @@ class GetTrajectoryRequest(_message.Message):
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     SAMPLES_ONLY_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
+    INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
+    INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
@@ -928,6 +1085,10 @@ class GetTrajectoryRequest(_message.Message):
     """Only samples, without calls and branches, for a trainer that needs no more."""
     include_top: _builtins.bool
     """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
+    include_tensors: _builtins.bool
+    """Whether tensors of completions and samples have data."""
+    include_media: _builtins.bool
+    """Whether media of calls and samples have data."""
     def __init__(
         self,
         *,
@@ -935,10 +1096,12 @@ class GetTrajectoryRequest(_message.Message):
         include_bodies: _builtins.bool = ...,
         samples_only: _builtins.bool = ...,
         include_top: _builtins.bool = ...,
+        include_tensors: _builtins.bool = ...,
+        include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "include_media", b"include_media", "include_tensors", b"include_tensors", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,6 +1130,50 @@ class GetTrajectoryResponse(_message.Message):
 Global___GetTrajectoryResponse: _TypeAlias = GetTrajectoryResponse  # noqa: Y015
 
 @_typing.final
+class AnnotateTrajectoryRequest(_message.Message):
+    """See AnnotateTrajectory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    @_builtins.property
+    def annotations(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Annotation]:
+        """1 to 1024."""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        annotations: _abc.Iterable[_trajectory_pb2.Annotation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnotateTrajectoryRequest: _TypeAlias = AnnotateTrajectoryRequest  # noqa: Y015
+
+@_typing.final
+class AnnotateTrajectoryResponse(_message.Message):
+    """See AnnotateTrajectory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnotateTrajectoryResponse: _TypeAlias = AnnotateTrajectoryResponse  # noqa: Y015
+
+@_typing.final
 class ExportTrajectoriesRequest(_message.Message):
     """See ExportTrajectories."""
 
@@ -975,9 +1182,14 @@ class ExportTrajectoriesRequest(_message.Message):
     FILTER_FIELD_NUMBER: _builtins.int
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
+    INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
+    INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     include_bodies: _builtins.bool
     include_top: _builtins.bool
     """As in GetTrajectoryRequest."""
+    include_tensors: _builtins.bool
+    """As in GetTrajectoryRequest."""
+    include_media: _builtins.bool
     @_builtins.property
     def filter(self) -> Global___RolloutFilter: ...
     def __init__(
@@ -986,10 +1198,12 @@ class ExportTrajectoriesRequest(_message.Message):
         filter: Global___RolloutFilter | None = ...,
         include_bodies: _builtins.bool = ...,
         include_top: _builtins.bool = ...,
+        include_tensors: _builtins.bool = ...,
+        include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies", "include_top", b"include_top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_tensors", b"include_tensors", "include_top", b"include_top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

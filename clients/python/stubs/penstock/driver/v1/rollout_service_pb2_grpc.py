@@ -80,6 +80,21 @@ class RolloutServiceStub(object):
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.DeleteRolloutRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.DeleteRolloutResponse.FromString,
                 _registered_method=True)
+        self.PauseRollout = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/PauseRollout',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseRolloutRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseRolloutResponse.FromString,
+                _registered_method=True)
+        self.ResumeRollout = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/ResumeRollout',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeRolloutRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeRolloutResponse.FromString,
+                _registered_method=True)
+        self.ForkRollout = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/ForkRollout',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ForkRolloutRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ForkRolloutResponse.FromString,
+                _registered_method=True)
         self.CreateGroup = channel.unary_unary(
                 '/penstock.driver.v1.RolloutService/CreateGroup',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CreateGroupRequest.SerializeToString,
@@ -119,6 +134,11 @@ class RolloutServiceStub(object):
                 '/penstock.driver.v1.RolloutService/GetTrajectory',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTrajectoryRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTrajectoryResponse.FromString,
+                _registered_method=True)
+        self.AnnotateTrajectory = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/AnnotateTrajectory',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryResponse.FromString,
                 _registered_method=True)
         self.ExportTrajectories = channel.unary_stream(
                 '/penstock.driver.v1.RolloutService/ExportTrajectories',
@@ -210,6 +230,34 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseRollout(self, request, context):
+        """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+        is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+        Idempotent.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRollout(self, request, context):
+        """ResumeRollout ends a pause. Idempotent.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkRollout(self, request, context):
+        """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+        that point. The paused one can be resumed too.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+        CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateGroup(self, request, context):
         """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
         the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
@@ -275,6 +323,15 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AnnotateTrajectory(self, request, context):
+        """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+        none is.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportTrajectories(self, request, context):
         """ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
         """
@@ -325,6 +382,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.DeleteRolloutRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.DeleteRolloutResponse.SerializeToString,
             ),
+            'PauseRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRollout,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseRolloutRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseRolloutResponse.SerializeToString,
+            ),
+            'ResumeRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRollout,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeRolloutRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeRolloutResponse.SerializeToString,
+            ),
+            'ForkRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkRollout,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ForkRolloutRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ForkRolloutResponse.SerializeToString,
+            ),
             'CreateGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateGroup,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CreateGroupRequest.FromString,
@@ -364,6 +436,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetTrajectory,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTrajectoryRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTrajectoryResponse.SerializeToString,
+            ),
+            'AnnotateTrajectory': grpc.unary_unary_rpc_method_handler(
+                    servicer.AnnotateTrajectory,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryResponse.SerializeToString,
             ),
             'ExportTrajectories': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportTrajectories,
@@ -604,6 +681,87 @@ class RolloutService(object):
             _registered_method=True)
 
     @staticmethod
+    def PauseRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/PauseRollout',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseRolloutRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/ResumeRollout',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeRolloutRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/ForkRollout',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ForkRolloutRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ForkRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CreateGroup(request,
             target,
             options=(),
@@ -809,6 +967,33 @@ class RolloutService(object):
             '/penstock.driver.v1.RolloutService/GetTrajectory',
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTrajectoryRequest.SerializeToString,
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTrajectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AnnotateTrajectory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/AnnotateTrajectory',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,22 @@ class RolloutServiceStub:
     """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
+    PauseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]
+    """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+    is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+    Idempotent.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """
+    ResumeRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeRolloutRequest, _rollout_service_pb2.ResumeRolloutResponse]
+    """ResumeRollout ends a pause. Idempotent.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """
+    ForkRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ForkRolloutRequest, _rollout_service_pb2.ForkRolloutResponse]
+    """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+    that point. The paused one can be resumed too.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+    CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+    """
     CreateGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]
     """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
     the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
@@ -111,6 +127,11 @@ class RolloutServiceStub:
     """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
     was opened).
+    """
+    AnnotateTrajectory: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]
+    """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+    none is.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
     """
     ExportTrajectories: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]
     """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
@@ -167,6 +188,22 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
+    PauseRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]  # type: ignore[assignment]
+    """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+    is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+    Idempotent.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """
+    ResumeRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeRolloutRequest, _rollout_service_pb2.ResumeRolloutResponse]  # type: ignore[assignment]
+    """ResumeRollout ends a pause. Idempotent.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """
+    ForkRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ForkRolloutRequest, _rollout_service_pb2.ForkRolloutResponse]  # type: ignore[assignment]
+    """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+    that point. The paused one can be resumed too.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+    CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+    """
     CreateGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]  # type: ignore[assignment]
     """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
     the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
@@ -198,6 +235,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
     was opened).
+    """
+    AnnotateTrajectory: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]  # type: ignore[assignment]
+    """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+    none is.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
     """
     ExportTrajectories: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]  # type: ignore[assignment]
     """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
@@ -301,6 +343,40 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def PauseRollout(
+        self,
+        request: _rollout_service_pb2.PauseRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.PauseRolloutResponse, _abc.Awaitable[_rollout_service_pb2.PauseRolloutResponse]]:
+        """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+        is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+        Idempotent.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeRollout(
+        self,
+        request: _rollout_service_pb2.ResumeRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.ResumeRolloutResponse, _abc.Awaitable[_rollout_service_pb2.ResumeRolloutResponse]]:
+        """ResumeRollout ends a pause. Idempotent.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """
+
+    @_abc_1.abstractmethod
+    def ForkRollout(
+        self,
+        request: _rollout_service_pb2.ForkRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.ForkRolloutResponse, _abc.Awaitable[_rollout_service_pb2.ForkRolloutResponse]]:
+        """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+        that point. The paused one can be resumed too.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+        CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+        """
+
+    @_abc_1.abstractmethod
     def CreateGroup(
         self,
         request: _rollout_service_pb2.CreateGroupRequest,
@@ -378,6 +454,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
         was opened).
+        """
+
+    @_abc_1.abstractmethod
+    def AnnotateTrajectory(
+        self,
+        request: _rollout_service_pb2.AnnotateTrajectoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.AnnotateTrajectoryResponse, _abc.Awaitable[_rollout_service_pb2.AnnotateTrajectoryResponse]]:
+        """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+        none is.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
 
     @_abc_1.abstractmethod

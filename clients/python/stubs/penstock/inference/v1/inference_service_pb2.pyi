@@ -88,6 +88,8 @@ class EngineCapabilities(_message.Message):
     SLEEP_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
     TRANSFER_BACKENDS_FIELD_NUMBER: _builtins.int
+    TOKEN_TENSORS_FIELD_NUMBER: _builtins.int
+    MODALITIES_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """Whether it takes and returns token ids. Without them Generate accepts a ChatPrompt only, and returns a message without
     a span.
@@ -111,6 +113,14 @@ class EngineCapabilities(_message.Message):
     def transfer_backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Backends that InitTransfer accepts. Empty = no transfer."""
 
+    @_builtins.property
+    def token_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names for Sampling.token_tensors. Empty = none."""
+
+    @_builtins.property
+    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Modalities that a prompt may have (Media.modality). Empty = text only."""
+
     def __init__(
         self,
         *,
@@ -126,10 +136,12 @@ class EngineCapabilities(_message.Message):
         sleep: _builtins.bool = ...,
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
         transfer_backends: _abc.Iterable[_builtins.str] | None = ...,
+        token_tensors: _abc.Iterable[_builtins.str] | None = ...,
+        modalities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapters", b"adapters", "in_flight_update", b"in_flight_update", "logprobs", b"logprobs", "sampling_fields", b"sampling_fields", "score", b"score", "seed", b"seed", "sleep", b"sleep", "structured_output", b"structured_output", "token_ids", b"token_ids", "transfer_backends", b"transfer_backends", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapters", b"adapters", "in_flight_update", b"in_flight_update", "logprobs", b"logprobs", "modalities", b"modalities", "sampling_fields", b"sampling_fields", "score", b"score", "seed", b"seed", "sleep", b"sleep", "structured_output", b"structured_output", "token_ids", b"token_ids", "token_tensors", b"token_tensors", "transfer_backends", b"transfer_backends", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,6 +336,8 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    TENSOR_START_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required: fresh among the requests in flight, for Abort. Not remembered: a repeat after the end samples again."""
     session_id: _builtins.str
@@ -334,6 +348,8 @@ class GenerateRequest(_message.Message):
     """Name of a loaded adapter; versions are then the adapter's. Empty = the base weights."""
     stream: _builtins.bool
     """False = one `done` carries all tokens."""
+    tensor_start: _builtins.int
+    """The first position whose row Sampling.token_tensors wants, 0 to the prompt's length. Rows before it are left out."""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """Rendered by the model's template."""
@@ -342,6 +358,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _chat_pb2.Sampling: ...
     @_builtins.property
     def version(self) -> Global___PolicyVersionBound: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
+        """Images, videos and sounds of `token_ids`, in the order of their tokens. Their tokens are in token_ids already, one for
+        each position.
+        """
+
     def __init__(
         self,
         *,
@@ -353,10 +375,12 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         version: Global___PolicyVersionBound | None = ...,
         stream: _builtins.bool = ...,
+        media: _abc.Iterable[_chat_pb2.Media] | None = ...,
+        tensor_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chat", b"chat", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "chat", b"chat", "media", b"media", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stream", b"stream", "tensor_start", b"tensor_start", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -524,6 +548,7 @@ class ScoreRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     EXACT_VERSION_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Little-endian int32; at least 2 tokens."""
     start: _builtins.int
@@ -533,6 +558,8 @@ class ScoreRequest(_message.Message):
     """Temperature of the distribution. Unset = 1."""
     exact_version: _builtins.int
     """The version of the weights that must score, the adapter's if one is named. Unset = the version in force."""
+    top_logprobs: _builtins.int
+    """How many of the likeliest tokens to report at each position, with their logprobs: 0 to 128; unset = 0."""
     def __init__(
         self,
         *,
@@ -541,19 +568,24 @@ class ScoreRequest(_message.Message):
         adapter: _builtins.str = ...,
         temperature: _builtins.float | None = ...,
         exact_version: _builtins.int | None = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "exact_version", b"exact_version", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "exact_version", b"exact_version", "temperature", b"temperature", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "adapter", b"adapter", "exact_version", b"exact_version", "start", b"start", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "exact_version", b"exact_version", "start", b"start", "temperature", b"temperature", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
     _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_version) -> _WhichOneofReturnType__exact_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
@@ -565,22 +597,82 @@ class ScoreResponse(_message.Message):
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bytes
     """Little-endian float32, one for each token from `start` on."""
     policy_version: _builtins.int
+    top_token_ids: _builtins.bytes
+    """Rows of alternatives, one for each of these tokens, encoded as in TokenSpan."""
+    top_logprobs: _builtins.bytes
+    top_count: _builtins.int
     def __init__(
         self,
         *,
         logprobs: _builtins.bytes = ...,
         policy_version: _builtins.int = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+        top_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "policy_version", b"policy_version", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class ScoreBatchRequest(_message.Message):
+    """See ScoreBatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreRequest]:
+        """1 to 1024."""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___ScoreRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreBatchRequest: _TypeAlias = ScoreBatchRequest  # noqa: Y015
+
+@_typing.final
+class ScoreBatchResponse(_message.Message):
+    """See ScoreBatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Position in ScoreBatchRequest.sequences, from 0."""
+    @_builtins.property
+    def score(self) -> Global___ScoreResponse: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        score: Global___ScoreResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreBatchResponse: _TypeAlias = ScoreBatchResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

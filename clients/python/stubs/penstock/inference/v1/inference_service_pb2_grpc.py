@@ -62,6 +62,11 @@ class InferenceServiceStub(object):
                 request_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.ScoreBatch = channel.unary_stream(
+                '/penstock.inference.v1.InferenceService/ScoreBatch',
+                request_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreBatchRequest.SerializeToString,
+                response_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreBatchResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/penstock.inference.v1.InferenceService/Abort',
                 request_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.AbortRequest.SerializeToString,
@@ -198,6 +203,14 @@ class InferenceServiceServicer(object):
         """Score returns logprobs of given tokens under the present weights.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
         (FIELD_INVALID, ADAPTER_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreBatch(self, request, context):
+        """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+        Errors: those of Score; each ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -360,6 +373,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreRequest.FromString,
                     response_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreResponse.SerializeToString,
+            ),
+            'ScoreBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.ScoreBatch,
+                    request_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreBatchRequest.FromString,
+                    response_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreBatchResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -563,6 +581,33 @@ class InferenceService(object):
             '/penstock.inference.v1.InferenceService/Score',
             penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreRequest.SerializeToString,
             penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.inference.v1.InferenceService/ScoreBatch',
+            penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreBatchRequest.SerializeToString,
+            penstock_dot_inference_dot_v1_dot_inference__service__pb2.ScoreBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,10 @@ class InferenceServiceStub:
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
     (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
+    ScoreBatch: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ScoreBatchRequest, _inference_service_pb2.ScoreBatchResponse]
+    """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+    Errors: those of Score; each ends the stream.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]
     """Abort aborts generations. Idempotent."""
     Pause: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.PauseRequest, _inference_service_pb2.PauseResponse]
@@ -165,6 +169,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Score returns logprobs of given tokens under the present weights.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
     (FIELD_INVALID, ADAPTER_UNKNOWN).
+    """
+    ScoreBatch: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ScoreBatchRequest, _inference_service_pb2.ScoreBatchResponse]  # type: ignore[assignment]
+    """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+    Errors: those of Score; each ends the stream.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort aborts generations. Idempotent."""
@@ -284,6 +292,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Score returns logprobs of given tokens under the present weights.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
         (FIELD_INVALID, ADAPTER_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def ScoreBatch(
+        self,
+        request: _inference_service_pb2.ScoreBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ScoreBatchResponse], _abc.AsyncIterator[_inference_service_pb2.ScoreBatchResponse]]:
+        """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+        Errors: those of Score; each ends the stream.
         """
 
     @_abc_1.abstractmethod

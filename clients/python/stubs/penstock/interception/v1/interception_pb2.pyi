@@ -196,6 +196,46 @@ class ModelSource(_message.Message):
 Global___ModelSource: _TypeAlias = ModelSource  # noqa: Y015
 
 @_typing.final
+class RolloutModel(_message.Message):
+    """RolloutModel is one of several models that a rollout's agent may request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The model's name in the agent's requests, unique in its rollout."""
+    policy_id: _builtins.str
+    """Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 characters. Several models
+    may have the same.
+    """
+    trained: _builtins.bool
+    """Whether its tokens may be trained. Unset = true."""
+    @_builtins.property
+    def source(self) -> Global___ModelSource:
+        """What answers its calls, as RolloutSpec.source. Unset = the rollout's source."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        source: Global___ModelSource | None = ...,
+        trained: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "source", b"source", "trained", b"trained"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "name", b"name", "policy_id", b"policy_id", "source", b"source", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__trained: _TypeAlias = _typing.Literal["trained"]  # noqa: Y015
+    _WhichOneofArgType__trained: _TypeAlias = _typing.Literal["_trained", b"_trained"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained) -> _WhichOneofReturnType__trained | None: ...
+
+Global___RolloutModel: _TypeAlias = RolloutModel  # noqa: Y015
+
+@_typing.final
 class Upstream(_message.Message):
     """Upstream is an OpenAI-compatible endpoint."""
 

@@ -191,6 +191,7 @@ class OpenRolloutRequest(_message.Message):
     SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     TOKEN_TERMS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
     Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
@@ -236,6 +237,10 @@ class OpenRolloutRequest(_message.Message):
     def token_terms(self) -> _interception_pb2.TokenTerms:
         """Terms of the agent key in the answer."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
+        """The models that the agent may request. Empty = one model, the rollout's own, whatever name the agent requests."""
+
     def __init__(
         self,
         *,
@@ -256,10 +261,11 @@ class OpenRolloutRequest(_message.Message):
         sampling_override: _chat_pb2.Sampling | None = ...,
         run_budgets: _interception_pb2.RunBudgets | None = ...,
         token_terms: _interception_pb2.TokenTerms | None = ...,
+        models: _abc.Iterable[_interception_pb2.RolloutModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -957,6 +963,8 @@ class GetCaptureRequest(_message.Message):
     AFTER_INDEX_FIELD_NUMBER: _builtins.int
     AFTER_TOOL_CALL_INDEX_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
+    INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
+    INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
@@ -970,6 +978,10 @@ class GetCaptureRequest(_message.Message):
     """
     include_top: _builtins.bool
     """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
+    include_tensors: _builtins.bool
+    """Whether tensors of completions and samples have data."""
+    include_media: _builtins.bool
+    """Whether media of calls and samples have data."""
     def __init__(
         self,
         *,
@@ -978,10 +990,12 @@ class GetCaptureRequest(_message.Message):
         after_index: _builtins.int | None = ...,
         after_tool_call_index: _builtins.int | None = ...,
         include_top: _builtins.bool = ...,
+        include_tensors: _builtins.bool = ...,
+        include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "include_top", b"include_top", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_tensors", b"include_tensors", "include_top", b"include_top", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_index: _TypeAlias = _typing.Literal["after_index"]  # noqa: Y015
     _WhichOneofArgType__after_index: _TypeAlias = _typing.Literal["_after_index", b"_after_index"]  # noqa: Y015

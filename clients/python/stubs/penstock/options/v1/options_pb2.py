@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/options/v1/options.proto\x12\x13penstock.options.v1\x1a google/protobuf/descriptor.proto\"&\n\x05Route\x12\x0e\n\x06header\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t:K\n\x05route\x12\x1e.google.protobuf.MethodOptions\x18\xb6\x87\x03 \x03(\x0b\x32\x1a.penstock.options.v1.Route:/\n\x06secret\x12\x1d.google.protobuf.FieldOptions\x18\xb5\x87\x03 \x01(\x08\x42\x9d\x01\n\x13penstock.options.v1B\x0cOptionsProtoP\x01Z2penstock.example/penstock/gen/options/v1;optionsv1\xaa\x02\x13Penstock.Options.V1\xca\x02\x13Penstock\\Options\\V1\xea\x02\x15Penstock::Options::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!penstock/options/v1/options.proto\x12\x13penstock.options.v1\x1a google/protobuf/descriptor.proto\"&\n\x05Route\x12\x0e\n\x06header\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t:K\n\x05route\x12\x1e.google.protobuf.MethodOptions\x18\xb6\x87\x03 \x03(\x0b\x32\x1a.penstock.options.v1.Route:<\n\x12provisional_method\x12\x1e.google.protobuf.MethodOptions\x18\xb7\x87\x03 \x01(\x08:/\n\x06secret\x12\x1d.google.protobuf.FieldOptions\x18\xb5\x87\x03 \x01(\x08:4\n\x0bprovisional\x12\x1d.google.protobuf.FieldOptions\x18\xb7\x87\x03 \x01(\x08\x42\x9d\x01\n\x13penstock.options.v1B\x0cOptionsProtoP\x01Z2penstock.example/penstock/gen/options/v1;optionsv1\xaa\x02\x13Penstock.Options.V1\xca\x02\x13Penstock\\Options\\V1\xea\x02\x15Penstock::Options::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

@@ -51,10 +51,20 @@ class Route(_message.Message):
 Global___Route: _TypeAlias = Route  # noqa: Y015
 
 ROUTE_FIELD_NUMBER: _builtins.int
+PROVISIONAL_METHOD_FIELD_NUMBER: _builtins.int
 SECRET_FIELD_NUMBER: _builtins.int
+PROVISIONAL_FIELD_NUMBER: _builtins.int
 route: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedCompositeFieldContainer[Global___Route]]
 """The headers that a client sends with the RPC. No server decides anything by them."""
+provisional_method: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _builtins.bool]
+"""The RPC is declared and not served yet. See `provisional`."""
 secret: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.bool]
 """The field, or each value of the map, is a credential. A program that logs or prints a message leaves it out: the text
 form of protobuf's libraries does not.
+"""
+provisional: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.bool]
+"""The field is declared and not served yet. No service sets it. A request that sets it is refused (INVALID_ARGUMENT,
+FIELD_NOT_SERVED), and an item that is judged by itself, such as a CallResult, is rejected by itself. Until it is
+served, it may change in any way or be removed, and so may the messages that only such fields and RPCs reach. An RPC
+with `provisional_method` is refused too (UNIMPLEMENTED, RPC_NOT_SERVED). docs/compatibility.md lists both.
 """

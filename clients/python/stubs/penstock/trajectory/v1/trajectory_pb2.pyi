@@ -269,6 +269,8 @@ class Call(_message.Message):
     ANSWERER_FIELD_NUMBER: _builtins.int
     CHAIN_INDEX_FIELD_NUMBER: _builtins.int
     TOOLS_SHA256_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     rollout_id: _builtins.str
     index: _builtins.int
@@ -311,6 +313,10 @@ class Call(_message.Message):
     """Position in the hash chain, the order of delivery. Unset unless DELIVERED."""
     tools_sha256: _builtins.bytes
     """Digest of the tools. Empty without tools."""
+    policy_id: _builtins.str
+    """The policy that the call was for (RolloutModel.policy_id), of which its completion's versions are. Empty = the rollout's
+    only one.
+    """
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion:
         """Unset unless DELIVERED."""
@@ -339,6 +345,12 @@ class Call(_message.Message):
     def lease_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
+        """Images, videos and sounds of the prompt that the parent's prompt does not have, without data unless the reader asked
+        for it.
+        """
+
     def __init__(
         self,
         *,
@@ -373,10 +385,12 @@ class Call(_message.Message):
         answerer: Global___Answerer.ValueType = ...,
         chain_index: _builtins.int | None = ...,
         tools_sha256: _builtins.bytes = ...,
+        policy_id: _builtins.str = ...,
+        media: _abc.Iterable[_chat_pb2.Media] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "chain_index", b"chain_index", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "sampling_requested", b"sampling_requested"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "media", b"media", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chain_index: _TypeAlias = _typing.Literal["chain_index"]  # noqa: Y015
     _WhichOneofArgType__chain_index: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index"]  # noqa: Y015
@@ -519,6 +533,9 @@ class TurnSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     UNTRAINED_REASON_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    SAMPLING_USED_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     start: _builtins.int
     end: _builtins.int
@@ -527,6 +544,14 @@ class TurnSpan(_message.Message):
     limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE,
     or CLASS_ and the name of a class that is not trained.
     """
+    reward: _builtins.float
+    """Reward.turns of the call. Unset = the turn has no reward of its own, which is not zero."""
+    policy_id: _builtins.str
+    """Call.policy_id. The versions of the turn's tokens are of this policy."""
+    @_builtins.property
+    def sampling_used(self) -> _chat_pb2.Sampling:
+        """Completion.sampling_used of the call, because a trainer needs the temperature to recompute processed logprobs."""
+
     def __init__(
         self,
         *,
@@ -534,12 +559,17 @@ class TurnSpan(_message.Message):
         start: _builtins.int = ...,
         end: _builtins.int = ...,
         untrained_reason: _builtins.str = ...,
+        reward: _builtins.float | None = ...,
+        sampling_used: _chat_pb2.Sampling | None = ...,
+        policy_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "sampling_used", b"sampling_used"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "end", b"end", "start", b"start", "untrained_reason", b"untrained_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "call_id", b"call_id", "end", b"end", "policy_id", b"policy_id", "reward", b"reward", "sampling_used", b"sampling_used", "start", b"start", "untrained_reason", b"untrained_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___TurnSpan: _TypeAlias = TurnSpan  # noqa: Y015
 
@@ -570,6 +600,9 @@ class Sample(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     branch_id: _builtins.str
     count: _builtins.int
@@ -595,12 +628,22 @@ class Sample(_message.Message):
     top_logprobs: _builtins.bytes
     top_count: _builtins.int
     """The most alternatives of a trained turn. 0 = none, or the reader did not ask."""
+    token_rewards: _builtins.bytes
+    """TurnReward.token_values, little-endian float32: `count` of them, 0.0 where there is none. Empty = no token has one."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.PolicyVersionSpan]:
         """Of the sampled tokens; gaps are context."""
 
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnSpan]: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.TokenTensor]:
+        """Tensors of the calls, joined. Without data unless the reader asked for it (include_tensors)."""
+
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
+        """Images, videos and sounds in the order of their tokens, without data unless the reader asked for it (include_media)."""
+
     def __init__(
         self,
         *,
@@ -620,10 +663,13 @@ class Sample(_message.Message):
         top_token_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
         top_count: _builtins.int = ...,
+        token_rewards: _builtins.bytes = ...,
+        tensors: _abc.Iterable[_completion_pb2.TokenTensor] | None = ...,
+        media: _abc.Iterable[_chat_pb2.Media] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "media", b"media", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "tensors", b"tensors", "token_rewards", b"token_rewards", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -711,6 +757,7 @@ class Reward(_message.Message):
     RANGE_MIN_FIELD_NUMBER: _builtins.int
     RANGE_MAX_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     value: _builtins.float
     """Finite, in [range_min, range_max]."""
     range_min: _builtins.float
@@ -719,6 +766,10 @@ class Reward(_message.Message):
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named parts, for example the share of tests passed."""
 
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnReward]:
+        """Rewards of single turns, in the order of their calls. `value` is not computed from them."""
+
     def __init__(
         self,
         *,
@@ -726,14 +777,131 @@ class Reward(_message.Message):
         range_min: _builtins.float = ...,
         range_max: _builtins.float = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        turns: _abc.Iterable[Global___TurnReward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "range_max", b"range_max", "range_min", b"range_min", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "range_max", b"range_max", "range_min", b"range_min", "turns", b"turns", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reward: _TypeAlias = Reward  # noqa: Y015
+
+@_typing.final
+class TurnReward(_message.Message):
+    """TurnReward is the reward of one turn: what the model answered to one call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ComponentsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    COMPONENTS_FIELD_NUMBER: _builtins.int
+    TOKEN_VALUES_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    value: _builtins.float
+    """Finite."""
+    token_values: _builtins.bytes
+    """Little-endian float32, finite, one for each token of the call's completion. Empty = none."""
+    @_builtins.property
+    def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As Reward.components."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        value: _builtins.float = ...,
+        components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        token_values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "components", b"components", "token_values", b"token_values", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
+
+@_typing.final
+class Annotation(_message.Message):
+    """Annotation is what somebody outside the environment says about a trajectory: a judge, a critic, a person. It never changes
+    the reward and is in no hash chain.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    TOKEN_VALUES_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What is judged, for example "helpfulness": 1 to 128 characters."""
+    author: _builtins.str
+    """Who judged, for example the judge's model and version: 1 to 128 characters. A later annotation of the same name, author
+    and call replaces the earlier one.
+    """
+    call_id: _builtins.str
+    """The call that it is about. Unset = the whole trajectory."""
+    value: _builtins.float
+    """Finite. Unset = no number."""
+    token_values: _builtins.bytes
+    """Little-endian float32, finite, one for each token of the call's completion. Needs call_id. Empty = none."""
+    @_builtins.property
+    def details(self) -> _struct_pb2.Struct:
+        """What else the author says, at most 64 KiB as JSON."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """Set by the driver."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        author: _builtins.str = ...,
+        call_id: _builtins.str | None = ...,
+        value: _builtins.float | None = ...,
+        token_values: _builtins.bytes = ...,
+        details: _struct_pb2.Struct | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "_value", b"_value", "call_id", b"call_id", "create_time", b"create_time", "details", b"details", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "_value", b"_value", "author", b"author", "call_id", b"call_id", "create_time", b"create_time", "details", b"details", "name", b"name", "token_values", b"token_values", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__call_id: _TypeAlias = _typing.Literal["call_id"]  # noqa: Y015
+    _WhichOneofArgType__call_id: _TypeAlias = _typing.Literal["_call_id", b"_call_id"]  # noqa: Y015
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__call_id) -> _WhichOneofReturnType__call_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___Annotation: _TypeAlias = Annotation  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
@@ -790,6 +958,7 @@ class Trajectory(_message.Message):
     HOST_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     FAILURE_CAUSED_BY_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    ANNOTATIONS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -840,6 +1009,10 @@ class Trajectory(_message.Message):
     def host_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostToolCall]:
         """In order of arrival. They are in no hash chain; the part that the model read is in its prompts, which are."""
 
+    @_builtins.property
+    def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
+        """In the order of their creation (RolloutService.AnnotateTrajectory)."""
+
     def __init__(
         self,
         *,
@@ -870,10 +1043,11 @@ class Trajectory(_message.Message):
         host_tool_calls: _abc.Iterable[Global___HostToolCall] | None = ...,
         failure_caused_by: _builtins.str = ...,
         namespace: _builtins.str = ...,
+        annotations: _abc.Iterable[Global___Annotation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "annotations", b"annotations", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015

@@ -11,13 +11,14 @@
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
+import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
 import type { Message as Message$1 } from "@bufbuild/protobuf";
 
 /**
  * Describes the file penstock/chat/v1/chat.proto.
  */
 export const file_penstock_chat_v1_chat: GenFile = /*@__PURE__*/
-  fileDesc("ChtwZW5zdG9jay9jaGF0L3YxL2NoYXQucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiZAoHTWVzc2FnZRIkCgRyb2xlGAEgASgOMhYucGVuc3RvY2suY2hhdC52MS5Sb2xlEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EgwKBG5hbWUYAyABKAki+AEKBFBhcnQSJgoEdGV4dBgBIAEoCzIWLnBlbnN0b2NrLmNoYXQudjEuVGV4dEgAEjAKCXJlYXNvbmluZxgCIAEoCzIbLnBlbnN0b2NrLmNoYXQudjEuUmVhc29uaW5nSAASKAoFaW1hZ2UYAyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLkltYWdlSAASLwoJdG9vbF9jYWxsGAQgASgLMhoucGVuc3RvY2suY2hhdC52MS5Ub29sQ2FsbEgAEjMKC3Rvb2xfcmVzdWx0GAUgASgLMhwucGVuc3RvY2suY2hhdC52MS5Ub29sUmVzdWx0SABCBgoEcGFydCIUCgRUZXh0EgwKBHRleHQYASABKAkiLAoJUmVhc29uaW5nEgwKBHRleHQYASABKAkSEQoJc2lnbmF0dXJlGAIgASgMIkQKBUltYWdlEhIKCm1lZGlhX3R5cGUYASABKAkSDgoEZGF0YRgCIAEoDEgAEg0KA3VybBgDIAEoCUgAQggKBnNvdXJjZSI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIlsKClRvb2xSZXN1bHQSFAoMdG9vbF9jYWxsX2lkGAEgASgJEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EhAKCGlzX2Vycm9yGAMgASgIImkKBFRvb2wSDAoEbmFtZRgBIAEoCRITCgtkZXNjcmlwdGlvbhgCIAEoCRIeChZwYXJhbWV0ZXJzX2pzb25fc2NoZW1hGAMgASgJEhMKBnN0cmljdBgEIAEoCEgAiAEBQgkKB19zdHJpY3Qi5AEKClRvb2xDaG9pY2USLwoEbW9kZRgBIAEoDjIhLnBlbnN0b2NrLmNoYXQudjEuVG9vbENob2ljZS5Nb2RlEgwKBG5hbWUYAiABKAkSIAoTcGFyYWxsZWxfdG9vbF9jYWxscxgDIAEoCEgAiAEBIl0KBE1vZGUSFAoQTU9ERV9VTlNQRUNJRklFRBAAEg0KCU1PREVfQVVUTxABEg0KCU1PREVfTk9ORRACEhEKDU1PREVfUkVRVUlSRUQQAxIOCgpNT0RFX05BTUVEEARCFgoUX3BhcmFsbGVsX3Rvb2xfY2FsbHMipAUKCFNhbXBsaW5nEhgKC3RlbXBlcmF0dXJlGAEgASgBSACIAQESEgoFdG9wX3AYAiABKAFIAYgBARISCgV0b3BfaxgDIAEoBUgCiAEBEhIKBW1pbl9wGAQgASgBSAOIAQESFwoKbWF4X3Rva2VucxgFIAEoBUgEiAEBEhcKCm1pbl90b2tlbnMYBiABKAVIBYgBARIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygFEhEKBHNlZWQYCSABKANIBogBARIdChBwcmVzZW5jZV9wZW5hbHR5GAogASgBSAeIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCyABKAFICIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAFICYgBARIOCgFuGA0gASgFSAqIAQESGQoMdG9wX2xvZ3Byb2JzGA4gASgFSAuIAQESFQoIdGhpbmtpbmcYDyABKAhIDIgBARIjChZ0aGlua2luZ19idWRnZXRfdG9rZW5zGBAgASgFSA2IAQESIQoUcmVzcG9uc2VfZm9ybWF0X2pzb24YESABKAlIDogBAUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCDQoLX21heF90b2tlbnNCDQoLX21pbl90b2tlbnNCBwoFX3NlZWRCEwoRX3ByZXNlbmNlX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5QhUKE19yZXBldGl0aW9uX3BlbmFsdHlCBAoCX25CDwoNX3RvcF9sb2dwcm9ic0ILCglfdGhpbmtpbmdCGQoXX3RoaW5raW5nX2J1ZGdldF90b2tlbnNCFwoVX3Jlc3BvbnNlX2Zvcm1hdF9qc29uIpsBCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgDEhoKDWNhY2hlZF90b2tlbnMYAyABKANIAIgBARIdChByZWFzb25pbmdfdG9rZW5zGAQgASgDSAGIAQFCEAoOX2NhY2hlZF90b2tlbnNCEwoRX3JlYXNvbmluZ190b2tlbnMqcwoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASDwoLUk9MRV9TWVNURU0QARISCg5ST0xFX0RFVkVMT1BFUhACEg0KCVJPTEVfVVNFUhADEhIKDlJPTEVfQVNTSVNUQU5UEAQSDQoJUk9MRV9UT09MEAUquAEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQAxIXChNGSU5JU0hfUkVBU09OX0FCT1JUEAQSIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhAFQogBChBwZW5zdG9jay5jaGF0LnYxQglDaGF0UHJvdG9QAVoscGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vY2hhdC92MTtjaGF0djGqAhBQZW5zdG9jay5DaGF0LlYxygIQUGVuc3RvY2tcQ2hhdFxWMeoCElBlbnN0b2NrOjpDaGF0OjpWMWIGcHJvdG8z");
+  fileDesc("ChtwZW5zdG9jay9jaGF0L3YxL2NoYXQucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiZAoHTWVzc2FnZRIkCgRyb2xlGAEgASgOMhYucGVuc3RvY2suY2hhdC52MS5Sb2xlEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EgwKBG5hbWUYAyABKAki+AEKBFBhcnQSJgoEdGV4dBgBIAEoCzIWLnBlbnN0b2NrLmNoYXQudjEuVGV4dEgAEjAKCXJlYXNvbmluZxgCIAEoCzIbLnBlbnN0b2NrLmNoYXQudjEuUmVhc29uaW5nSAASKAoFaW1hZ2UYAyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLkltYWdlSAASLwoJdG9vbF9jYWxsGAQgASgLMhoucGVuc3RvY2suY2hhdC52MS5Ub29sQ2FsbEgAEjMKC3Rvb2xfcmVzdWx0GAUgASgLMhwucGVuc3RvY2suY2hhdC52MS5Ub29sUmVzdWx0SABCBgoEcGFydCIUCgRUZXh0EgwKBHRleHQYASABKAkiLAoJUmVhc29uaW5nEgwKBHRleHQYASABKAkSEQoJc2lnbmF0dXJlGAIgASgMIkQKBUltYWdlEhIKCm1lZGlhX3R5cGUYASABKAkSDgoEZGF0YRgCIAEoDEgAEg0KA3VybBgDIAEoCUgAQggKBnNvdXJjZSI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIlsKClRvb2xSZXN1bHQSFAoMdG9vbF9jYWxsX2lkGAEgASgJEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EhAKCGlzX2Vycm9yGAMgASgIInUKBU1lZGlhEhAKCG1vZGFsaXR5GAEgASgJEhIKCm1lZGlhX3R5cGUYAiABKAkSDgoGc2hhMjU2GAMgASgMEgwKBGRhdGEYBCABKAwSEwoLdG9rZW5fc3RhcnQYBSABKA0SEwoLdG9rZW5fY291bnQYBiABKA0iaQoEVG9vbBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NyaXB0aW9uGAIgASgJEh4KFnBhcmFtZXRlcnNfanNvbl9zY2hlbWEYAyABKAkSEwoGc3RyaWN0GAQgASgISACIAQFCCQoHX3N0cmljdCLkAQoKVG9vbENob2ljZRIvCgRtb2RlGAEgASgOMiEucGVuc3RvY2suY2hhdC52MS5Ub29sQ2hvaWNlLk1vZGUSDAoEbmFtZRgCIAEoCRIgChNwYXJhbGxlbF90b29sX2NhbGxzGAMgASgISACIAQEiXQoETW9kZRIUChBNT0RFX1VOU1BFQ0lGSUVEEAASDQoJTU9ERV9BVVRPEAESDQoJTU9ERV9OT05FEAISEQoNTU9ERV9SRVFVSVJFRBADEg4KCk1PREVfTkFNRUQQBEIWChRfcGFyYWxsZWxfdG9vbF9jYWxscyL5BQoIU2FtcGxpbmcSGAoLdGVtcGVyYXR1cmUYASABKAFIAIgBARISCgV0b3BfcBgCIAEoAUgBiAEBEhIKBXRvcF9rGAMgASgFSAKIAQESEgoFbWluX3AYBCABKAFIA4gBARIXCgptYXhfdG9rZW5zGAUgASgFSASIAQESFwoKbWluX3Rva2VucxgGIAEoBUgFiAEBEgwKBHN0b3AYByADKAkSFgoOc3RvcF90b2tlbl9pZHMYCCADKAUSEQoEc2VlZBgJIAEoA0gGiAEBEh0KEHByZXNlbmNlX3BlbmFsdHkYCiABKAFIB4gBARIeChFmcmVxdWVuY3lfcGVuYWx0eRgLIAEoAUgIiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgMIAEoAUgJiAEBEg4KAW4YDSABKAVICogBARIZCgx0b3BfbG9ncHJvYnMYDiABKAVIC4gBARIVCgh0aGlua2luZxgPIAEoCEgMiAEBEiMKFnRoaW5raW5nX2J1ZGdldF90b2tlbnMYECABKAVIDYgBARIhChRyZXNwb25zZV9mb3JtYXRfanNvbhgRIAEoCUgOiAEBEiIKD3Byb21wdF9sb2dwcm9icxgSIAEoBUIEuLsYAUgPiAEBEhsKDXRva2VuX3RlbnNvcnMYEyADKAlCBLi7GAFCDgoMX3RlbXBlcmF0dXJlQggKBl90b3BfcEIICgZfdG9wX2tCCAoGX21pbl9wQg0KC19tYXhfdG9rZW5zQg0KC19taW5fdG9rZW5zQgcKBV9zZWVkQhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QgQKAl9uQg8KDV90b3BfbG9ncHJvYnNCCwoJX3RoaW5raW5nQhkKF190aGlua2luZ19idWRnZXRfdG9rZW5zQhcKFV9yZXNwb25zZV9mb3JtYXRfanNvbkISChBfcHJvbXB0X2xvZ3Byb2JzIpECCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgDEhoKDWNhY2hlZF90b2tlbnMYAyABKANIAIgBARIdChByZWFzb25pbmdfdG9rZW5zGAQgASgDSAGIAQESHwoMZHJhZnRfdG9rZW5zGAUgASgDQgS4uxgBSAKIAQESKAoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAYgASgDQgS4uxgBSAOIAQFCEAoOX2NhY2hlZF90b2tlbnNCEwoRX3JlYXNvbmluZ190b2tlbnNCDwoNX2RyYWZ0X3Rva2Vuc0IYChZfYWNjZXB0ZWRfZHJhZnRfdG9rZW5zKnMKBFJvbGUSFAoQUk9MRV9VTlNQRUNJRklFRBAAEg8KC1JPTEVfU1lTVEVNEAESEgoOUk9MRV9ERVZFTE9QRVIQAhINCglST0xFX1VTRVIQAxISCg5ST0xFX0FTU0lTVEFOVBAEEg0KCVJPTEVfVE9PTBAFKrgBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISHAoYRklOSVNIX1JFQVNPTl9UT09MX0NBTExTEAMSFwoTRklOSVNIX1JFQVNPTl9BQk9SVBAEEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQBUKIAQoQcGVuc3RvY2suY2hhdC52MUIJQ2hhdFByb3RvUAFaLHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2NoYXQvdjE7Y2hhdHYxqgIQUGVuc3RvY2suQ2hhdC5WMcoCEFBlbnN0b2NrXENoYXRcVjHqAhJQZW5zdG9jazo6Q2hhdDo6VjFiBnByb3RvMw", [file_penstock_options_v1_options]);
 
 /**
  * Message is one message of a conversation: a role and its parts, in the order in which the agent or the model wrote them.
@@ -249,6 +250,60 @@ export const ToolResultSchema: GenMessage<ToolResult> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 6);
 
 /**
+ * Media is an image, a video or a sound of a prompt: what an engine needs beside the tokens that stand for it.
+ *
+ * @generated from message penstock.chat.v1.Media
+ */
+export type Media = Message$1<"penstock.chat.v1.Media"> & {
+  /**
+   * "image", "video" or "audio".
+   *
+   * @generated from field: string modality = 1;
+   */
+  modality: string;
+
+  /**
+   * IANA media type, for example image/png.
+   *
+   * @generated from field: string media_type = 2;
+   */
+  mediaType: string;
+
+  /**
+   * SHA-256 of the file's bytes. The hash chain covers it.
+   *
+   * @generated from field: bytes sha256 = 3;
+   */
+  sha256: Uint8Array;
+
+  /**
+   * The file's bytes, as the agent sent them. Empty = left out: the reader did not ask for them, or the engine has them.
+   *
+   * @generated from field: bytes data = 4;
+   */
+  data: Uint8Array;
+
+  /**
+   * The tokens that stand for it are [token_start, token_start + token_count) of the prompt, or of the sample.
+   *
+   * @generated from field: uint32 token_start = 5;
+   */
+  tokenStart: number;
+
+  /**
+   * @generated from field: uint32 token_count = 6;
+   */
+  tokenCount: number;
+};
+
+/**
+ * Describes the message penstock.chat.v1.Media.
+ * Use `create(MediaSchema)` to create a new message.
+ */
+export const MediaSchema: GenMessage<Media> = /*@__PURE__*/
+  messageDesc(file_penstock_chat_v1_chat, 7);
+
+/**
  * Tool is a tool that the model may call.
  *
  * @generated from message penstock.chat.v1.Tool
@@ -284,7 +339,7 @@ export type Tool = Message$1<"penstock.chat.v1.Tool"> & {
  * Use `create(ToolSchema)` to create a new message.
  */
 export const ToolSchema: GenMessage<Tool> = /*@__PURE__*/
-  messageDesc(file_penstock_chat_v1_chat, 7);
+  messageDesc(file_penstock_chat_v1_chat, 8);
 
 /**
  * ToolChoice is which tools the model must or may use.
@@ -315,7 +370,7 @@ export type ToolChoice = Message$1<"penstock.chat.v1.ToolChoice"> & {
  * Use `create(ToolChoiceSchema)` to create a new message.
  */
 export const ToolChoiceSchema: GenMessage<ToolChoice> = /*@__PURE__*/
-  messageDesc(file_penstock_chat_v1_chat, 8);
+  messageDesc(file_penstock_chat_v1_chat, 9);
 
 /**
  * Mode is how free the model's choice is.
@@ -357,7 +412,7 @@ export enum ToolChoice_Mode {
  * Describes the enum penstock.chat.v1.ToolChoice.Mode.
  */
 export const ToolChoice_ModeSchema: GenEnum<ToolChoice_Mode> = /*@__PURE__*/
-  enumDesc(file_penstock_chat_v1_chat, 8, 0);
+  enumDesc(file_penstock_chat_v1_chat, 9, 0);
 
 /**
  * Sampling is how to sample. Every field has presence: unset means "the engine's default", which Completion.sampling_used
@@ -482,6 +537,22 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
    * @generated from field: optional string response_format_json = 17;
    */
   responseFormatJson?: string | undefined;
+
+  /**
+   * Ask for the logprobs of the prompt's tokens (Completion.prompt_logprobs), and for this many of the likeliest tokens at
+   * each position: 0 to 128, 0 = the logprobs only. Unset = none.
+   *
+   * @generated from field: optional int32 prompt_logprobs = 18;
+   */
+  promptLogprobs?: number | undefined;
+
+  /**
+   * Names of the tensors to return with the completion (Completion.tensors), for example "routed_experts". An engine
+   * without one refuses it (EngineCapabilities.token_tensors).
+   *
+   * @generated from field: repeated string token_tensors = 19;
+   */
+  tokenTensors: string[];
 };
 
 /**
@@ -489,7 +560,7 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
  * Use `create(SamplingSchema)` to create a new message.
  */
 export const SamplingSchema: GenMessage<Sampling> = /*@__PURE__*/
-  messageDesc(file_penstock_chat_v1_chat, 9);
+  messageDesc(file_penstock_chat_v1_chat, 10);
 
 /**
  * Usage is what a completion cost, in tokens.
@@ -518,6 +589,19 @@ export type Usage = Message$1<"penstock.chat.v1.Usage"> & {
    * @generated from field: optional int64 reasoning_tokens = 4;
    */
   reasoningTokens?: bigint | undefined;
+
+  /**
+   * With speculative decoding: tokens that the draft proposed, and those of them that the target model accepted, at least 0
+   * and at most draft_tokens. Logprobs are always the target model's. Unset = no speculative decoding, or not counted.
+   *
+   * @generated from field: optional int64 draft_tokens = 5;
+   */
+  draftTokens?: bigint | undefined;
+
+  /**
+   * @generated from field: optional int64 accepted_draft_tokens = 6;
+   */
+  acceptedDraftTokens?: bigint | undefined;
 };
 
 /**
@@ -525,7 +609,7 @@ export type Usage = Message$1<"penstock.chat.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_penstock_chat_v1_chat, 10);
+  messageDesc(file_penstock_chat_v1_chat, 11);
 
 /**
  * Role is the role of a message's author.

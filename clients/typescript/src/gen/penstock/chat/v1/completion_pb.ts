@@ -8,13 +8,14 @@ import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { FinishReason, Message as Message$1, Sampling, Usage } from "./chat_pb.js";
 import { file_penstock_chat_v1_chat } from "./chat_pb.js";
+import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file penstock/chat/v1/completion.proto.
  */
 export const file_penstock_chat_v1_completion: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIoECCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNEhIKCnRvcF9zaGEyNTYYCSABKAwiiwEKB1RpbWluZ3MSKQoGcXVldWVkGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3ByZWZpbGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKQoGZGVjb2RlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIswDCgpDb21wbGV0aW9uEi4KBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbkgBiAEBEi8KB21lc3NhZ2UYAiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2VIAogBARI1Cg1maW5pc2hfcmVhc29uGAMgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgEIAEoBUgAEhMKCXN0b3BfdGV4dBgFIAEoCUgAEjYKDXNhbXBsaW5nX3VzZWQYBiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSAOIAQESDgoGZW5naW5lGAcgASgJEhYKDmVuZ2luZV92ZXJzaW9uGAggASgJEg0KBW1vZGVsGAkgASgJEioKB3RpbWluZ3MYCiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLlRpbWluZ3MSJgoFdXNhZ2UYCyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLlVzYWdlQg4KDG1hdGNoZWRfc3RvcEIHCgVfc3BhbkIKCghfbWVzc2FnZUIQCg5fc2FtcGxpbmdfdXNlZCp9CgxMb2dwcm9ic01vZGUSHQoZTE9HUFJPQlNfTU9ERV9VTlNQRUNJRklFRBAAEhUKEUxPR1BST0JTX01PREVfUkFXEAESGwoXTE9HUFJPQlNfTU9ERV9QUk9DRVNTRUQQAhIaChZMT0dQUk9CU19NT0RFX1NDUklQVEVEEANCjgEKEHBlbnN0b2NrLmNoYXQudjFCD0NvbXBsZXRpb25Qcm90b1ABWixwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9jaGF0L3YxO2NoYXR2MaoCEFBlbnN0b2NrLkNoYXQuVjHKAhBQZW5zdG9ja1xDaGF0XFYx6gISUGVuc3RvY2s6OkNoYXQ6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_penstock_chat_v1_chat]);
+  fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIoECCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNEhIKCnRvcF9zaGEyNTYYCSABKAwiewoLVG9rZW5UZW5zb3ISDAoEbmFtZRgBIAEoCRINCgVkdHlwZRgCIAEoCRINCgVzdGFydBgDIAEoDRINCgVzaGFwZRgEIAMoDRIMCgRkYXRhGAUgASgMEhMKC3Jvd19sZW5ndGhzGAYgASgMEg4KBnNoYTI1NhgHIAEoDCJxCg5Qcm9tcHRMb2dwcm9icxINCgVzdGFydBgBIAEoDRIQCghsb2dwcm9icxgCIAEoDBIVCg10b3BfdG9rZW5faWRzGAMgASgMEhQKDHRvcF9sb2dwcm9icxgEIAEoDBIRCgl0b3BfY291bnQYBSABKA0ieQoNUGFydGlhbEFuc3dlchINCgVzdGFydBgBIAEoDRIpCgRzcGFuGAIgASgLMhsucGVuc3RvY2suY2hhdC52MS5Ub2tlblNwYW4SLgoHdGVuc29ycxgDIAMoCzIdLnBlbnN0b2NrLmNoYXQudjEuVG9rZW5UZW5zb3IiiwEKB1RpbWluZ3MSKQoGcXVldWVkGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3ByZWZpbGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKQoGZGVjb2RlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIsMECgpDb21wbGV0aW9uEi4KBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbkgBiAEBEi8KB21lc3NhZ2UYAiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2VIAogBARI1Cg1maW5pc2hfcmVhc29uGAMgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgEIAEoBUgAEhMKCXN0b3BfdGV4dBgFIAEoCUgAEjYKDXNhbXBsaW5nX3VzZWQYBiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSAOIAQESDgoGZW5naW5lGAcgASgJEhYKDmVuZ2luZV92ZXJzaW9uGAggASgJEg0KBW1vZGVsGAkgASgJEioKB3RpbWluZ3MYCiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLlRpbWluZ3MSJgoFdXNhZ2UYCyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLlVzYWdlEjQKB3RlbnNvcnMYDCADKAsyHS5wZW5zdG9jay5jaGF0LnYxLlRva2VuVGVuc29yQgS4uxgBEj8KD3Byb21wdF9sb2dwcm9icxgNIAEoCzIgLnBlbnN0b2NrLmNoYXQudjEuUHJvbXB0TG9ncHJvYnNCBLi7GAFCDgoMbWF0Y2hlZF9zdG9wQgcKBV9zcGFuQgoKCF9tZXNzYWdlQhAKDl9zYW1wbGluZ191c2VkKn0KDExvZ3Byb2JzTW9kZRIdChlMT0dQUk9CU19NT0RFX1VOU1BFQ0lGSUVEEAASFQoRTE9HUFJPQlNfTU9ERV9SQVcQARIbChdMT0dQUk9CU19NT0RFX1BST0NFU1NFRBACEhoKFkxPR1BST0JTX01PREVfU0NSSVBURUQQA0KOAQoQcGVuc3RvY2suY2hhdC52MUIPQ29tcGxldGlvblByb3RvUAFaLHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2NoYXQvdjE7Y2hhdHYxqgIQUGVuc3RvY2suQ2hhdC5WMcoCEFBlbnN0b2NrXENoYXRcVjHqAhJQZW5zdG9jazo6Q2hhdDo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_options_v1_options]);
 
 /**
  * PolicyVersionSpan is the weights that sampled a run of tokens: [start, end) within its span.
@@ -125,6 +126,155 @@ export const TokenSpanSchema: GenMessage<TokenSpan> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_completion, 1);
 
 /**
+ * TokenTensor is what an engine computed beside tokens, one row for each token. Names:
+ * - "routed_experts": which experts of a mixture-of-experts model computed each token, so that a trainer can replay the
+ *   routing. A row has the shape [layers, experts per token], numbered from 0 within a layer. The last sampled token has no
+ *   row, because the model was not run on it. A row of -1 was not captured (signed types only).
+ * - "indexer_topk": which earlier positions sparse attention chose for each token: [layers with an indexer, positions], int32,
+ *   -1 = none. The last sampled token has no row.
+ * - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Sampled tokens
+ *   only. Its rows differ in length.
+ *
+ * @generated from message penstock.chat.v1.TokenTensor
+ */
+export type TokenTensor = Message<"penstock.chat.v1.TokenTensor"> & {
+  /**
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * numpy's name: "uint8", "int8", "uint16", "int16", "int32" or "float32".
+   *
+   * @generated from field: string dtype = 2;
+   */
+  dtype: string;
+
+  /**
+   * Position of the first row's token: in a completion, among the tokens of prompt and completion; in a sample, among the
+   * sample's. The rows are of consecutive tokens.
+   *
+   * @generated from field: uint32 start = 3;
+   */
+  start: number;
+
+  /**
+   * The rows, then the shape of one row. With row_lengths, only the number of rows.
+   *
+   * @generated from field: repeated uint32 shape = 4;
+   */
+  shape: number[];
+
+  /**
+   * Little-endian, row after row. Empty = left out, because the reader did not ask for it.
+   *
+   * @generated from field: bytes data = 5;
+   */
+  data: Uint8Array;
+
+  /**
+   * Rows that differ in length: the elements of each, little-endian int32. Empty = all rows have the same shape.
+   *
+   * @generated from field: bytes row_lengths = 6;
+   */
+  rowLengths: Uint8Array;
+
+  /**
+   * SHA-256 of data, then row_lengths. Set by the gate, ignored from an answerer. The hash chain covers it.
+   *
+   * @generated from field: bytes sha256 = 7;
+   */
+  sha256: Uint8Array;
+};
+
+/**
+ * Describes the message penstock.chat.v1.TokenTensor.
+ * Use `create(TokenTensorSchema)` to create a new message.
+ */
+export const TokenTensorSchema: GenMessage<TokenTensor> = /*@__PURE__*/
+  messageDesc(file_penstock_chat_v1_completion, 2);
+
+/**
+ * PromptLogprobs are logprobs of a prompt's tokens, each given the tokens before it.
+ *
+ * @generated from message penstock.chat.v1.PromptLogprobs
+ */
+export type PromptLogprobs = Message<"penstock.chat.v1.PromptLogprobs"> & {
+  /**
+   * The first token that has one, at least 1: nothing comes before the prompt's first token.
+   *
+   * @generated from field: uint32 start = 1;
+   */
+  start: number;
+
+  /**
+   * One for each token of the prompt from `start` on; encoded as in TokenSpan.
+   *
+   * @generated from field: bytes logprobs = 2;
+   */
+  logprobs: Uint8Array;
+
+  /**
+   * Rows of alternatives for the same tokens, encoded as in TokenSpan.
+   *
+   * @generated from field: bytes top_token_ids = 3;
+   */
+  topTokenIds: Uint8Array;
+
+  /**
+   * @generated from field: bytes top_logprobs = 4;
+   */
+  topLogprobs: Uint8Array;
+
+  /**
+   * 0 to 128.
+   *
+   * @generated from field: uint32 top_count = 5;
+   */
+  topCount: number;
+};
+
+/**
+ * Describes the message penstock.chat.v1.PromptLogprobs.
+ * Use `create(PromptLogprobsSchema)` to create a new message.
+ */
+export const PromptLogprobsSchema: GenMessage<PromptLogprobs> = /*@__PURE__*/
+  messageDesc(file_penstock_chat_v1_completion, 3);
+
+/**
+ * PartialAnswer is a piece of an answer that is not complete.
+ *
+ * @generated from message penstock.chat.v1.PartialAnswer
+ */
+export type PartialAnswer = Message<"penstock.chat.v1.PartialAnswer"> & {
+  /**
+   * Tokens of the answer before this piece.
+   *
+   * @generated from field: uint32 start = 1;
+   */
+  start: number;
+
+  /**
+   * The piece. At least 1 token.
+   *
+   * @generated from field: penstock.chat.v1.TokenSpan span = 2;
+   */
+  span?: TokenSpan | undefined;
+
+  /**
+   * @generated from field: repeated penstock.chat.v1.TokenTensor tensors = 3;
+   */
+  tensors: TokenTensor[];
+};
+
+/**
+ * Describes the message penstock.chat.v1.PartialAnswer.
+ * Use `create(PartialAnswerSchema)` to create a new message.
+ */
+export const PartialAnswerSchema: GenMessage<PartialAnswer> = /*@__PURE__*/
+  messageDesc(file_penstock_chat_v1_completion, 4);
+
+/**
  * Timings are the durations of a completion's parts. Unset = not measured.
  *
  * @generated from message penstock.chat.v1.Timings
@@ -151,7 +301,7 @@ export type Timings = Message<"penstock.chat.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_penstock_chat_v1_completion, 2);
+  messageDesc(file_penstock_chat_v1_completion, 5);
 
 /**
  * Completion is an engine's or a trainer's answer to a call.
@@ -231,6 +381,20 @@ export type Completion = Message<"penstock.chat.v1.Completion"> & {
    * @generated from field: penstock.chat.v1.Usage usage = 11;
    */
   usage?: Usage | undefined;
+
+  /**
+   * As Sampling.token_tensors asked. Rows of the prompt's shared prefix may be left out: an earlier call has them.
+   *
+   * @generated from field: repeated penstock.chat.v1.TokenTensor tensors = 12;
+   */
+  tensors: TokenTensor[];
+
+  /**
+   * As Sampling.prompt_logprobs asked.
+   *
+   * @generated from field: penstock.chat.v1.PromptLogprobs prompt_logprobs = 13;
+   */
+  promptLogprobs?: PromptLogprobs | undefined;
 };
 
 /**
@@ -238,7 +402,7 @@ export type Completion = Message<"penstock.chat.v1.Completion"> & {
  * Use `create(CompletionSchema)` to create a new message.
  */
 export const CompletionSchema: GenMessage<Completion> = /*@__PURE__*/
-  messageDesc(file_penstock_chat_v1_completion, 3);
+  messageDesc(file_penstock_chat_v1_completion, 6);
 
 /**
  * LogprobsMode is the distribution that logprobs refer to.

@@ -9,7 +9,7 @@ import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Group, Outcome, Rollout, RolloutEvent, RolloutSpec, RolloutSummary, StragglerPolicy } from "./rollout_pb.js";
 import { file_penstock_driver_v1_rollout } from "./rollout_pb.js";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
-import type { Trajectory } from "../../trajectory/v1/trajectory_pb.js";
+import type { Annotation, Trajectory } from "../../trajectory/v1/trajectory_pb.js";
 import { file_penstock_trajectory_v1_trajectory } from "../../trajectory/v1/trajectory_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/rollout_service.proto.
  */
 export const file_penstock_driver_v1_rollout_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dF9zZXJ2aWNlLnByb3RvEhJwZW5zdG9jay5kcml2ZXIudjEibQoUQ3JlYXRlUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEhIKCnJvbGxvdXRfaWQYAyABKAkiRQoVQ3JlYXRlUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCInChFHZXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkIKEkdldFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQitwIKDVJvbGxvdXRGaWx0ZXISEwoGcnVuX2lkGAEgASgJSACIAQESFQoIZ3JvdXBfaWQYAiABKAlIAYgBARI9CgZsYWJlbHMYAyADKAsyLS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlci5MYWJlbHNFbnRyeRISCgVlbmRlZBgEIAEoCEgCiAEBEhQKB3Rhc2tfaWQYBSABKAlIA4gBARISCgVhZ2VudBgGIAEoCUgEiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAcgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWRCCAoGX2VuZGVkQgoKCF90YXNrX2lkQggKBl9hZ2VudCJvChNMaXN0Um9sbG91dHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEjEKBmZpbHRlchgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyIl4KFExpc3RSb2xsb3V0c1Jlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIkEKE1dhdGNoUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIWCg5hZnRlcl9zZXF1ZW5jZRgCIAEoAyKNAQoUV2F0Y2hSb2xsb3V0UmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SABCCQoHbWVzc2FnZSIQCg5XYXRjaEhlYXJ0YmVhdCKgAQoUV2F0Y2hSb2xsb3V0c1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISGAoLZW5kZWRfbGltaXQYAiABKAVIAIgBARIrCghpbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIOCgxfZW5kZWRfbGltaXQiggEKFVdhdGNoUm9sbG91dHNSZXNwb25zZRI0Cghyb2xsb3V0cxgBIAMoCzIiLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeRIYChBnb25lX3JvbGxvdXRfaWRzGAIgAygJEhkKEXNuYXBzaG90X2NvbXBsZXRlGAMgASgIIigKEldhaXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkMKE1dhaXRSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IjoKFENhbmNlbFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIkUKFUNhbmNlbFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoURGVsZXRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSIXChVEZWxldGVSb2xsb3V0UmVzcG9uc2Ui4AEKEkNyZWF0ZUdyb3VwUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEi0KBHNwZWMYAiABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMSDAoEc2l6ZRgDIAEoBRIOCgZzcGFyZXMYBCABKAUSEwoGcXVvcnVtGAUgASgFSACIAQESNwoKc3RyYWdnbGVycxgGIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5TdHJhZ2dsZXJQb2xpY3kSEAoIZ3JvdXBfaWQYByABKAlCCQoHX3F1b3J1bSI/ChNDcmVhdGVHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIiMKD0dldEdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSI8ChBHZXRHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwInIKEUxpc3RHcm91cHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhMKBnJ1bl9pZBgDIAEoCUgAiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAQgASgIQgkKB19ydW5faWQiWAoSTGlzdEdyb3Vwc1Jlc3BvbnNlEikKBmdyb3VwcxgBIAMoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiwQEKEVdhdGNoR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJElIKD2FmdGVyX3NlcXVlbmNlcxgCIAMoCzI5LnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdC5BZnRlclNlcXVlbmNlc0VudHJ5Eg8KB3N1bW1hcnkYAyABKAgaNQoTQWZ0ZXJTZXF1ZW5jZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBIrcBChJXYXRjaEdyb3VwUmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SAASKgoFZ3JvdXAYAyABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXBIAEIJCgdtZXNzYWdlIiQKEFdhaXRHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkiPQoRV2FpdEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiNgoSQ2FuY2VsR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSI/ChNDYW5jZWxHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIiYKEkRlbGV0ZUdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSIVChNEZWxldGVHcm91cFJlc3BvbnNlIm0KFEdldFRyYWplY3RvcnlSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSFAoMc2FtcGxlc19vbmx5GAMgASgIEhMKC2luY2x1ZGVfdG9wGAQgASgIIk8KFUdldFRyYWplY3RvcnlSZXNwb25zZRI2Cgp0cmFqZWN0b3J5GAEgASgLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5UcmFqZWN0b3J5InsKGUV4cG9ydFRyYWplY3Rvcmllc1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSEwoLaW5jbHVkZV90b3AYAyABKAgiggEKGkV4cG9ydFRyYWplY3Rvcmllc1Jlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkSLAoHb3V0Y29tZRgCIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5PdXRjb21lMqMRCg5Sb2xsb3V0U2VydmljZRKNAQoNQ3JlYXRlUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKEAQoKR2V0Um9sbG91dBIlLnBlbnN0b2NrLmRyaXZlci52MS5HZXRSb2xsb3V0UmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5HZXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBJhCgxMaXN0Um9sbG91dHMSJy5wZW5zdG9jay5kcml2ZXIudjEuTGlzdFJvbGxvdXRzUmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0Um9sbG91dHNSZXNwb25zZRKMAQoMV2F0Y2hSb2xsb3V0EicucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoUm9sbG91dFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEmYKDVdhdGNoUm9sbG91dHMSKC5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0c1JlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0c1Jlc3BvbnNlMAEShwEKC1dhaXRSb2xsb3V0EiYucGVuc3RvY2suZHJpdmVyLnYxLldhaXRSb2xsb3V0UmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5XYWl0Um9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSjQEKDUNhbmNlbFJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSjQEKDURlbGV0ZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSgwEKC0NyZWF0ZUdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZUdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBJ6CghHZXRHcm91cBIjLnBlbnN0b2NrLmRyaXZlci52MS5HZXRHcm91cFJlcXVlc3QaJC5wZW5zdG9jay5kcml2ZXIudjEuR2V0R3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSWwoKTGlzdEdyb3VwcxIlLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0R3JvdXBzUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0R3JvdXBzUmVzcG9uc2USggEKCldhdGNoR3JvdXASJS5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hHcm91cFJlcXVlc3QaJi5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZDABEn0KCVdhaXRHcm91cBIkLnBlbnN0b2NrLmRyaXZlci52MS5XYWl0R3JvdXBSZXF1ZXN0GiUucGVuc3RvY2suZHJpdmVyLnYxLldhaXRHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKDAQoLQ2FuY2VsR3JvdXASJi5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsR3JvdXBSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkNhbmNlbEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEoMBCgtEZWxldGVHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSjwEKDUdldFRyYWplY3RvcnkSKC5wZW5zdG9jay5kcml2ZXIudjEuR2V0VHJhamVjdG9yeVJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuR2V0VHJhamVjdG9yeVJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQwARJ1ChJFeHBvcnRUcmFqZWN0b3JpZXMSLS5wZW5zdG9jay5kcml2ZXIudjEuRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5FeHBvcnRUcmFqZWN0b3JpZXNSZXNwb25zZTABQp4BChJwZW5zdG9jay5kcml2ZXIudjFCE1JvbGxvdXRTZXJ2aWNlUHJvdG9QAVowcGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vZHJpdmVyL3YxO2RyaXZlcnYxqgISUGVuc3RvY2suRHJpdmVyLlYxygISUGVuc3RvY2tcRHJpdmVyXFYx6gIUUGVuc3RvY2s6OkRyaXZlcjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CihwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dF9zZXJ2aWNlLnByb3RvEhJwZW5zdG9jay5kcml2ZXIudjEibQoUQ3JlYXRlUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEhIKCnJvbGxvdXRfaWQYAyABKAkiRQoVQ3JlYXRlUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCInChFHZXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkIKEkdldFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQitwIKDVJvbGxvdXRGaWx0ZXISEwoGcnVuX2lkGAEgASgJSACIAQESFQoIZ3JvdXBfaWQYAiABKAlIAYgBARI9CgZsYWJlbHMYAyADKAsyLS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlci5MYWJlbHNFbnRyeRISCgVlbmRlZBgEIAEoCEgCiAEBEhQKB3Rhc2tfaWQYBSABKAlIA4gBARISCgVhZ2VudBgGIAEoCUgEiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAcgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWRCCAoGX2VuZGVkQgoKCF90YXNrX2lkQggKBl9hZ2VudCJvChNMaXN0Um9sbG91dHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEjEKBmZpbHRlchgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyIl4KFExpc3RSb2xsb3V0c1Jlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIkEKE1dhdGNoUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIWCg5hZnRlcl9zZXF1ZW5jZRgCIAEoAyKNAQoUV2F0Y2hSb2xsb3V0UmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SABCCQoHbWVzc2FnZSIQCg5XYXRjaEhlYXJ0YmVhdCKgAQoUV2F0Y2hSb2xsb3V0c1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISGAoLZW5kZWRfbGltaXQYAiABKAVIAIgBARIrCghpbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIOCgxfZW5kZWRfbGltaXQiggEKFVdhdGNoUm9sbG91dHNSZXNwb25zZRI0Cghyb2xsb3V0cxgBIAMoCzIiLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeRIYChBnb25lX3JvbGxvdXRfaWRzGAIgAygJEhkKEXNuYXBzaG90X2NvbXBsZXRlGAMgASgIIigKEldhaXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkMKE1dhaXRSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IjoKFENhbmNlbFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIkUKFUNhbmNlbFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoURGVsZXRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSIXChVEZWxldGVSb2xsb3V0UmVzcG9uc2UiOQoTUGF1c2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSJEChRQYXVzZVJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoUUmVzdW1lUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSJFChVSZXN1bWVSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IocBChJGb3JrUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEhQKB2NhbGxfaWQYAyABKAlIAIgBARINCgVjb3VudBgEIAEoBRIYChBmb3JrX3JvbGxvdXRfaWRzGAUgAygJQgoKCF9jYWxsX2lkIkQKE0ZvcmtSb2xsb3V0UmVzcG9uc2USLQoIcm9sbG91dHMYASADKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCLgAQoSQ3JlYXRlR3JvdXBSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSLQoEc3BlYxgCIAEoCzIfLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3BlYxIMCgRzaXplGAMgASgFEg4KBnNwYXJlcxgEIAEoBRITCgZxdW9ydW0YBSABKAVIAIgBARI3CgpzdHJhZ2dsZXJzGAYgASgLMiMucGVuc3RvY2suZHJpdmVyLnYxLlN0cmFnZ2xlclBvbGljeRIQCghncm91cF9pZBgHIAEoCUIJCgdfcXVvcnVtIj8KE0NyZWF0ZUdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiIwoPR2V0R3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIjwKEEdldEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAicgoRTGlzdEdyb3Vwc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSEwoGcnVuX2lkGAMgASgJSACIAQESFgoOYWxsX25hbWVzcGFjZXMYBCABKAhCCQoHX3J1bl9pZCJYChJMaXN0R3JvdXBzUmVzcG9uc2USKQoGZ3JvdXBzGAEgAygLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSLBAQoRV2F0Y2hHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSUgoPYWZ0ZXJfc2VxdWVuY2VzGAIgAygLMjkucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoR3JvdXBSZXF1ZXN0LkFmdGVyU2VxdWVuY2VzRW50cnkSDwoHc3VtbWFyeRgDIAEoCBo1ChNBZnRlclNlcXVlbmNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEitwEKEldhdGNoR3JvdXBSZXNwb25zZRIxCgVldmVudBgBIAEoCzIgLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RXZlbnRIABI3CgloZWFydGJlYXQYAiABKAsyIi5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hIZWFydGJlYXRIABIqCgVncm91cBgDIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cEgAQgkKB21lc3NhZ2UiJAoQV2FpdEdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSI9ChFXYWl0R3JvdXBSZXNwb25zZRIoCgVncm91cBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cCI2ChJDYW5jZWxHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIj8KE0NhbmNlbEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiJgoSRGVsZXRlR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIhUKE0RlbGV0ZUdyb3VwUmVzcG9uc2UiqQEKFEdldFRyYWplY3RvcnlSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSFAoMc2FtcGxlc19vbmx5GAMgASgIEhMKC2luY2x1ZGVfdG9wGAQgASgIEh0KD2luY2x1ZGVfdGVuc29ycxgFIAEoCEIEuLsYARIbCg1pbmNsdWRlX21lZGlhGAYgASgIQgS4uxgBIk8KFUdldFRyYWplY3RvcnlSZXNwb25zZRI2Cgp0cmFqZWN0b3J5GAEgASgLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5UcmFqZWN0b3J5ImgKGUFubm90YXRlVHJhamVjdG9yeVJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRI3Cgthbm5vdGF0aW9ucxgCIAMoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQW5ub3RhdGlvbiIcChpBbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSK3AQoZRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBIxCgZmaWx0ZXIYASABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlchIWCg5pbmNsdWRlX2JvZGllcxgCIAEoCBITCgtpbmNsdWRlX3RvcBgDIAEoCBIdCg9pbmNsdWRlX3RlbnNvcnMYBCABKAhCBLi7GAESGwoNaW5jbHVkZV9tZWRpYRgFIAEoCEIEuLsYASKCAQoaRXhwb3J0VHJhamVjdG9yaWVzUmVzcG9uc2USNgoKdHJhamVjdG9yeRgBIAEoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeRIsCgdvdXRjb21lGAIgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLk91dGNvbWUy+RUKDlJvbGxvdXRTZXJ2aWNlEo0BCg1DcmVhdGVSb2xsb3V0EigucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZVJvbGxvdXRSZXF1ZXN0GikucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZVJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEoQBCgpHZXRSb2xsb3V0EiUucGVuc3RvY2suZHJpdmVyLnYxLkdldFJvbGxvdXRSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkdldFJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEmEKDExpc3RSb2xsb3V0cxInLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0Um9sbG91dHNSZXF1ZXN0GigucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RSb2xsb3V0c1Jlc3BvbnNlEowBCgxXYXRjaFJvbGxvdXQSJy5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0UmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkMAESZgoNV2F0Y2hSb2xsb3V0cxIoLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRzUmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRzUmVzcG9uc2UwARKHAQoLV2FpdFJvbGxvdXQSJi5wZW5zdG9jay5kcml2ZXIudjEuV2FpdFJvbGxvdXRSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLldhaXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNQ2FuY2VsUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNRGVsZXRlUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKOAQoMUGF1c2VSb2xsb3V0EicucGVuc3RvY2suZHJpdmVyLnYxLlBhdXNlUm9sbG91dFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuUGF1c2VSb2xsb3V0UmVzcG9uc2UiK7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLi7GAESkQEKDVJlc3VtZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlc3BvbnNlIiuyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS4uxgBEosBCgtGb3JrUm9sbG91dBImLnBlbnN0b2NrLmRyaXZlci52MS5Gb3JrUm9sbG91dFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuRm9ya1JvbGxvdXRSZXNwb25zZSIrsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkuLsYARKDAQoLQ3JlYXRlR3JvdXASJi5wZW5zdG9jay5kcml2ZXIudjEuQ3JlYXRlR3JvdXBSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZUdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEnoKCEdldEdyb3VwEiMucGVuc3RvY2suZHJpdmVyLnYxLkdldEdyb3VwUmVxdWVzdBokLnBlbnN0b2NrLmRyaXZlci52MS5HZXRHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBJbCgpMaXN0R3JvdXBzEiUucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXNwb25zZRKCAQoKV2F0Y2hHcm91cBIlLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkMAESfQoJV2FpdEdyb3VwEiQucGVuc3RvY2suZHJpdmVyLnYxLldhaXRHcm91cFJlcXVlc3QaJS5wZW5zdG9jay5kcml2ZXIudjEuV2FpdEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEoMBCgtDYW5jZWxHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSgwEKC0RlbGV0ZUdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkRlbGV0ZUdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKPAQoNR2V0VHJhamVjdG9yeRIoLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEqABChJBbm5vdGF0ZVRyYWplY3RvcnkSLS5wZW5zdG9jay5kcml2ZXIudjEuQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5Bbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSIrsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkuLsYARJ1ChJFeHBvcnRUcmFqZWN0b3JpZXMSLS5wZW5zdG9jay5kcml2ZXIudjEuRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5FeHBvcnRUcmFqZWN0b3JpZXNSZXNwb25zZTABQp4BChJwZW5zdG9jay5kcml2ZXIudjFCE1JvbGxvdXRTZXJ2aWNlUHJvdG9QAVowcGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vZHJpdmVyL3YxO2RyaXZlcnYxqgISUGVuc3RvY2suRHJpdmVyLlYxygISUGVuc3RvY2tcRHJpdmVyXFYx6gIUUGVuc3RvY2s6OkRyaXZlcjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * See CreateRollout.
@@ -480,6 +480,156 @@ export const DeleteRolloutResponseSchema: GenMessage<DeleteRolloutResponse> = /*
   messageDesc(file_penstock_driver_v1_rollout_service, 17);
 
 /**
+ * See PauseRollout.
+ *
+ * @generated from message penstock.driver.v1.PauseRolloutRequest
+ */
+export type PauseRolloutRequest = Message<"penstock.driver.v1.PauseRolloutRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * For the record.
+   *
+   * @generated from field: string reason = 2;
+   */
+  reason: string;
+};
+
+/**
+ * Describes the message penstock.driver.v1.PauseRolloutRequest.
+ * Use `create(PauseRolloutRequestSchema)` to create a new message.
+ */
+export const PauseRolloutRequestSchema: GenMessage<PauseRolloutRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 18);
+
+/**
+ * See PauseRollout.
+ *
+ * @generated from message penstock.driver.v1.PauseRolloutResponse
+ */
+export type PauseRolloutResponse = Message<"penstock.driver.v1.PauseRolloutResponse"> & {
+  /**
+   * @generated from field: penstock.driver.v1.Rollout rollout = 1;
+   */
+  rollout?: Rollout | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.PauseRolloutResponse.
+ * Use `create(PauseRolloutResponseSchema)` to create a new message.
+ */
+export const PauseRolloutResponseSchema: GenMessage<PauseRolloutResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 19);
+
+/**
+ * See ResumeRollout.
+ *
+ * @generated from message penstock.driver.v1.ResumeRolloutRequest
+ */
+export type ResumeRolloutRequest = Message<"penstock.driver.v1.ResumeRolloutRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+};
+
+/**
+ * Describes the message penstock.driver.v1.ResumeRolloutRequest.
+ * Use `create(ResumeRolloutRequestSchema)` to create a new message.
+ */
+export const ResumeRolloutRequestSchema: GenMessage<ResumeRolloutRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 20);
+
+/**
+ * See ResumeRollout.
+ *
+ * @generated from message penstock.driver.v1.ResumeRolloutResponse
+ */
+export type ResumeRolloutResponse = Message<"penstock.driver.v1.ResumeRolloutResponse"> & {
+  /**
+   * @generated from field: penstock.driver.v1.Rollout rollout = 1;
+   */
+  rollout?: Rollout | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.ResumeRolloutResponse.
+ * Use `create(ResumeRolloutResponseSchema)` to create a new message.
+ */
+export const ResumeRolloutResponseSchema: GenMessage<ResumeRolloutResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 21);
+
+/**
+ * See ForkRollout.
+ *
+ * @generated from message penstock.driver.v1.ForkRolloutRequest
+ */
+export type ForkRolloutRequest = Message<"penstock.driver.v1.ForkRolloutRequest"> & {
+  /**
+   * Required, and remembered as in CreateRolloutRequest.
+   *
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * @generated from field: string rollout_id = 2;
+   */
+  rolloutId: string;
+
+  /**
+   * The last answered call that the new rollouts share with it. Unset = its newest. An older one needs a state of the sandbox
+   * that the backend kept (CAPABILITY_MISSING).
+   *
+   * @generated from field: optional string call_id = 3;
+   */
+  callId?: string | undefined;
+
+  /**
+   * 1 to 256.
+   *
+   * @generated from field: int32 count = 4;
+   */
+  count: number;
+
+  /**
+   * Client-chosen identifiers of the new rollouts, `count` of them. Empty = the service assigns them.
+   *
+   * @generated from field: repeated string fork_rollout_ids = 5;
+   */
+  forkRolloutIds: string[];
+};
+
+/**
+ * Describes the message penstock.driver.v1.ForkRolloutRequest.
+ * Use `create(ForkRolloutRequestSchema)` to create a new message.
+ */
+export const ForkRolloutRequestSchema: GenMessage<ForkRolloutRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 22);
+
+/**
+ * See ForkRollout.
+ *
+ * @generated from message penstock.driver.v1.ForkRolloutResponse
+ */
+export type ForkRolloutResponse = Message<"penstock.driver.v1.ForkRolloutResponse"> & {
+  /**
+   * @generated from field: repeated penstock.driver.v1.Rollout rollouts = 1;
+   */
+  rollouts: Rollout[];
+};
+
+/**
+ * Describes the message penstock.driver.v1.ForkRolloutResponse.
+ * Use `create(ForkRolloutResponseSchema)` to create a new message.
+ */
+export const ForkRolloutResponseSchema: GenMessage<ForkRolloutResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 23);
+
+/**
  * See CreateGroup.
  *
  * @generated from message penstock.driver.v1.CreateGroupRequest
@@ -537,7 +687,7 @@ export type CreateGroupRequest = Message<"penstock.driver.v1.CreateGroupRequest"
  * Use `create(CreateGroupRequestSchema)` to create a new message.
  */
 export const CreateGroupRequestSchema: GenMessage<CreateGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 18);
+  messageDesc(file_penstock_driver_v1_rollout_service, 24);
 
 /**
  * See CreateGroup.
@@ -556,7 +706,7 @@ export type CreateGroupResponse = Message<"penstock.driver.v1.CreateGroupRespons
  * Use `create(CreateGroupResponseSchema)` to create a new message.
  */
 export const CreateGroupResponseSchema: GenMessage<CreateGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 19);
+  messageDesc(file_penstock_driver_v1_rollout_service, 25);
 
 /**
  * See GetGroup.
@@ -575,7 +725,7 @@ export type GetGroupRequest = Message<"penstock.driver.v1.GetGroupRequest"> & {
  * Use `create(GetGroupRequestSchema)` to create a new message.
  */
 export const GetGroupRequestSchema: GenMessage<GetGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 20);
+  messageDesc(file_penstock_driver_v1_rollout_service, 26);
 
 /**
  * See GetGroup.
@@ -594,7 +744,7 @@ export type GetGroupResponse = Message<"penstock.driver.v1.GetGroupResponse"> & 
  * Use `create(GetGroupResponseSchema)` to create a new message.
  */
 export const GetGroupResponseSchema: GenMessage<GetGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 21);
+  messageDesc(file_penstock_driver_v1_rollout_service, 27);
 
 /**
  * See ListGroups.
@@ -632,7 +782,7 @@ export type ListGroupsRequest = Message<"penstock.driver.v1.ListGroupsRequest"> 
  * Use `create(ListGroupsRequestSchema)` to create a new message.
  */
 export const ListGroupsRequestSchema: GenMessage<ListGroupsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 22);
+  messageDesc(file_penstock_driver_v1_rollout_service, 28);
 
 /**
  * See ListGroups.
@@ -656,7 +806,7 @@ export type ListGroupsResponse = Message<"penstock.driver.v1.ListGroupsResponse"
  * Use `create(ListGroupsResponseSchema)` to create a new message.
  */
 export const ListGroupsResponseSchema: GenMessage<ListGroupsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 23);
+  messageDesc(file_penstock_driver_v1_rollout_service, 29);
 
 /**
  * See WatchGroup.
@@ -689,7 +839,7 @@ export type WatchGroupRequest = Message<"penstock.driver.v1.WatchGroupRequest"> 
  * Use `create(WatchGroupRequestSchema)` to create a new message.
  */
 export const WatchGroupRequestSchema: GenMessage<WatchGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 24);
+  messageDesc(file_penstock_driver_v1_rollout_service, 30);
 
 /**
  * See WatchGroup.
@@ -728,7 +878,7 @@ export type WatchGroupResponse = Message<"penstock.driver.v1.WatchGroupResponse"
  * Use `create(WatchGroupResponseSchema)` to create a new message.
  */
 export const WatchGroupResponseSchema: GenMessage<WatchGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 25);
+  messageDesc(file_penstock_driver_v1_rollout_service, 31);
 
 /**
  * See WaitGroup.
@@ -747,7 +897,7 @@ export type WaitGroupRequest = Message<"penstock.driver.v1.WaitGroupRequest"> & 
  * Use `create(WaitGroupRequestSchema)` to create a new message.
  */
 export const WaitGroupRequestSchema: GenMessage<WaitGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 26);
+  messageDesc(file_penstock_driver_v1_rollout_service, 32);
 
 /**
  * See WaitGroup.
@@ -766,7 +916,7 @@ export type WaitGroupResponse = Message<"penstock.driver.v1.WaitGroupResponse"> 
  * Use `create(WaitGroupResponseSchema)` to create a new message.
  */
 export const WaitGroupResponseSchema: GenMessage<WaitGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 27);
+  messageDesc(file_penstock_driver_v1_rollout_service, 33);
 
 /**
  * See CancelGroup.
@@ -790,7 +940,7 @@ export type CancelGroupRequest = Message<"penstock.driver.v1.CancelGroupRequest"
  * Use `create(CancelGroupRequestSchema)` to create a new message.
  */
 export const CancelGroupRequestSchema: GenMessage<CancelGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 28);
+  messageDesc(file_penstock_driver_v1_rollout_service, 34);
 
 /**
  * See CancelGroup.
@@ -809,7 +959,7 @@ export type CancelGroupResponse = Message<"penstock.driver.v1.CancelGroupRespons
  * Use `create(CancelGroupResponseSchema)` to create a new message.
  */
 export const CancelGroupResponseSchema: GenMessage<CancelGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 29);
+  messageDesc(file_penstock_driver_v1_rollout_service, 35);
 
 /**
  * See DeleteGroup.
@@ -828,7 +978,7 @@ export type DeleteGroupRequest = Message<"penstock.driver.v1.DeleteGroupRequest"
  * Use `create(DeleteGroupRequestSchema)` to create a new message.
  */
 export const DeleteGroupRequestSchema: GenMessage<DeleteGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 30);
+  messageDesc(file_penstock_driver_v1_rollout_service, 36);
 
 /**
  * See DeleteGroup.
@@ -843,7 +993,7 @@ export type DeleteGroupResponse = Message<"penstock.driver.v1.DeleteGroupRespons
  * Use `create(DeleteGroupResponseSchema)` to create a new message.
  */
 export const DeleteGroupResponseSchema: GenMessage<DeleteGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 31);
+  messageDesc(file_penstock_driver_v1_rollout_service, 37);
 
 /**
  * See GetTrajectory.
@@ -876,6 +1026,20 @@ export type GetTrajectoryRequest = Message<"penstock.driver.v1.GetTrajectoryRequ
    * @generated from field: bool include_top = 4;
    */
   includeTop: boolean;
+
+  /**
+   * Whether tensors of completions and samples have data.
+   *
+   * @generated from field: bool include_tensors = 5;
+   */
+  includeTensors: boolean;
+
+  /**
+   * Whether media of calls and samples have data.
+   *
+   * @generated from field: bool include_media = 6;
+   */
+  includeMedia: boolean;
 };
 
 /**
@@ -883,7 +1047,7 @@ export type GetTrajectoryRequest = Message<"penstock.driver.v1.GetTrajectoryRequ
  * Use `create(GetTrajectoryRequestSchema)` to create a new message.
  */
 export const GetTrajectoryRequestSchema: GenMessage<GetTrajectoryRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 32);
+  messageDesc(file_penstock_driver_v1_rollout_service, 38);
 
 /**
  * See GetTrajectory.
@@ -902,7 +1066,48 @@ export type GetTrajectoryResponse = Message<"penstock.driver.v1.GetTrajectoryRes
  * Use `create(GetTrajectoryResponseSchema)` to create a new message.
  */
 export const GetTrajectoryResponseSchema: GenMessage<GetTrajectoryResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 33);
+  messageDesc(file_penstock_driver_v1_rollout_service, 39);
+
+/**
+ * See AnnotateTrajectory.
+ *
+ * @generated from message penstock.driver.v1.AnnotateTrajectoryRequest
+ */
+export type AnnotateTrajectoryRequest = Message<"penstock.driver.v1.AnnotateTrajectoryRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * 1 to 1024.
+   *
+   * @generated from field: repeated penstock.trajectory.v1.Annotation annotations = 2;
+   */
+  annotations: Annotation[];
+};
+
+/**
+ * Describes the message penstock.driver.v1.AnnotateTrajectoryRequest.
+ * Use `create(AnnotateTrajectoryRequestSchema)` to create a new message.
+ */
+export const AnnotateTrajectoryRequestSchema: GenMessage<AnnotateTrajectoryRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 40);
+
+/**
+ * See AnnotateTrajectory.
+ *
+ * @generated from message penstock.driver.v1.AnnotateTrajectoryResponse
+ */
+export type AnnotateTrajectoryResponse = Message<"penstock.driver.v1.AnnotateTrajectoryResponse"> & {
+};
+
+/**
+ * Describes the message penstock.driver.v1.AnnotateTrajectoryResponse.
+ * Use `create(AnnotateTrajectoryResponseSchema)` to create a new message.
+ */
+export const AnnotateTrajectoryResponseSchema: GenMessage<AnnotateTrajectoryResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 41);
 
 /**
  * See ExportTrajectories.
@@ -926,6 +1131,18 @@ export type ExportTrajectoriesRequest = Message<"penstock.driver.v1.ExportTrajec
    * @generated from field: bool include_top = 3;
    */
   includeTop: boolean;
+
+  /**
+   * As in GetTrajectoryRequest.
+   *
+   * @generated from field: bool include_tensors = 4;
+   */
+  includeTensors: boolean;
+
+  /**
+   * @generated from field: bool include_media = 5;
+   */
+  includeMedia: boolean;
 };
 
 /**
@@ -933,7 +1150,7 @@ export type ExportTrajectoriesRequest = Message<"penstock.driver.v1.ExportTrajec
  * Use `create(ExportTrajectoriesRequestSchema)` to create a new message.
  */
 export const ExportTrajectoriesRequestSchema: GenMessage<ExportTrajectoriesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 34);
+  messageDesc(file_penstock_driver_v1_rollout_service, 42);
 
 /**
  * See ExportTrajectories.
@@ -961,7 +1178,7 @@ export type ExportTrajectoriesResponse = Message<"penstock.driver.v1.ExportTraje
  * Use `create(ExportTrajectoriesResponseSchema)` to create a new message.
  */
 export const ExportTrajectoriesResponseSchema: GenMessage<ExportTrajectoriesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 35);
+  messageDesc(file_penstock_driver_v1_rollout_service, 43);
 
 /**
  * RolloutService runs rollouts and groups of them.
@@ -1073,6 +1290,43 @@ export const RolloutService: GenService<{
     output: typeof DeleteRolloutResponseSchema;
   },
   /**
+   * PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
+   * is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
+   * Idempotent.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.PauseRollout
+   */
+  pauseRollout: {
+    methodKind: "unary";
+    input: typeof PauseRolloutRequestSchema;
+    output: typeof PauseRolloutResponseSchema;
+  },
+  /**
+   * ResumeRollout ends a pause. Idempotent.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.ResumeRollout
+   */
+  resumeRollout: {
+    methodKind: "unary";
+    input: typeof ResumeRolloutRequestSchema;
+    output: typeof ResumeRolloutResponseSchema;
+  },
+  /**
+   * ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
+   * that point. The paused one can be resumed too.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+   * CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.ForkRollout
+   */
+  forkRollout: {
+    methodKind: "unary";
+    input: typeof ForkRolloutRequestSchema;
+    output: typeof ForkRolloutResponseSchema;
+  },
+  /**
    * CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
    * the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
    *
@@ -1160,6 +1414,18 @@ export const RolloutService: GenService<{
     methodKind: "server_streaming";
     input: typeof GetTrajectoryRequestSchema;
     output: typeof GetTrajectoryResponseSchema;
+  },
+  /**
+   * AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
+   * none is.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.AnnotateTrajectory
+   */
+  annotateTrajectory: {
+    methodKind: "unary";
+    input: typeof AnnotateTrajectoryRequestSchema;
+    output: typeof AnnotateTrajectoryResponseSchema;
   },
   /**
    * ExportTrajectories streams the trajectories of every matching ended rollout, one after another.

@@ -8,7 +8,7 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
-import type { FinishReason, Message as Message$1, Sampling, Tool } from "../../chat/v1/chat_pb.js";
+import type { FinishReason, Media, Message as Message$1, Sampling, Tool } from "../../chat/v1/chat_pb.js";
 import { file_penstock_chat_v1_chat } from "../../chat/v1/chat_pb.js";
 import type { Completion, LogprobsMode, TokenSpan } from "../../chat/v1/completion_pb.js";
 import { file_penstock_chat_v1_completion } from "../../chat/v1/completion_pb.js";
@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/inference/v1/inference_service.proto.
  */
 export const file_penstock_inference_v1_inference_service: GenFile = /*@__PURE__*/
-  fileDesc("Ci1wZW5zdG9jay9pbmZlcmVuY2UvdjEvaW5mZXJlbmNlX3NlcnZpY2UucHJvdG8SFXBlbnN0b2NrLmluZmVyZW5jZS52MSKGAgoSRW5naW5lQ2FwYWJpbGl0aWVzEhEKCXRva2VuX2lkcxgBIAEoCBIQCghsb2dwcm9icxgCIAEoCBIVCg12ZXJzaW9uX3NwYW5zGAMgASgIEhgKEGluX2ZsaWdodF91cGRhdGUYBCABKAgSEAoIYWRhcHRlcnMYBSABKAgSDQoFc2NvcmUYBiABKAgSDAoEc2VlZBgHIAEoCBINCgVhYm9ydBgIIAEoCBIZChFzdHJ1Y3R1cmVkX291dHB1dBgJIAEoCBINCgVzbGVlcBgKIAEoCBIXCg9zYW1wbGluZ19maWVsZHMYCyADKAkSGQoRdHJhbnNmZXJfYmFja2VuZHMYDCADKAkiEAoOR2V0SW5mb1JlcXVlc3QiyQMKD0dldEluZm9SZXNwb25zZRIOCgZlbmdpbmUYASABKAkSFgoOZW5naW5lX3ZlcnNpb24YAiABKAkSDQoFbW9kZWwYAyABKAkSPwoMY2FwYWJpbGl0aWVzGAQgASgLMikucGVuc3RvY2suaW5mZXJlbmNlLnYxLkVuZ2luZUNhcGFiaWxpdGllcxIaChJtYXhfY29udGV4dF90b2tlbnMYBSABKAUSFwoPdm9jYWJ1bGFyeV9zaXplGAYgASgFEhYKDnN0b3BfdG9rZW5faWRzGAcgAygFEhgKEHRva2VuaXplcl9zaGEyNTYYCCABKAwSHAoUY2hhdF90ZW1wbGF0ZV9zaGEyNTYYCSABKAwSNQoNbG9ncHJvYnNfbW9kZRgKIAEoDjIeLnBlbnN0b2NrLmNoYXQudjEuTG9ncHJvYnNNb2RlEhYKDnBvbGljeV92ZXJzaW9uGAsgASgDEg4KBnBhdXNlZBgMIAEoCBINCgVkdHlwZRgNIAEoCRIXCg9wYXJhbWV0ZXJfY291bnQYDiABKAMSGAoQdG9vbF9jYWxsX3BhcnNlchgPIAEoCRIYChByZWFzb25pbmdfcGFyc2VyGBAgASgJIhUKE0dldFRva2VuaXplclJlcXVlc3QiSAoUR2V0VG9rZW5pemVyUmVzcG9uc2USEQoJZmlsZV9uYW1lGAEgASgJEg0KBWNodW5rGAIgASgMEg4KBnNoYTI1NhgDIAEoDCJsChJQb2xpY3lWZXJzaW9uQm91bmQSGAoLbWluX3ZlcnNpb24YASABKANIAIgBARIaCg1leGFjdF92ZXJzaW9uGAIgASgDSAGIAQFCDgoMX21pbl92ZXJzaW9uQhAKDl9leGFjdF92ZXJzaW9uIpYCCg9HZW5lcmF0ZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpzZXNzaW9uX2lkGAIgASgJEhMKCXRva2VuX2lkcxgDIAEoDEgAEjEKBGNoYXQYBCABKAsyIS5wZW5zdG9jay5pbmZlcmVuY2UudjEuQ2hhdFByb21wdEgAEiwKCHNhbXBsaW5nGAUgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZxIPCgdhZGFwdGVyGAYgASgJEjoKB3ZlcnNpb24YByABKAsyKS5wZW5zdG9jay5pbmZlcmVuY2UudjEuUG9saWN5VmVyc2lvbkJvdW5kEg4KBnN0cmVhbRgIIAEoCEIICgZwcm9tcHQiowEKCkNoYXRQcm9tcHQSKwoIbWVzc2FnZXMYASADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYAiADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSFQoIdGhpbmtpbmcYAyABKAhIAIgBARIdChV0ZW1wbGF0ZV9vcHRpb25zX2pzb24YBCABKAlCCwoJX3RoaW5raW5nIsIBChBHZW5lcmF0ZVJlc3BvbnNlEjkKB3N0YXJ0ZWQYASABKAsyJi5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVTdGFydGVkSAASNQoFZGVsdGEYAiABKAsyJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVEZWx0YUgAEjMKBGRvbmUYAyABKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVEb25lSABCBwoFZXZlbnQiVwoPR2VuZXJhdGVTdGFydGVkEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSFQoNcHJvbXB0X3Rva2VucxgDIAEoBSI6Cg1HZW5lcmF0ZURlbHRhEikKBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbiJaCgxHZW5lcmF0ZURvbmUSMAoKY29tcGxldGlvbhgBIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbhIYChBwcm9tcHRfdG9rZW5faWRzGAIgASgMIpkBCgxTY29yZVJlcXVlc3QSEQoJdG9rZW5faWRzGAEgASgMEg0KBXN0YXJ0GAIgASgNEg8KB2FkYXB0ZXIYAyABKAkSGAoLdGVtcGVyYXR1cmUYBCABKAFIAIgBARIaCg1leGFjdF92ZXJzaW9uGAUgASgDSAGIAQFCDgoMX3RlbXBlcmF0dXJlQhAKDl9leGFjdF92ZXJzaW9uIjkKDVNjb3JlUmVzcG9uc2USEAoIbG9ncHJvYnMYASABKAwSFgoOcG9saWN5X3ZlcnNpb24YAiABKAMi0AEKDEFib3J0UmVxdWVzdBJCCghyZXF1ZXN0cxgBIAEoCzIuLnBlbnN0b2NrLmluZmVyZW5jZS52MS5BYm9ydFJlcXVlc3QuUmVxdWVzdElkc0gAEhQKCnNlc3Npb25faWQYAiABKAlIABINCgNhbGwYAyABKAhIABIWCg5hbGxfbmFtZXNwYWNlcxgEIAEoCBo1CgpSZXF1ZXN0SWRzEhMKC3JlcXVlc3RfaWRzGAEgAygJEhIKCnNlc3Npb25faWQYAiABKAlCCAoGdGFyZ2V0IiYKDUFib3J0UmVzcG9uc2USFQoNYWJvcnRlZF9jb3VudBgBIAEoBSI+CgxQYXVzZVJlcXVlc3QSLgoEbW9kZRgBIAEoDjIgLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXVzZU1vZGUiKAoNUGF1c2VSZXNwb25zZRIXCg9pbl9mbGlnaHRfY291bnQYASABKAUiDwoNUmVzdW1lUmVxdWVzdCIQCg5SZXN1bWVSZXNwb25zZSIdCgxTbGVlcFJlcXVlc3QSDQoFbGV2ZWwYASABKAUiDwoNU2xlZXBSZXNwb25zZSINCgtXYWtlUmVxdWVzdCIOCgxXYWtlUmVzcG9uc2UiyQMKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EkgKBWJlZ2luGAEgASgLMjcucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0LlVwZGF0ZUJlZ2luSAASDwoFY2h1bmsYAiABKAxIABJKCgZjb21taXQYAyABKAsyOC5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QuVXBkYXRlQ29tbWl0SAAa4AEKC1VwZGF0ZUJlZ2luEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEjMKBmZvcm1hdBgCIAEoDjIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5XZWlnaHRGb3JtYXQSLgoEbW9kZRgDIAEoDjIgLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXVzZU1vZGUSFwoKc2l6ZV9ieXRlcxgEIAEoA0gAiAEBEhMKBnNoYTI1NhgFIAEoDEgBiAEBEgwKBHBhdGgYBiABKAlCDQoLX3NpemVfYnl0ZXNCCQoHX3NoYTI1NhoeCgxVcGRhdGVDb21taXQSDgoGc2hhMjU2GAEgASgMQgcKBWZyYW1lImQKFVVwZGF0ZVdlaWdodHNSZXNwb25zZRIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAxIzCgZwaGFzZXMYAiABKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlUGhhc2VzIo4BCgxVcGRhdGVQaGFzZXMSKwoIdHJhbnNmZXIYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKAoFcGF1c2UYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJwoEbG9hZBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI8ChNJbml0VHJhbnNmZXJSZXF1ZXN0Eg8KB2JhY2tlbmQYASABKAkSFAoMb3B0aW9uc19qc29uGAIgASgJIhYKFEluaXRUcmFuc2ZlclJlc3BvbnNlIqMBChRTdGFydFRyYW5zZmVyUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEi4KBG1vZGUYAyABKA4yIC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGF1c2VNb2RlEi8KDGlkbGVfdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIsChVTdGFydFRyYW5zZmVyUmVzcG9uc2USEwoLdHJhbnNmZXJfaWQYASABKAkiRgoWVHJhbnNmZXJUZW5zb3JzUmVxdWVzdBIXCg9kZXNjcmlwdG9yX2pzb24YASABKAkSEwoLdHJhbnNmZXJfaWQYAiABKAkiGQoXVHJhbnNmZXJUZW5zb3JzUmVzcG9uc2UiPAoVRmluaXNoVHJhbnNmZXJSZXF1ZXN0Eg4KBmNvbW1pdBgBIAEoCBITCgt0cmFuc2Zlcl9pZBgCIAEoCSJlChZGaW5pc2hUcmFuc2ZlclJlc3BvbnNlEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEjMKBnBoYXNlcxgCIAEoCzIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5VcGRhdGVQaGFzZXMiUAoHQWRhcHRlchIMCgRuYW1lGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEgwKBHJhbmsYAyABKAUSEQoJbmFtZXNwYWNlGAQgASgJIvUCChJMb2FkQWRhcHRlclJlcXVlc3QSRwoFYmVnaW4YASABKAsyNi5wZW5zdG9jay5pbmZlcmVuY2UudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0LkFkYXB0ZXJCZWdpbkgAEg8KBWNodW5rGAIgASgMSAASSQoGY29tbWl0GAMgASgLMjcucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvYWRBZGFwdGVyUmVxdWVzdC5BZGFwdGVyQ29tbWl0SAAajwEKDEFkYXB0ZXJCZWdpbhIMCgRuYW1lGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEhsKE2FkYXB0ZXJfY29uZmlnX2pzb24YAyABKAkSDAoEcGF0aBgEIAEoCRIuCgRtb2RlGAUgASgOMiAucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlTW9kZRofCg1BZGFwdGVyQ29tbWl0Eg4KBnNoYTI1NhgBIAEoDEIHCgVmcmFtZSJGChNMb2FkQWRhcHRlclJlc3BvbnNlEi8KB2FkYXB0ZXIYASABKAsyHi5wZW5zdG9jay5pbmZlcmVuY2UudjEuQWRhcHRlciIkChRVbmxvYWRBZGFwdGVyUmVxdWVzdBIMCgRuYW1lGAEgASgJIhcKFVVubG9hZEFkYXB0ZXJSZXNwb25zZSJUChNMaXN0QWRhcHRlcnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhYKDmFsbF9uYW1lc3BhY2VzGAMgASgIImEKFExpc3RBZGFwdGVyc1Jlc3BvbnNlEjAKCGFkYXB0ZXJzGAEgAygLMh4ucGVuc3RvY2suaW5mZXJlbmNlLnYxLkFkYXB0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIoABCg1SZW5kZXJSZXF1ZXN0EjEKBnByb21wdBgBIAEoCzIhLnBlbnN0b2NrLmluZmVyZW5jZS52MS5DaGF0UHJvbXB0EiIKFWFkZF9nZW5lcmF0aW9uX3Byb21wdBgCIAEoCEgAiAEBQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQiIwoOUmVuZGVyUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgASgMIkgKDFBhcnNlUmVxdWVzdBIRCgl0b2tlbl9pZHMYASABKAwSJQoFdG9vbHMYAiADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wikAEKDVBhcnNlUmVzcG9uc2USKgoHbWVzc2FnZRgBIAEoCzIZLnBlbnN0b2NrLmNoYXQudjEuTWVzc2FnZRI1Cg1maW5pc2hfcmVhc29uGAIgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SHAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYAyABKAUitQEKCkxvZ3Byb2JHYXASFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDgoGdG9rZW5zGAIgASgDEgwKBG1lYW4YAyABKAESEAoIbWVhbl9hYnMYBCABKAESDwoHbWF4X2FicxgFIAEoARIKCgJrbBgGIAEoARISCgpyYXRpb19tZWFuGAcgASgBEhUKDWNsaXBwZWRfc2hhcmUYCCABKAESFwoPZWZmZWN0aXZlX3NoYXJlGAkgASgBIkIKEFJlcG9ydEdhcFJlcXVlc3QSLgoDZ2FwGAEgASgLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvZ3Byb2JHYXAiEwoRUmVwb3J0R2FwUmVzcG9uc2UiQAoRV2F0Y2hTdGF0c1JlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipwIKEldhdGNoU3RhdHNSZXNwb25zZRIPCgdydW5uaW5nGAEgASgFEg8KB3dhaXRpbmcYAiABKAUSFQoNcHJvbXB0X3Rva2VucxgDIAEoAxIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgEIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgFIAEoAxIPCgdhYm9ydGVkGAYgASgDEhYKDnBvbGljeV92ZXJzaW9uGAcgASgDEhEKCWNhY2hlX3VzZRgIIAEoARIvCgRnYXBzGAkgAygLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvZ3Byb2JHYXASNQoIcmVwbGljYXMYCiADKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVwbGljYVN0YXRzIrwBCgxSZXBsaWNhU3RhdHMSDAoEbmFtZRgBIAEoCRIMCgRsaXZlGAIgASgIEhAKCHJlc3RhcnRzGAMgASgFEg8KB3J1bm5pbmcYBCABKAUSDwoHd2FpdGluZxgFIAEoBRITCgtsb2FkX3Rva2VucxgGIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgHIAEoAxIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgIIAEoAxIRCgljYWNoZV91c2UYCSABKAEqZwoJUGF1c2VNb2RlEhoKFlBBVVNFX01PREVfVU5TUEVDSUZJRUQQABIUChBQQVVTRV9NT0RFX0FCT1JUEAESEwoPUEFVU0VfTU9ERV9XQUlUEAISEwoPUEFVU0VfTU9ERV9LRUVQEAMqcwoMV2VpZ2h0Rm9ybWF0Eh0KGVdFSUdIVF9GT1JNQVRfVU5TUEVDSUZJRUQQABIdChlXRUlHSFRfRk9STUFUX1NBRkVURU5TT1JTEAESJQohV0VJR0hUX0ZPUk1BVF9TQUZFVEVOU09SU19QQVJUSUFMEAIygxEKEEluZmVyZW5jZVNlcnZpY2USWAoHR2V0SW5mbxIlLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZXRJbmZvUmVxdWVzdBomLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZXRJbmZvUmVzcG9uc2USaQoMR2V0VG9rZW5pemVyEioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkdldFRva2VuaXplclJlcXVlc3QaKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2V0VG9rZW5pemVyUmVzcG9uc2UwARKGAQoIR2VuZXJhdGUSJi5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVSZXF1ZXN0GicucGVuc3RvY2suaW5mZXJlbmNlLnYxLkdlbmVyYXRlUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2Vzc2lvbi1pZBIKc2Vzc2lvbl9pZDABElIKBVNjb3JlEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNjb3JlUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TY29yZVJlc3BvbnNlEqsBCgVBYm9ydBIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5BYm9ydFJlcXVlc3QaJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuQWJvcnRSZXNwb25zZSJXsrsYIwoVeC1wZW5zdG9jay1zZXNzaW9uLWlkEgpzZXNzaW9uX2lksrsYLAoVeC1wZW5zdG9jay1zZXNzaW9uLWlkEhNyZXF1ZXN0cy5zZXNzaW9uX2lkElIKBVBhdXNlEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXVzZVJlc3BvbnNlElUKBlJlc3VtZRIkLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZXN1bWVSZXF1ZXN0GiUucGVuc3RvY2suaW5mZXJlbmNlLnYxLlJlc3VtZVJlc3BvbnNlElIKBVNsZWVwEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNsZWVwUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TbGVlcFJlc3BvbnNlEk8KBFdha2USIi5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2FrZVJlcXVlc3QaIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2FrZVJlc3BvbnNlEmwKDVVwZGF0ZVdlaWdodHMSKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QaLC5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlV2VpZ2h0c1Jlc3BvbnNlKAESZwoMSW5pdFRyYW5zZmVyEioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkluaXRUcmFuc2ZlclJlcXVlc3QaKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuSW5pdFRyYW5zZmVyUmVzcG9uc2USagoNU3RhcnRUcmFuc2ZlchIrLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TdGFydFRyYW5zZmVyUmVxdWVzdBosLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TdGFydFRyYW5zZmVyUmVzcG9uc2UScAoPVHJhbnNmZXJUZW5zb3JzEi0ucGVuc3RvY2suaW5mZXJlbmNlLnYxLlRyYW5zZmVyVGVuc29yc1JlcXVlc3QaLi5wZW5zdG9jay5pbmZlcmVuY2UudjEuVHJhbnNmZXJUZW5zb3JzUmVzcG9uc2USbQoORmluaXNoVHJhbnNmZXISLC5wZW5zdG9jay5pbmZlcmVuY2UudjEuRmluaXNoVHJhbnNmZXJSZXF1ZXN0Gi0ucGVuc3RvY2suaW5mZXJlbmNlLnYxLkZpbmlzaFRyYW5zZmVyUmVzcG9uc2USZgoLTG9hZEFkYXB0ZXISKS5wZW5zdG9jay5pbmZlcmVuY2UudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0GioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvYWRBZGFwdGVyUmVzcG9uc2UoARJqCg1VbmxvYWRBZGFwdGVyEisucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVubG9hZEFkYXB0ZXJSZXF1ZXN0GiwucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVubG9hZEFkYXB0ZXJSZXNwb25zZRJnCgxMaXN0QWRhcHRlcnMSKi5wZW5zdG9jay5pbmZlcmVuY2UudjEuTGlzdEFkYXB0ZXJzUmVxdWVzdBorLnBlbnN0b2NrLmluZmVyZW5jZS52MS5MaXN0QWRhcHRlcnNSZXNwb25zZRJVCgZSZW5kZXISJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVuZGVyUmVxdWVzdBolLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZW5kZXJSZXNwb25zZRJSCgVQYXJzZRIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXJzZVJlcXVlc3QaJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGFyc2VSZXNwb25zZRJeCglSZXBvcnRHYXASJy5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVwb3J0R2FwUmVxdWVzdBooLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZXBvcnRHYXBSZXNwb25zZRJjCgpXYXRjaFN0YXRzEigucGVuc3RvY2suaW5mZXJlbmNlLnYxLldhdGNoU3RhdHNSZXF1ZXN0GikucGVuc3RvY2suaW5mZXJlbmNlLnYxLldhdGNoU3RhdHNSZXNwb25zZTABQrIBChVwZW5zdG9jay5pbmZlcmVuY2UudjFCFUluZmVyZW5jZVNlcnZpY2VQcm90b1ABWjZwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9pbmZlcmVuY2UvdjE7aW5mZXJlbmNldjGqAhVQZW5zdG9jay5JbmZlcmVuY2UuVjHKAhVQZW5zdG9ja1xJbmZlcmVuY2VcVjHqAhdQZW5zdG9jazo6SW5mZXJlbmNlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_options_v1_options]);
+  fileDesc("Ci1wZW5zdG9jay9pbmZlcmVuY2UvdjEvaW5mZXJlbmNlX3NlcnZpY2UucHJvdG8SFXBlbnN0b2NrLmluZmVyZW5jZS52MSK9AgoSRW5naW5lQ2FwYWJpbGl0aWVzEhEKCXRva2VuX2lkcxgBIAEoCBIQCghsb2dwcm9icxgCIAEoCBIVCg12ZXJzaW9uX3NwYW5zGAMgASgIEhgKEGluX2ZsaWdodF91cGRhdGUYBCABKAgSEAoIYWRhcHRlcnMYBSABKAgSDQoFc2NvcmUYBiABKAgSDAoEc2VlZBgHIAEoCBINCgVhYm9ydBgIIAEoCBIZChFzdHJ1Y3R1cmVkX291dHB1dBgJIAEoCBINCgVzbGVlcBgKIAEoCBIXCg9zYW1wbGluZ19maWVsZHMYCyADKAkSGQoRdHJhbnNmZXJfYmFja2VuZHMYDCADKAkSGwoNdG9rZW5fdGVuc29ycxgNIAMoCUIEuLsYARIYCgptb2RhbGl0aWVzGA4gAygJQgS4uxgBIhAKDkdldEluZm9SZXF1ZXN0IskDCg9HZXRJbmZvUmVzcG9uc2USDgoGZW5naW5lGAEgASgJEhYKDmVuZ2luZV92ZXJzaW9uGAIgASgJEg0KBW1vZGVsGAMgASgJEj8KDGNhcGFiaWxpdGllcxgEIAEoCzIpLnBlbnN0b2NrLmluZmVyZW5jZS52MS5FbmdpbmVDYXBhYmlsaXRpZXMSGgoSbWF4X2NvbnRleHRfdG9rZW5zGAUgASgFEhcKD3ZvY2FidWxhcnlfc2l6ZRgGIAEoBRIWCg5zdG9wX3Rva2VuX2lkcxgHIAMoBRIYChB0b2tlbml6ZXJfc2hhMjU2GAggASgMEhwKFGNoYXRfdGVtcGxhdGVfc2hhMjU2GAkgASgMEjUKDWxvZ3Byb2JzX21vZGUYCiABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRIWCg5wb2xpY3lfdmVyc2lvbhgLIAEoAxIOCgZwYXVzZWQYDCABKAgSDQoFZHR5cGUYDSABKAkSFwoPcGFyYW1ldGVyX2NvdW50GA4gASgDEhgKEHRvb2xfY2FsbF9wYXJzZXIYDyABKAkSGAoQcmVhc29uaW5nX3BhcnNlchgQIAEoCSIVChNHZXRUb2tlbml6ZXJSZXF1ZXN0IkgKFEdldFRva2VuaXplclJlc3BvbnNlEhEKCWZpbGVfbmFtZRgBIAEoCRINCgVjaHVuaxgCIAEoDBIOCgZzaGEyNTYYAyABKAwibAoSUG9saWN5VmVyc2lvbkJvdW5kEhgKC21pbl92ZXJzaW9uGAEgASgDSACIAQESGgoNZXhhY3RfdmVyc2lvbhgCIAEoA0gBiAEBQg4KDF9taW5fdmVyc2lvbkIQCg5fZXhhY3RfdmVyc2lvbiLgAgoPR2VuZXJhdGVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEgoKc2Vzc2lvbl9pZBgCIAEoCRITCgl0b2tlbl9pZHMYAyABKAxIABIxCgRjaGF0GAQgASgLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkNoYXRQcm9tcHRIABIsCghzYW1wbGluZxgFIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSDwoHYWRhcHRlchgGIAEoCRI6Cgd2ZXJzaW9uGAcgASgLMikucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBvbGljeVZlcnNpb25Cb3VuZBIOCgZzdHJlYW0YCCABKAgSLAoFbWVkaWEYCSADKAsyFy5wZW5zdG9jay5jaGF0LnYxLk1lZGlhQgS4uxgBEhoKDHRlbnNvcl9zdGFydBgKIAEoDUIEuLsYAUIICgZwcm9tcHQiowEKCkNoYXRQcm9tcHQSKwoIbWVzc2FnZXMYASADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYAiADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSFQoIdGhpbmtpbmcYAyABKAhIAIgBARIdChV0ZW1wbGF0ZV9vcHRpb25zX2pzb24YBCABKAlCCwoJX3RoaW5raW5nIsIBChBHZW5lcmF0ZVJlc3BvbnNlEjkKB3N0YXJ0ZWQYASABKAsyJi5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVTdGFydGVkSAASNQoFZGVsdGEYAiABKAsyJC5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVEZWx0YUgAEjMKBGRvbmUYAyABKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVEb25lSABCBwoFZXZlbnQiVwoPR2VuZXJhdGVTdGFydGVkEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEhUKDWNhY2hlZF90b2tlbnMYAiABKAUSFQoNcHJvbXB0X3Rva2VucxgDIAEoBSI6Cg1HZW5lcmF0ZURlbHRhEikKBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbiJaCgxHZW5lcmF0ZURvbmUSMAoKY29tcGxldGlvbhgBIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbhIYChBwcm9tcHRfdG9rZW5faWRzGAIgASgMIssBCgxTY29yZVJlcXVlc3QSEQoJdG9rZW5faWRzGAEgASgMEg0KBXN0YXJ0GAIgASgNEg8KB2FkYXB0ZXIYAyABKAkSGAoLdGVtcGVyYXR1cmUYBCABKAFIAIgBARIaCg1leGFjdF92ZXJzaW9uGAUgASgDSAGIAQESHwoMdG9wX2xvZ3Byb2JzGAYgASgFQgS4uxgBSAKIAQFCDgoMX3RlbXBlcmF0dXJlQhAKDl9leGFjdF92ZXJzaW9uQg8KDV90b3BfbG9ncHJvYnMiiwEKDVNjb3JlUmVzcG9uc2USEAoIbG9ncHJvYnMYASABKAwSFgoOcG9saWN5X3ZlcnNpb24YAiABKAMSGwoNdG9wX3Rva2VuX2lkcxgDIAEoDEIEuLsYARIaCgx0b3BfbG9ncHJvYnMYBCABKAxCBLi7GAESFwoJdG9wX2NvdW50GAUgASgNQgS4uxgBIksKEVNjb3JlQmF0Y2hSZXF1ZXN0EjYKCXNlcXVlbmNlcxgBIAMoCzIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TY29yZVJlcXVlc3QiWAoSU2NvcmVCYXRjaFJlc3BvbnNlEg0KBWluZGV4GAEgASgNEjMKBXNjb3JlGAIgASgLMiQucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNjb3JlUmVzcG9uc2Ui0AEKDEFib3J0UmVxdWVzdBJCCghyZXF1ZXN0cxgBIAEoCzIuLnBlbnN0b2NrLmluZmVyZW5jZS52MS5BYm9ydFJlcXVlc3QuUmVxdWVzdElkc0gAEhQKCnNlc3Npb25faWQYAiABKAlIABINCgNhbGwYAyABKAhIABIWCg5hbGxfbmFtZXNwYWNlcxgEIAEoCBo1CgpSZXF1ZXN0SWRzEhMKC3JlcXVlc3RfaWRzGAEgAygJEhIKCnNlc3Npb25faWQYAiABKAlCCAoGdGFyZ2V0IiYKDUFib3J0UmVzcG9uc2USFQoNYWJvcnRlZF9jb3VudBgBIAEoBSI+CgxQYXVzZVJlcXVlc3QSLgoEbW9kZRgBIAEoDjIgLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXVzZU1vZGUiKAoNUGF1c2VSZXNwb25zZRIXCg9pbl9mbGlnaHRfY291bnQYASABKAUiDwoNUmVzdW1lUmVxdWVzdCIQCg5SZXN1bWVSZXNwb25zZSIdCgxTbGVlcFJlcXVlc3QSDQoFbGV2ZWwYASABKAUiDwoNU2xlZXBSZXNwb25zZSINCgtXYWtlUmVxdWVzdCIOCgxXYWtlUmVzcG9uc2UiyQMKFFVwZGF0ZVdlaWdodHNSZXF1ZXN0EkgKBWJlZ2luGAEgASgLMjcucGVuc3RvY2suaW5mZXJlbmNlLnYxLlVwZGF0ZVdlaWdodHNSZXF1ZXN0LlVwZGF0ZUJlZ2luSAASDwoFY2h1bmsYAiABKAxIABJKCgZjb21taXQYAyABKAsyOC5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlV2VpZ2h0c1JlcXVlc3QuVXBkYXRlQ29tbWl0SAAa4AEKC1VwZGF0ZUJlZ2luEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEjMKBmZvcm1hdBgCIAEoDjIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5XZWlnaHRGb3JtYXQSLgoEbW9kZRgDIAEoDjIgLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXVzZU1vZGUSFwoKc2l6ZV9ieXRlcxgEIAEoA0gAiAEBEhMKBnNoYTI1NhgFIAEoDEgBiAEBEgwKBHBhdGgYBiABKAlCDQoLX3NpemVfYnl0ZXNCCQoHX3NoYTI1NhoeCgxVcGRhdGVDb21taXQSDgoGc2hhMjU2GAEgASgMQgcKBWZyYW1lImQKFVVwZGF0ZVdlaWdodHNSZXNwb25zZRIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAxIzCgZwaGFzZXMYAiABKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuVXBkYXRlUGhhc2VzIo4BCgxVcGRhdGVQaGFzZXMSKwoIdHJhbnNmZXIYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKAoFcGF1c2UYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJwoEbG9hZBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI8ChNJbml0VHJhbnNmZXJSZXF1ZXN0Eg8KB2JhY2tlbmQYASABKAkSFAoMb3B0aW9uc19qc29uGAIgASgJIhYKFEluaXRUcmFuc2ZlclJlc3BvbnNlIqMBChRTdGFydFRyYW5zZmVyUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEi4KBG1vZGUYAyABKA4yIC5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGF1c2VNb2RlEi8KDGlkbGVfdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIsChVTdGFydFRyYW5zZmVyUmVzcG9uc2USEwoLdHJhbnNmZXJfaWQYASABKAkiRgoWVHJhbnNmZXJUZW5zb3JzUmVxdWVzdBIXCg9kZXNjcmlwdG9yX2pzb24YASABKAkSEwoLdHJhbnNmZXJfaWQYAiABKAkiGQoXVHJhbnNmZXJUZW5zb3JzUmVzcG9uc2UiPAoVRmluaXNoVHJhbnNmZXJSZXF1ZXN0Eg4KBmNvbW1pdBgBIAEoCBITCgt0cmFuc2Zlcl9pZBgCIAEoCSJlChZGaW5pc2hUcmFuc2ZlclJlc3BvbnNlEhYKDnBvbGljeV92ZXJzaW9uGAEgASgDEjMKBnBoYXNlcxgCIAEoCzIjLnBlbnN0b2NrLmluZmVyZW5jZS52MS5VcGRhdGVQaGFzZXMiUAoHQWRhcHRlchIMCgRuYW1lGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEgwKBHJhbmsYAyABKAUSEQoJbmFtZXNwYWNlGAQgASgJIvUCChJMb2FkQWRhcHRlclJlcXVlc3QSRwoFYmVnaW4YASABKAsyNi5wZW5zdG9jay5pbmZlcmVuY2UudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0LkFkYXB0ZXJCZWdpbkgAEg8KBWNodW5rGAIgASgMSAASSQoGY29tbWl0GAMgASgLMjcucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvYWRBZGFwdGVyUmVxdWVzdC5BZGFwdGVyQ29tbWl0SAAajwEKDEFkYXB0ZXJCZWdpbhIMCgRuYW1lGAEgASgJEhYKDnBvbGljeV92ZXJzaW9uGAIgASgDEhsKE2FkYXB0ZXJfY29uZmlnX2pzb24YAyABKAkSDAoEcGF0aBgEIAEoCRIuCgRtb2RlGAUgASgOMiAucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlTW9kZRofCg1BZGFwdGVyQ29tbWl0Eg4KBnNoYTI1NhgBIAEoDEIHCgVmcmFtZSJGChNMb2FkQWRhcHRlclJlc3BvbnNlEi8KB2FkYXB0ZXIYASABKAsyHi5wZW5zdG9jay5pbmZlcmVuY2UudjEuQWRhcHRlciIkChRVbmxvYWRBZGFwdGVyUmVxdWVzdBIMCgRuYW1lGAEgASgJIhcKFVVubG9hZEFkYXB0ZXJSZXNwb25zZSJUChNMaXN0QWRhcHRlcnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhYKDmFsbF9uYW1lc3BhY2VzGAMgASgIImEKFExpc3RBZGFwdGVyc1Jlc3BvbnNlEjAKCGFkYXB0ZXJzGAEgAygLMh4ucGVuc3RvY2suaW5mZXJlbmNlLnYxLkFkYXB0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIoABCg1SZW5kZXJSZXF1ZXN0EjEKBnByb21wdBgBIAEoCzIhLnBlbnN0b2NrLmluZmVyZW5jZS52MS5DaGF0UHJvbXB0EiIKFWFkZF9nZW5lcmF0aW9uX3Byb21wdBgCIAEoCEgAiAEBQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQiIwoOUmVuZGVyUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgASgMIkgKDFBhcnNlUmVxdWVzdBIRCgl0b2tlbl9pZHMYASABKAwSJQoFdG9vbHMYAiADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wikAEKDVBhcnNlUmVzcG9uc2USKgoHbWVzc2FnZRgBIAEoCzIZLnBlbnN0b2NrLmNoYXQudjEuTWVzc2FnZRI1Cg1maW5pc2hfcmVhc29uGAIgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SHAoUbWFsZm9ybWVkX3Rvb2xfY2FsbHMYAyABKAUitQEKCkxvZ3Byb2JHYXASFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDgoGdG9rZW5zGAIgASgDEgwKBG1lYW4YAyABKAESEAoIbWVhbl9hYnMYBCABKAESDwoHbWF4X2FicxgFIAEoARIKCgJrbBgGIAEoARISCgpyYXRpb19tZWFuGAcgASgBEhUKDWNsaXBwZWRfc2hhcmUYCCABKAESFwoPZWZmZWN0aXZlX3NoYXJlGAkgASgBIkIKEFJlcG9ydEdhcFJlcXVlc3QSLgoDZ2FwGAEgASgLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvZ3Byb2JHYXAiEwoRUmVwb3J0R2FwUmVzcG9uc2UiQAoRV2F0Y2hTdGF0c1JlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ipwIKEldhdGNoU3RhdHNSZXNwb25zZRIPCgdydW5uaW5nGAEgASgFEg8KB3dhaXRpbmcYAiABKAUSFQoNcHJvbXB0X3Rva2VucxgDIAEoAxIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgEIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgFIAEoAxIPCgdhYm9ydGVkGAYgASgDEhYKDnBvbGljeV92ZXJzaW9uGAcgASgDEhEKCWNhY2hlX3VzZRgIIAEoARIvCgRnYXBzGAkgAygLMiEucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxvZ3Byb2JHYXASNQoIcmVwbGljYXMYCiADKAsyIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVwbGljYVN0YXRzIrwBCgxSZXBsaWNhU3RhdHMSDAoEbmFtZRgBIAEoCRIMCgRsaXZlGAIgASgIEhAKCHJlc3RhcnRzGAMgASgFEg8KB3J1bm5pbmcYBCABKAUSDwoHd2FpdGluZxgFIAEoBRITCgtsb2FkX3Rva2VucxgGIAEoAxIWCg5zYW1wbGVkX3Rva2VucxgHIAEoAxIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgIIAEoAxIRCgljYWNoZV91c2UYCSABKAEqZwoJUGF1c2VNb2RlEhoKFlBBVVNFX01PREVfVU5TUEVDSUZJRUQQABIUChBQQVVTRV9NT0RFX0FCT1JUEAESEwoPUEFVU0VfTU9ERV9XQUlUEAISEwoPUEFVU0VfTU9ERV9LRUVQEAMqcwoMV2VpZ2h0Rm9ybWF0Eh0KGVdFSUdIVF9GT1JNQVRfVU5TUEVDSUZJRUQQABIdChlXRUlHSFRfRk9STUFUX1NBRkVURU5TT1JTEAESJQohV0VJR0hUX0ZPUk1BVF9TQUZFVEVOU09SU19QQVJUSUFMEAIy7hEKEEluZmVyZW5jZVNlcnZpY2USWAoHR2V0SW5mbxIlLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZXRJbmZvUmVxdWVzdBomLnBlbnN0b2NrLmluZmVyZW5jZS52MS5HZXRJbmZvUmVzcG9uc2USaQoMR2V0VG9rZW5pemVyEioucGVuc3RvY2suaW5mZXJlbmNlLnYxLkdldFRva2VuaXplclJlcXVlc3QaKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2V0VG9rZW5pemVyUmVzcG9uc2UwARKGAQoIR2VuZXJhdGUSJi5wZW5zdG9jay5pbmZlcmVuY2UudjEuR2VuZXJhdGVSZXF1ZXN0GicucGVuc3RvY2suaW5mZXJlbmNlLnYxLkdlbmVyYXRlUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2Vzc2lvbi1pZBIKc2Vzc2lvbl9pZDABElIKBVNjb3JlEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNjb3JlUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5TY29yZVJlc3BvbnNlEmkKClNjb3JlQmF0Y2gSKC5wZW5zdG9jay5pbmZlcmVuY2UudjEuU2NvcmVCYXRjaFJlcXVlc3QaKS5wZW5zdG9jay5pbmZlcmVuY2UudjEuU2NvcmVCYXRjaFJlc3BvbnNlIgS4uxgBMAESqwEKBUFib3J0EiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLkFib3J0UmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5BYm9ydFJlc3BvbnNlIleyuxgjChV4LXBlbnN0b2NrLXNlc3Npb24taWQSCnNlc3Npb25faWSyuxgsChV4LXBlbnN0b2NrLXNlc3Npb24taWQSE3JlcXVlc3RzLnNlc3Npb25faWQSUgoFUGF1c2USIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuUGF1c2VSZXF1ZXN0GiQucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhdXNlUmVzcG9uc2USVQoGUmVzdW1lEiQucGVuc3RvY2suaW5mZXJlbmNlLnYxLlJlc3VtZVJlcXVlc3QaJS5wZW5zdG9jay5pbmZlcmVuY2UudjEuUmVzdW1lUmVzcG9uc2USUgoFU2xlZXASIy5wZW5zdG9jay5pbmZlcmVuY2UudjEuU2xlZXBSZXF1ZXN0GiQucGVuc3RvY2suaW5mZXJlbmNlLnYxLlNsZWVwUmVzcG9uc2USTwoEV2FrZRIiLnBlbnN0b2NrLmluZmVyZW5jZS52MS5XYWtlUmVxdWVzdBojLnBlbnN0b2NrLmluZmVyZW5jZS52MS5XYWtlUmVzcG9uc2USbAoNVXBkYXRlV2VpZ2h0cxIrLnBlbnN0b2NrLmluZmVyZW5jZS52MS5VcGRhdGVXZWlnaHRzUmVxdWVzdBosLnBlbnN0b2NrLmluZmVyZW5jZS52MS5VcGRhdGVXZWlnaHRzUmVzcG9uc2UoARJnCgxJbml0VHJhbnNmZXISKi5wZW5zdG9jay5pbmZlcmVuY2UudjEuSW5pdFRyYW5zZmVyUmVxdWVzdBorLnBlbnN0b2NrLmluZmVyZW5jZS52MS5Jbml0VHJhbnNmZXJSZXNwb25zZRJqCg1TdGFydFRyYW5zZmVyEisucGVuc3RvY2suaW5mZXJlbmNlLnYxLlN0YXJ0VHJhbnNmZXJSZXF1ZXN0GiwucGVuc3RvY2suaW5mZXJlbmNlLnYxLlN0YXJ0VHJhbnNmZXJSZXNwb25zZRJwCg9UcmFuc2ZlclRlbnNvcnMSLS5wZW5zdG9jay5pbmZlcmVuY2UudjEuVHJhbnNmZXJUZW5zb3JzUmVxdWVzdBouLnBlbnN0b2NrLmluZmVyZW5jZS52MS5UcmFuc2ZlclRlbnNvcnNSZXNwb25zZRJtCg5GaW5pc2hUcmFuc2ZlchIsLnBlbnN0b2NrLmluZmVyZW5jZS52MS5GaW5pc2hUcmFuc2ZlclJlcXVlc3QaLS5wZW5zdG9jay5pbmZlcmVuY2UudjEuRmluaXNoVHJhbnNmZXJSZXNwb25zZRJmCgtMb2FkQWRhcHRlchIpLnBlbnN0b2NrLmluZmVyZW5jZS52MS5Mb2FkQWRhcHRlclJlcXVlc3QaKi5wZW5zdG9jay5pbmZlcmVuY2UudjEuTG9hZEFkYXB0ZXJSZXNwb25zZSgBEmoKDVVubG9hZEFkYXB0ZXISKy5wZW5zdG9jay5pbmZlcmVuY2UudjEuVW5sb2FkQWRhcHRlclJlcXVlc3QaLC5wZW5zdG9jay5pbmZlcmVuY2UudjEuVW5sb2FkQWRhcHRlclJlc3BvbnNlEmcKDExpc3RBZGFwdGVycxIqLnBlbnN0b2NrLmluZmVyZW5jZS52MS5MaXN0QWRhcHRlcnNSZXF1ZXN0GisucGVuc3RvY2suaW5mZXJlbmNlLnYxLkxpc3RBZGFwdGVyc1Jlc3BvbnNlElUKBlJlbmRlchIkLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZW5kZXJSZXF1ZXN0GiUucGVuc3RvY2suaW5mZXJlbmNlLnYxLlJlbmRlclJlc3BvbnNlElIKBVBhcnNlEiMucGVuc3RvY2suaW5mZXJlbmNlLnYxLlBhcnNlUmVxdWVzdBokLnBlbnN0b2NrLmluZmVyZW5jZS52MS5QYXJzZVJlc3BvbnNlEl4KCVJlcG9ydEdhcBInLnBlbnN0b2NrLmluZmVyZW5jZS52MS5SZXBvcnRHYXBSZXF1ZXN0GigucGVuc3RvY2suaW5mZXJlbmNlLnYxLlJlcG9ydEdhcFJlc3BvbnNlEmMKCldhdGNoU3RhdHMSKC5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2F0Y2hTdGF0c1JlcXVlc3QaKS5wZW5zdG9jay5pbmZlcmVuY2UudjEuV2F0Y2hTdGF0c1Jlc3BvbnNlMAFCsgEKFXBlbnN0b2NrLmluZmVyZW5jZS52MUIVSW5mZXJlbmNlU2VydmljZVByb3RvUAFaNnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2luZmVyZW5jZS92MTtpbmZlcmVuY2V2MaoCFVBlbnN0b2NrLkluZmVyZW5jZS5WMcoCFVBlbnN0b2NrXEluZmVyZW5jZVxWMeoCF1BlbnN0b2NrOjpJbmZlcmVuY2U6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_options_v1_options]);
 
 /**
  * EngineCapabilities are what an engine can do.
@@ -97,6 +97,20 @@ export type EngineCapabilities = Message<"penstock.inference.v1.EngineCapabiliti
    * @generated from field: repeated string transfer_backends = 12;
    */
   transferBackends: string[];
+
+  /**
+   * Names for Sampling.token_tensors. Empty = none.
+   *
+   * @generated from field: repeated string token_tensors = 13;
+   */
+  tokenTensors: string[];
+
+  /**
+   * Modalities that a prompt may have (Media.modality). Empty = text only.
+   *
+   * @generated from field: repeated string modalities = 14;
+   */
+  modalities: string[];
 };
 
 /**
@@ -375,6 +389,21 @@ export type GenerateRequest = Message<"penstock.inference.v1.GenerateRequest"> &
    * @generated from field: bool stream = 8;
    */
   stream: boolean;
+
+  /**
+   * Images, videos and sounds of `token_ids`, in the order of their tokens. Their tokens are in token_ids already, one for
+   * each position.
+   *
+   * @generated from field: repeated penstock.chat.v1.Media media = 9;
+   */
+  media: Media[];
+
+  /**
+   * The first position whose row Sampling.token_tensors wants, 0 to the prompt's length. Rows before it are left out.
+   *
+   * @generated from field: uint32 tensor_start = 10;
+   */
+  tensorStart: number;
 };
 
 /**
@@ -579,6 +608,13 @@ export type ScoreRequest = Message<"penstock.inference.v1.ScoreRequest"> & {
    * @generated from field: optional int64 exact_version = 5;
    */
   exactVersion?: bigint | undefined;
+
+  /**
+   * How many of the likeliest tokens to report at each position, with their logprobs: 0 to 128; unset = 0.
+   *
+   * @generated from field: optional int32 top_logprobs = 6;
+   */
+  topLogprobs?: number | undefined;
 };
 
 /**
@@ -605,6 +641,23 @@ export type ScoreResponse = Message<"penstock.inference.v1.ScoreResponse"> & {
    * @generated from field: int64 policy_version = 2;
    */
   policyVersion: bigint;
+
+  /**
+   * Rows of alternatives, one for each of these tokens, encoded as in TokenSpan.
+   *
+   * @generated from field: bytes top_token_ids = 3;
+   */
+  topTokenIds: Uint8Array;
+
+  /**
+   * @generated from field: bytes top_logprobs = 4;
+   */
+  topLogprobs: Uint8Array;
+
+  /**
+   * @generated from field: uint32 top_count = 5;
+   */
+  topCount: number;
 };
 
 /**
@@ -613,6 +666,53 @@ export type ScoreResponse = Message<"penstock.inference.v1.ScoreResponse"> & {
  */
 export const ScoreResponseSchema: GenMessage<ScoreResponse> = /*@__PURE__*/
   messageDesc(file_penstock_inference_v1_inference_service, 13);
+
+/**
+ * See ScoreBatch.
+ *
+ * @generated from message penstock.inference.v1.ScoreBatchRequest
+ */
+export type ScoreBatchRequest = Message<"penstock.inference.v1.ScoreBatchRequest"> & {
+  /**
+   * 1 to 1024.
+   *
+   * @generated from field: repeated penstock.inference.v1.ScoreRequest sequences = 1;
+   */
+  sequences: ScoreRequest[];
+};
+
+/**
+ * Describes the message penstock.inference.v1.ScoreBatchRequest.
+ * Use `create(ScoreBatchRequestSchema)` to create a new message.
+ */
+export const ScoreBatchRequestSchema: GenMessage<ScoreBatchRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_inference_v1_inference_service, 14);
+
+/**
+ * See ScoreBatch.
+ *
+ * @generated from message penstock.inference.v1.ScoreBatchResponse
+ */
+export type ScoreBatchResponse = Message<"penstock.inference.v1.ScoreBatchResponse"> & {
+  /**
+   * Position in ScoreBatchRequest.sequences, from 0.
+   *
+   * @generated from field: uint32 index = 1;
+   */
+  index: number;
+
+  /**
+   * @generated from field: penstock.inference.v1.ScoreResponse score = 2;
+   */
+  score?: ScoreResponse | undefined;
+};
+
+/**
+ * Describes the message penstock.inference.v1.ScoreBatchResponse.
+ * Use `create(ScoreBatchResponseSchema)` to create a new message.
+ */
+export const ScoreBatchResponseSchema: GenMessage<ScoreBatchResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_inference_v1_inference_service, 15);
 
 /**
  * See Abort.
@@ -658,7 +758,7 @@ export type AbortRequest = Message<"penstock.inference.v1.AbortRequest"> & {
  * Use `create(AbortRequestSchema)` to create a new message.
  */
 export const AbortRequestSchema: GenMessage<AbortRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 14);
+  messageDesc(file_penstock_inference_v1_inference_service, 16);
 
 /**
  * RequestIds lists requests.
@@ -684,7 +784,7 @@ export type AbortRequest_RequestIds = Message<"penstock.inference.v1.AbortReques
  * Use `create(AbortRequest_RequestIdsSchema)` to create a new message.
  */
 export const AbortRequest_RequestIdsSchema: GenMessage<AbortRequest_RequestIds> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 14, 0);
+  messageDesc(file_penstock_inference_v1_inference_service, 16, 0);
 
 /**
  * See Abort.
@@ -705,7 +805,7 @@ export type AbortResponse = Message<"penstock.inference.v1.AbortResponse"> & {
  * Use `create(AbortResponseSchema)` to create a new message.
  */
 export const AbortResponseSchema: GenMessage<AbortResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 15);
+  messageDesc(file_penstock_inference_v1_inference_service, 17);
 
 /**
  * See Pause.
@@ -724,7 +824,7 @@ export type PauseRequest = Message<"penstock.inference.v1.PauseRequest"> & {
  * Use `create(PauseRequestSchema)` to create a new message.
  */
 export const PauseRequestSchema: GenMessage<PauseRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 16);
+  messageDesc(file_penstock_inference_v1_inference_service, 18);
 
 /**
  * See Pause.
@@ -743,7 +843,7 @@ export type PauseResponse = Message<"penstock.inference.v1.PauseResponse"> & {
  * Use `create(PauseResponseSchema)` to create a new message.
  */
 export const PauseResponseSchema: GenMessage<PauseResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 17);
+  messageDesc(file_penstock_inference_v1_inference_service, 19);
 
 /**
  * See Resume.
@@ -758,7 +858,7 @@ export type ResumeRequest = Message<"penstock.inference.v1.ResumeRequest"> & {
  * Use `create(ResumeRequestSchema)` to create a new message.
  */
 export const ResumeRequestSchema: GenMessage<ResumeRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 18);
+  messageDesc(file_penstock_inference_v1_inference_service, 20);
 
 /**
  * See Resume.
@@ -773,7 +873,7 @@ export type ResumeResponse = Message<"penstock.inference.v1.ResumeResponse"> & {
  * Use `create(ResumeResponseSchema)` to create a new message.
  */
 export const ResumeResponseSchema: GenMessage<ResumeResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 19);
+  messageDesc(file_penstock_inference_v1_inference_service, 21);
 
 /**
  * See Sleep.
@@ -794,7 +894,7 @@ export type SleepRequest = Message<"penstock.inference.v1.SleepRequest"> & {
  * Use `create(SleepRequestSchema)` to create a new message.
  */
 export const SleepRequestSchema: GenMessage<SleepRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 20);
+  messageDesc(file_penstock_inference_v1_inference_service, 22);
 
 /**
  * See Sleep.
@@ -809,7 +909,7 @@ export type SleepResponse = Message<"penstock.inference.v1.SleepResponse"> & {
  * Use `create(SleepResponseSchema)` to create a new message.
  */
 export const SleepResponseSchema: GenMessage<SleepResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 21);
+  messageDesc(file_penstock_inference_v1_inference_service, 23);
 
 /**
  * See Wake.
@@ -824,7 +924,7 @@ export type WakeRequest = Message<"penstock.inference.v1.WakeRequest"> & {
  * Use `create(WakeRequestSchema)` to create a new message.
  */
 export const WakeRequestSchema: GenMessage<WakeRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 22);
+  messageDesc(file_penstock_inference_v1_inference_service, 24);
 
 /**
  * See Wake.
@@ -839,7 +939,7 @@ export type WakeResponse = Message<"penstock.inference.v1.WakeResponse"> & {
  * Use `create(WakeResponseSchema)` to create a new message.
  */
 export const WakeResponseSchema: GenMessage<WakeResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 23);
+  messageDesc(file_penstock_inference_v1_inference_service, 25);
 
 /**
  * See UpdateWeights.
@@ -878,7 +978,7 @@ export type UpdateWeightsRequest = Message<"penstock.inference.v1.UpdateWeightsR
  * Use `create(UpdateWeightsRequestSchema)` to create a new message.
  */
 export const UpdateWeightsRequestSchema: GenMessage<UpdateWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 24);
+  messageDesc(file_penstock_inference_v1_inference_service, 26);
 
 /**
  * Always the first.
@@ -933,7 +1033,7 @@ export type UpdateWeightsRequest_UpdateBegin = Message<"penstock.inference.v1.Up
  * Use `create(UpdateWeightsRequest_UpdateBeginSchema)` to create a new message.
  */
 export const UpdateWeightsRequest_UpdateBeginSchema: GenMessage<UpdateWeightsRequest_UpdateBegin> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 24, 0);
+  messageDesc(file_penstock_inference_v1_inference_service, 26, 0);
 
 /**
  * Always the last.
@@ -954,7 +1054,7 @@ export type UpdateWeightsRequest_UpdateCommit = Message<"penstock.inference.v1.U
  * Use `create(UpdateWeightsRequest_UpdateCommitSchema)` to create a new message.
  */
 export const UpdateWeightsRequest_UpdateCommitSchema: GenMessage<UpdateWeightsRequest_UpdateCommit> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 24, 1);
+  messageDesc(file_penstock_inference_v1_inference_service, 26, 1);
 
 /**
  * See UpdateWeights.
@@ -978,7 +1078,7 @@ export type UpdateWeightsResponse = Message<"penstock.inference.v1.UpdateWeights
  * Use `create(UpdateWeightsResponseSchema)` to create a new message.
  */
 export const UpdateWeightsResponseSchema: GenMessage<UpdateWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 25);
+  messageDesc(file_penstock_inference_v1_inference_service, 27);
 
 /**
  * UpdatePhases are the durations of an update's parts.
@@ -1007,7 +1107,7 @@ export type UpdatePhases = Message<"penstock.inference.v1.UpdatePhases"> & {
  * Use `create(UpdatePhasesSchema)` to create a new message.
  */
 export const UpdatePhasesSchema: GenMessage<UpdatePhases> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 26);
+  messageDesc(file_penstock_inference_v1_inference_service, 28);
 
 /**
  * See InitTransfer.
@@ -1035,7 +1135,7 @@ export type InitTransferRequest = Message<"penstock.inference.v1.InitTransferReq
  * Use `create(InitTransferRequestSchema)` to create a new message.
  */
 export const InitTransferRequestSchema: GenMessage<InitTransferRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 27);
+  messageDesc(file_penstock_inference_v1_inference_service, 29);
 
 /**
  * See InitTransfer.
@@ -1050,7 +1150,7 @@ export type InitTransferResponse = Message<"penstock.inference.v1.InitTransferRe
  * Use `create(InitTransferResponseSchema)` to create a new message.
  */
 export const InitTransferResponseSchema: GenMessage<InitTransferResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 28);
+  messageDesc(file_penstock_inference_v1_inference_service, 30);
 
 /**
  * See StartTransfer.
@@ -1091,7 +1191,7 @@ export type StartTransferRequest = Message<"penstock.inference.v1.StartTransferR
  * Use `create(StartTransferRequestSchema)` to create a new message.
  */
 export const StartTransferRequestSchema: GenMessage<StartTransferRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 29);
+  messageDesc(file_penstock_inference_v1_inference_service, 31);
 
 /**
  * See StartTransfer.
@@ -1110,7 +1210,7 @@ export type StartTransferResponse = Message<"penstock.inference.v1.StartTransfer
  * Use `create(StartTransferResponseSchema)` to create a new message.
  */
 export const StartTransferResponseSchema: GenMessage<StartTransferResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 30);
+  messageDesc(file_penstock_inference_v1_inference_service, 32);
 
 /**
  * See TransferTensors.
@@ -1136,7 +1236,7 @@ export type TransferTensorsRequest = Message<"penstock.inference.v1.TransferTens
  * Use `create(TransferTensorsRequestSchema)` to create a new message.
  */
 export const TransferTensorsRequestSchema: GenMessage<TransferTensorsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 31);
+  messageDesc(file_penstock_inference_v1_inference_service, 33);
 
 /**
  * See TransferTensors.
@@ -1151,7 +1251,7 @@ export type TransferTensorsResponse = Message<"penstock.inference.v1.TransferTen
  * Use `create(TransferTensorsResponseSchema)` to create a new message.
  */
 export const TransferTensorsResponseSchema: GenMessage<TransferTensorsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 32);
+  messageDesc(file_penstock_inference_v1_inference_service, 34);
 
 /**
  * See FinishTransfer.
@@ -1177,7 +1277,7 @@ export type FinishTransferRequest = Message<"penstock.inference.v1.FinishTransfe
  * Use `create(FinishTransferRequestSchema)` to create a new message.
  */
 export const FinishTransferRequestSchema: GenMessage<FinishTransferRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 33);
+  messageDesc(file_penstock_inference_v1_inference_service, 35);
 
 /**
  * See FinishTransfer.
@@ -1201,7 +1301,7 @@ export type FinishTransferResponse = Message<"penstock.inference.v1.FinishTransf
  * Use `create(FinishTransferResponseSchema)` to create a new message.
  */
 export const FinishTransferResponseSchema: GenMessage<FinishTransferResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 34);
+  messageDesc(file_penstock_inference_v1_inference_service, 36);
 
 /**
  * Adapter is a loaded adapter.
@@ -1237,7 +1337,7 @@ export type Adapter = Message<"penstock.inference.v1.Adapter"> & {
  * Use `create(AdapterSchema)` to create a new message.
  */
 export const AdapterSchema: GenMessage<Adapter> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 35);
+  messageDesc(file_penstock_inference_v1_inference_service, 37);
 
 /**
  * See LoadAdapter.
@@ -1276,7 +1376,7 @@ export type LoadAdapterRequest = Message<"penstock.inference.v1.LoadAdapterReque
  * Use `create(LoadAdapterRequestSchema)` to create a new message.
  */
 export const LoadAdapterRequestSchema: GenMessage<LoadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 36);
+  messageDesc(file_penstock_inference_v1_inference_service, 38);
 
 /**
  * Always the first.
@@ -1322,7 +1422,7 @@ export type LoadAdapterRequest_AdapterBegin = Message<"penstock.inference.v1.Loa
  * Use `create(LoadAdapterRequest_AdapterBeginSchema)` to create a new message.
  */
 export const LoadAdapterRequest_AdapterBeginSchema: GenMessage<LoadAdapterRequest_AdapterBegin> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 36, 0);
+  messageDesc(file_penstock_inference_v1_inference_service, 38, 0);
 
 /**
  * Always the last.
@@ -1343,7 +1443,7 @@ export type LoadAdapterRequest_AdapterCommit = Message<"penstock.inference.v1.Lo
  * Use `create(LoadAdapterRequest_AdapterCommitSchema)` to create a new message.
  */
 export const LoadAdapterRequest_AdapterCommitSchema: GenMessage<LoadAdapterRequest_AdapterCommit> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 36, 1);
+  messageDesc(file_penstock_inference_v1_inference_service, 38, 1);
 
 /**
  * See LoadAdapter.
@@ -1362,7 +1462,7 @@ export type LoadAdapterResponse = Message<"penstock.inference.v1.LoadAdapterResp
  * Use `create(LoadAdapterResponseSchema)` to create a new message.
  */
 export const LoadAdapterResponseSchema: GenMessage<LoadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 37);
+  messageDesc(file_penstock_inference_v1_inference_service, 39);
 
 /**
  * See UnloadAdapter.
@@ -1381,7 +1481,7 @@ export type UnloadAdapterRequest = Message<"penstock.inference.v1.UnloadAdapterR
  * Use `create(UnloadAdapterRequestSchema)` to create a new message.
  */
 export const UnloadAdapterRequestSchema: GenMessage<UnloadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 38);
+  messageDesc(file_penstock_inference_v1_inference_service, 40);
 
 /**
  * See UnloadAdapter.
@@ -1396,7 +1496,7 @@ export type UnloadAdapterResponse = Message<"penstock.inference.v1.UnloadAdapter
  * Use `create(UnloadAdapterResponseSchema)` to create a new message.
  */
 export const UnloadAdapterResponseSchema: GenMessage<UnloadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 39);
+  messageDesc(file_penstock_inference_v1_inference_service, 41);
 
 /**
  * See ListAdapters.
@@ -1429,7 +1529,7 @@ export type ListAdaptersRequest = Message<"penstock.inference.v1.ListAdaptersReq
  * Use `create(ListAdaptersRequestSchema)` to create a new message.
  */
 export const ListAdaptersRequestSchema: GenMessage<ListAdaptersRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 40);
+  messageDesc(file_penstock_inference_v1_inference_service, 42);
 
 /**
  * See ListAdapters.
@@ -1453,7 +1553,7 @@ export type ListAdaptersResponse = Message<"penstock.inference.v1.ListAdaptersRe
  * Use `create(ListAdaptersResponseSchema)` to create a new message.
  */
 export const ListAdaptersResponseSchema: GenMessage<ListAdaptersResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 41);
+  messageDesc(file_penstock_inference_v1_inference_service, 43);
 
 /**
  * See Render.
@@ -1479,7 +1579,7 @@ export type RenderRequest = Message<"penstock.inference.v1.RenderRequest"> & {
  * Use `create(RenderRequestSchema)` to create a new message.
  */
 export const RenderRequestSchema: GenMessage<RenderRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 42);
+  messageDesc(file_penstock_inference_v1_inference_service, 44);
 
 /**
  * See Render.
@@ -1500,7 +1600,7 @@ export type RenderResponse = Message<"penstock.inference.v1.RenderResponse"> & {
  * Use `create(RenderResponseSchema)` to create a new message.
  */
 export const RenderResponseSchema: GenMessage<RenderResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 43);
+  messageDesc(file_penstock_inference_v1_inference_service, 45);
 
 /**
  * See Parse.
@@ -1528,7 +1628,7 @@ export type ParseRequest = Message<"penstock.inference.v1.ParseRequest"> & {
  * Use `create(ParseRequestSchema)` to create a new message.
  */
 export const ParseRequestSchema: GenMessage<ParseRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 44);
+  messageDesc(file_penstock_inference_v1_inference_service, 46);
 
 /**
  * See Parse.
@@ -1559,7 +1659,7 @@ export type ParseResponse = Message<"penstock.inference.v1.ParseResponse"> & {
  * Use `create(ParseResponseSchema)` to create a new message.
  */
 export const ParseResponseSchema: GenMessage<ParseResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 45);
+  messageDesc(file_penstock_inference_v1_inference_service, 47);
 
 /**
  * LogprobGap is the difference between a trainer's and the engine's logprobs of tokens that the engine sampled: d = trainer
@@ -1635,7 +1735,7 @@ export type LogprobGap = Message<"penstock.inference.v1.LogprobGap"> & {
  * Use `create(LogprobGapSchema)` to create a new message.
  */
 export const LogprobGapSchema: GenMessage<LogprobGap> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 46);
+  messageDesc(file_penstock_inference_v1_inference_service, 48);
 
 /**
  * See ReportGap.
@@ -1654,7 +1754,7 @@ export type ReportGapRequest = Message<"penstock.inference.v1.ReportGapRequest">
  * Use `create(ReportGapRequestSchema)` to create a new message.
  */
 export const ReportGapRequestSchema: GenMessage<ReportGapRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 47);
+  messageDesc(file_penstock_inference_v1_inference_service, 49);
 
 /**
  * See ReportGap.
@@ -1669,7 +1769,7 @@ export type ReportGapResponse = Message<"penstock.inference.v1.ReportGapResponse
  * Use `create(ReportGapResponseSchema)` to create a new message.
  */
 export const ReportGapResponseSchema: GenMessage<ReportGapResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 48);
+  messageDesc(file_penstock_inference_v1_inference_service, 50);
 
 /**
  * See WatchStats.
@@ -1690,7 +1790,7 @@ export type WatchStatsRequest = Message<"penstock.inference.v1.WatchStatsRequest
  * Use `create(WatchStatsRequestSchema)` to create a new message.
  */
 export const WatchStatsRequestSchema: GenMessage<WatchStatsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 49);
+  messageDesc(file_penstock_inference_v1_inference_service, 51);
 
 /**
  * See WatchStats. Counters are since the start.
@@ -1760,7 +1860,7 @@ export type WatchStatsResponse = Message<"penstock.inference.v1.WatchStatsRespon
  * Use `create(WatchStatsResponseSchema)` to create a new message.
  */
 export const WatchStatsResponseSchema: GenMessage<WatchStatsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 50);
+  messageDesc(file_penstock_inference_v1_inference_service, 52);
 
 /**
  * ReplicaStats is one replica of a service. Counters are since the service started, over all restarts of the replica.
@@ -1829,7 +1929,7 @@ export type ReplicaStats = Message<"penstock.inference.v1.ReplicaStats"> & {
  * Use `create(ReplicaStatsSchema)` to create a new message.
  */
 export const ReplicaStatsSchema: GenMessage<ReplicaStats> = /*@__PURE__*/
-  messageDesc(file_penstock_inference_v1_inference_service, 51);
+  messageDesc(file_penstock_inference_v1_inference_service, 53);
 
 /**
  * PauseMode is what happens to generations in flight while the engine pauses.
@@ -1969,6 +2069,17 @@ export const InferenceService: GenService<{
     methodKind: "unary";
     input: typeof ScoreRequestSchema;
     output: typeof ScoreResponseSchema;
+  },
+  /**
+   * ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
+   * Errors: those of Score; each ends the stream.
+   *
+   * @generated from rpc penstock.inference.v1.InferenceService.ScoreBatch
+   */
+  scoreBatch: {
+    methodKind: "server_streaming";
+    input: typeof ScoreBatchRequestSchema;
+    output: typeof ScoreBatchResponseSchema;
   },
   /**
    * Abort aborts generations. Idempotent.

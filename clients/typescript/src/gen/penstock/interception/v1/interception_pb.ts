@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/interception/v1/interception.proto.
  */
 export const file_penstock_interception_v1_interception: GenFile = /*@__PURE__*/
-  fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEi/QIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABIYChB0b29sX2NhbGxfcGFyc2VyGAQgASgJEj8KDmNvbnRyb2xfdG9rZW5zGAUgASgOMicucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbnRyb2xUb2tlbnMaKgoJSW5mZXJlbmNlEgwKBG5hbWUYASABKAkSDwoHYWRhcHRlchgCIAEoCRoZCglUb2tlbml6ZXISDAoEbmFtZRgBIAEoCUIICgZzb3VyY2UitQEKCFVwc3RyZWFtEg4KBG5hbWUYASABKAlIABJDCgZjYWxsZXIYAiABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVXBzdHJlYW0uQ2FsbGVyRW5kcG9pbnRIABINCgVtb2RlbBgDIAEoCRo5Cg5DYWxsZXJFbmRwb2ludBIQCghiYXNlX3VybBgBIAEoCRIVCgdhcGlfa2V5GAIgASgJQgSouxgBQgoKCGVuZHBvaW50ItUECgdCdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEiIKFW1heF9jb21wbGV0aW9uX3Rva2VucxgCIAEoA0gBiAEBEh0KEG1heF90b3RhbF90b2tlbnMYAyABKANIAogBARIgChNtYXhfdG9rZW5zX3Blcl9jYWxsGAQgASgFSAOIAQESLwoMY2FsbF90aW1lb3V0GAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKCXdhbGxfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIbCg5tYXhfdG9vbF9jYWxscxgHIAEoBUgEiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAggASgDSAWIAQESHgoRbWF4X3JlcXVlc3RfYnl0ZXMYCSABKANIBogBARInChptYXhfcmVxdWVzdF9ieXRlc19wZXJfY2FsbBgKIAEoBUgHiAEBEjUKCWNhbGxfcmF0ZRgLIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhgKFl9tYXhfY29tcGxldGlvbl90b2tlbnNCEwoRX21heF90b3RhbF90b2tlbnNCFgoUX21heF90b2tlbnNfcGVyX2NhbGxCEQoPX21heF90b29sX2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IUChJfbWF4X3JlcXVlc3RfYnl0ZXNCHQobX21heF9yZXF1ZXN0X2J5dGVzX3Blcl9jYWxsIvUCCgpSdW5CdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAIgASgDSAGIAQESIgoVbWF4X2NvbXBsZXRpb25fdG9rZW5zGAMgASgDSAKIAQESHQoQbWF4X3RvdGFsX3Rva2VucxgEIAEoA0gDiAEBEh4KEW1heF9yZXF1ZXN0X2J5dGVzGAUgASgDSASIAQESLAoJd2FsbF90aW1lGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjUKCWNhbGxfcmF0ZRgHIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IYChZfbWF4X2NvbXBsZXRpb25fdG9rZW5zQhMKEV9tYXhfdG90YWxfdG9rZW5zQhQKEl9tYXhfcmVxdWVzdF9ieXRlcyJiCghDYWxsUmF0ZRINCgVjYWxscxgBIAEoBRIpCgZwZXJpb2QYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEgoFYnVyc3QYAyABKAVIAIgBAUIICgZfYnVyc3QiagoKVG9rZW5UZXJtcxI0CgZzY29wZXMYASADKA4yJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5TY29wZRImCgN0dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24icQoXUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSGAoLbWluX3ZlcnNpb24YASABKANIAIgBARIaCg1tYXhfc3RhbGVuZXNzGAIgASgDSAGIAQFCDgoMX21pbl92ZXJzaW9uQhAKDl9tYXhfc3RhbGVuZXNzIoUBCglDYWxsSGludHMSHAoUdGl0bGVfc3lzdGVtX3Byb21wdHMYASADKAkSIQoZY29tcGFjdGlvbl9zeXN0ZW1fcHJvbXB0cxgCIAMoCRIXCg9zZXNzaW9uX2hlYWRlcnMYAyADKAkSHgoWdm9sYXRpbGVfbGluZV9wYXR0ZXJucxgEIAMoCSpoCgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABISCg5NT0RFX0JMQUNLX0JPWBABEhoKFk1PREVfVFJBTlNQQVJFTlRfUFJPWFkQAhIaChZNT0RFX0lOVEVSQ0VQVElPTl9HQVRFEAMqYwoNQ29udHJvbFRva2VucxIeChpDT05UUk9MX1RPS0VOU19VTlNQRUNJRklFRBAAEhgKFENPTlRST0xfVE9LRU5TX1BMQUlOEAESGAoUQ09OVFJPTF9UT0tFTlNfUEFSU0UQAipzCgpUb2tlblNjb3BlEhsKF1RPS0VOX1NDT1BFX1VOU1BFQ0lGSUVEEAASGwoXVE9LRU5fU0NPUEVfQ09NUExFVElPTlMQARIUChBUT0tFTl9TQ09QRV9SRUFEEAISFQoRVE9LRU5fU0NPUEVfVE9PTFMQA0LAAQoYcGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxQhFJbnRlcmNlcHRpb25Qcm90b1ABWjxwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9pbnRlcmNlcHRpb24vdjE7aW50ZXJjZXB0aW9udjGqAhhQZW5zdG9jay5JbnRlcmNlcHRpb24uVjHKAhhQZW5zdG9ja1xJbnRlcmNlcHRpb25cVjHqAhpQZW5zdG9jazo6SW50ZXJjZXB0aW9uOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_options_v1_options]);
+  fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEi/QIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABIYChB0b29sX2NhbGxfcGFyc2VyGAQgASgJEj8KDmNvbnRyb2xfdG9rZW5zGAUgASgOMicucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbnRyb2xUb2tlbnMaKgoJSW5mZXJlbmNlEgwKBG5hbWUYASABKAkSDwoHYWRhcHRlchgCIAEoCRoZCglUb2tlbml6ZXISDAoEbmFtZRgBIAEoCUIICgZzb3VyY2UiiAEKDFJvbGxvdXRNb2RlbBIMCgRuYW1lGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRI1CgZzb3VyY2UYAyABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USFAoHdHJhaW5lZBgEIAEoCEgAiAEBQgoKCF90cmFpbmVkIrUBCghVcHN0cmVhbRIOCgRuYW1lGAEgASgJSAASQwoGY2FsbGVyGAIgASgLMjEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlVwc3RyZWFtLkNhbGxlckVuZHBvaW50SAASDQoFbW9kZWwYAyABKAkaOQoOQ2FsbGVyRW5kcG9pbnQSEAoIYmFzZV91cmwYASABKAkSFQoHYXBpX2tleRgCIAEoCUIEqLsYAUIKCghlbmRwb2ludCLVBAoHQnVkZ2V0cxIWCgltYXhfY2FsbHMYASABKAVIAIgBARIiChVtYXhfY29tcGxldGlvbl90b2tlbnMYAiABKANIAYgBARIdChBtYXhfdG90YWxfdG9rZW5zGAMgASgDSAKIAQESIAoTbWF4X3Rva2Vuc19wZXJfY2FsbBgEIAEoBUgDiAEBEi8KDGNhbGxfdGltZW91dBgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIsCgl3YWxsX3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGwoObWF4X3Rvb2xfY2FsbHMYByABKAVIBIgBARIeChFtYXhfcHJvbXB0X3Rva2VucxgIIAEoA0gFiAEBEh4KEW1heF9yZXF1ZXN0X2J5dGVzGAkgASgDSAaIAQESJwoabWF4X3JlcXVlc3RfYnl0ZXNfcGVyX2NhbGwYCiABKAVIB4gBARI1CgljYWxsX3JhdGUYCyABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFJhdGVCDAoKX21heF9jYWxsc0IYChZfbWF4X2NvbXBsZXRpb25fdG9rZW5zQhMKEV9tYXhfdG90YWxfdG9rZW5zQhYKFF9tYXhfdG9rZW5zX3Blcl9jYWxsQhEKD19tYXhfdG9vbF9jYWxsc0IUChJfbWF4X3Byb21wdF90b2tlbnNCFAoSX21heF9yZXF1ZXN0X2J5dGVzQh0KG19tYXhfcmVxdWVzdF9ieXRlc19wZXJfY2FsbCL1AgoKUnVuQnVkZ2V0cxIWCgltYXhfY2FsbHMYASABKAVIAIgBARIeChFtYXhfcHJvbXB0X3Rva2VucxgCIAEoA0gBiAEBEiIKFW1heF9jb21wbGV0aW9uX3Rva2VucxgDIAEoA0gCiAEBEh0KEG1heF90b3RhbF90b2tlbnMYBCABKANIA4gBARIeChFtYXhfcmVxdWVzdF9ieXRlcxgFIAEoA0gEiAEBEiwKCXdhbGxfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI1CgljYWxsX3JhdGUYByABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFJhdGVCDAoKX21heF9jYWxsc0IUChJfbWF4X3Byb21wdF90b2tlbnNCGAoWX21heF9jb21wbGV0aW9uX3Rva2Vuc0ITChFfbWF4X3RvdGFsX3Rva2Vuc0IUChJfbWF4X3JlcXVlc3RfYnl0ZXMiYgoIQ2FsbFJhdGUSDQoFY2FsbHMYASABKAUSKQoGcGVyaW9kGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhIKBWJ1cnN0GAMgASgFSACIAQFCCAoGX2J1cnN0ImoKClRva2VuVGVybXMSNAoGc2NvcGVzGAEgAygOMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRva2VuU2NvcGUSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uInEKF1BvbGljeVZlcnNpb25Db25zdHJhaW50EhgKC21pbl92ZXJzaW9uGAEgASgDSACIAQESGgoNbWF4X3N0YWxlbmVzcxgCIAEoA0gBiAEBQg4KDF9taW5fdmVyc2lvbkIQCg5fbWF4X3N0YWxlbmVzcyKFAQoJQ2FsbEhpbnRzEhwKFHRpdGxlX3N5c3RlbV9wcm9tcHRzGAEgAygJEiEKGWNvbXBhY3Rpb25fc3lzdGVtX3Byb21wdHMYAiADKAkSFwoPc2Vzc2lvbl9oZWFkZXJzGAMgAygJEh4KFnZvbGF0aWxlX2xpbmVfcGF0dGVybnMYBCADKAkqaAoETW9kZRIUChBNT0RFX1VOU1BFQ0lGSUVEEAASEgoOTU9ERV9CTEFDS19CT1gQARIaChZNT0RFX1RSQU5TUEFSRU5UX1BST1hZEAISGgoWTU9ERV9JTlRFUkNFUFRJT05fR0FURRADKmMKDUNvbnRyb2xUb2tlbnMSHgoaQ09OVFJPTF9UT0tFTlNfVU5TUEVDSUZJRUQQABIYChRDT05UUk9MX1RPS0VOU19QTEFJThABEhgKFENPTlRST0xfVE9LRU5TX1BBUlNFEAIqcwoKVG9rZW5TY29wZRIbChdUT0tFTl9TQ09QRV9VTlNQRUNJRklFRBAAEhsKF1RPS0VOX1NDT1BFX0NPTVBMRVRJT05TEAESFAoQVE9LRU5fU0NPUEVfUkVBRBACEhUKEVRPS0VOX1NDT1BFX1RPT0xTEANCwAEKGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MUIRSW50ZXJjZXB0aW9uUHJvdG9QAVo8cGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vaW50ZXJjZXB0aW9uL3YxO2ludGVyY2VwdGlvbnYxqgIYUGVuc3RvY2suSW50ZXJjZXB0aW9uLlYxygIYUGVuc3RvY2tcSW50ZXJjZXB0aW9uXFYx6gIaUGVuc3RvY2s6OkludGVyY2VwdGlvbjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_options_v1_options]);
 
 /**
  * ModelSource answers the calls that the trainer does not answer. Its tokenizer makes the prompts.
@@ -125,6 +125,49 @@ export const ModelSource_TokenizerSchema: GenMessage<ModelSource_Tokenizer> = /*
   messageDesc(file_penstock_interception_v1_interception, 0, 1);
 
 /**
+ * RolloutModel is one of several models that a rollout's agent may request.
+ *
+ * @generated from message penstock.interception.v1.RolloutModel
+ */
+export type RolloutModel = Message<"penstock.interception.v1.RolloutModel"> & {
+  /**
+   * The model's name in the agent's requests, unique in its rollout.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 characters. Several models
+   * may have the same.
+   *
+   * @generated from field: string policy_id = 2;
+   */
+  policyId: string;
+
+  /**
+   * What answers its calls, as RolloutSpec.source. Unset = the rollout's source.
+   *
+   * @generated from field: penstock.interception.v1.ModelSource source = 3;
+   */
+  source?: ModelSource | undefined;
+
+  /**
+   * Whether its tokens may be trained. Unset = true.
+   *
+   * @generated from field: optional bool trained = 4;
+   */
+  trained?: boolean | undefined;
+};
+
+/**
+ * Describes the message penstock.interception.v1.RolloutModel.
+ * Use `create(RolloutModelSchema)` to create a new message.
+ */
+export const RolloutModelSchema: GenMessage<RolloutModel> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_interception, 1);
+
+/**
  * Upstream is an OpenAI-compatible endpoint.
  *
  * @generated from message penstock.interception.v1.Upstream
@@ -166,7 +209,7 @@ export type Upstream = Message<"penstock.interception.v1.Upstream"> & {
  * Use `create(UpstreamSchema)` to create a new message.
  */
 export const UpstreamSchema: GenMessage<Upstream> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 1);
+  messageDesc(file_penstock_interception_v1_interception, 2);
 
 /**
  * CallerEndpoint is an address of the caller's choice. See Upstream.caller.
@@ -194,7 +237,7 @@ export type Upstream_CallerEndpoint = Message<"penstock.interception.v1.Upstream
  * Use `create(Upstream_CallerEndpointSchema)` to create a new message.
  */
 export const Upstream_CallerEndpointSchema: GenMessage<Upstream_CallerEndpoint> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 1, 0);
+  messageDesc(file_penstock_interception_v1_interception, 2, 0);
 
 /**
  * Budgets limits one rollout at the gate. Unset = unlimited, except call_timeout and max_tool_calls. An admitted call is
@@ -289,7 +332,7 @@ export type Budgets = Message<"penstock.interception.v1.Budgets"> & {
  * Use `create(BudgetsSchema)` to create a new message.
  */
 export const BudgetsSchema: GenMessage<Budgets> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 2);
+  messageDesc(file_penstock_interception_v1_interception, 3);
 
 /**
  * RunBudgets limits all rollouts of one run together, in the units of Budgets. Once one is used up, the next call of each
@@ -341,7 +384,7 @@ export type RunBudgets = Message<"penstock.interception.v1.RunBudgets"> & {
  * Use `create(RunBudgetsSchema)` to create a new message.
  */
 export const RunBudgetsSchema: GenMessage<RunBudgets> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 3);
+  messageDesc(file_penstock_interception_v1_interception, 4);
 
 /**
  * CallRate is a token bucket. It holds up to `burst` calls and gains `calls` evenly over each `period`. Requests that count
@@ -377,7 +420,7 @@ export type CallRate = Message<"penstock.interception.v1.CallRate"> & {
  * Use `create(CallRateSchema)` to create a new message.
  */
 export const CallRateSchema: GenMessage<CallRate> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 4);
+  messageDesc(file_penstock_interception_v1_interception, 5);
 
 /**
  * TokenTerms are the terms of an agent key: its scopes and its lifetime.
@@ -405,7 +448,7 @@ export type TokenTerms = Message<"penstock.interception.v1.TokenTerms"> & {
  * Use `create(TokenTermsSchema)` to create a new message.
  */
 export const TokenTermsSchema: GenMessage<TokenTerms> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 5);
+  messageDesc(file_penstock_interception_v1_interception, 6);
 
 /**
  * PolicyVersionConstraint limits which weights may answer a rollout's calls.
@@ -435,7 +478,7 @@ export type PolicyVersionConstraint = Message<"penstock.interception.v1.PolicyVe
  * Use `create(PolicyVersionConstraintSchema)` to create a new message.
  */
 export const PolicyVersionConstraintSchema: GenMessage<PolicyVersionConstraint> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 6);
+  messageDesc(file_penstock_interception_v1_interception, 7);
 
 /**
  * CallHints recognise an agent's auxiliary calls and sessions. They come from its spec.
@@ -478,7 +521,7 @@ export type CallHints = Message<"penstock.interception.v1.CallHints"> & {
  * Use `create(CallHintsSchema)` to create a new message.
  */
 export const CallHintsSchema: GenMessage<CallHints> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_interception, 7);
+  messageDesc(file_penstock_interception_v1_interception, 8);
 
 /**
  * Mode selects what answers an agent's calls, and what is captured.

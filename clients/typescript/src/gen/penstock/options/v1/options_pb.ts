@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/options/v1/options.proto.
  */
 export const file_penstock_options_v1_options: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9vcHRpb25zL3YxL29wdGlvbnMucHJvdG8SE3BlbnN0b2NrLm9wdGlvbnMudjEiJgoFUm91dGUSDgoGaGVhZGVyGAEgASgJEg0KBWZpZWxkGAIgASgJOlIKBXJvdXRlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYtocDIAMoCzIaLnBlbnN0b2NrLm9wdGlvbnMudjEuUm91dGVSBXJvdXRlOjcKBnNlY3JldBIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYtYcDIAEoCFIGc2VjcmV0Qp0BChNwZW5zdG9jay5vcHRpb25zLnYxQgxPcHRpb25zUHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vb3B0aW9ucy92MTtvcHRpb25zdjGqAhNQZW5zdG9jay5PcHRpb25zLlYxygITUGVuc3RvY2tcT3B0aW9uc1xWMeoCFVBlbnN0b2NrOjpPcHRpb25zOjpWMWIGcHJvdG8z", [file_google_protobuf_descriptor]);
+  fileDesc("CiFwZW5zdG9jay9vcHRpb25zL3YxL29wdGlvbnMucHJvdG8SE3BlbnN0b2NrLm9wdGlvbnMudjEiJgoFUm91dGUSDgoGaGVhZGVyGAEgASgJEg0KBWZpZWxkGAIgASgJOlIKBXJvdXRlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYtocDIAMoCzIaLnBlbnN0b2NrLm9wdGlvbnMudjEuUm91dGVSBXJvdXRlOk8KEnByb3Zpc2lvbmFsX21ldGhvZBIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLeHAyABKAhSEXByb3Zpc2lvbmFsTWV0aG9kOjcKBnNlY3JldBIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYtYcDIAEoCFIGc2VjcmV0OkEKC3Byb3Zpc2lvbmFsEh0uZ29vZ2xlLnByb3RvYnVmLkZpZWxkT3B0aW9ucxi3hwMgASgIUgtwcm92aXNpb25hbEKdAQoTcGVuc3RvY2sub3B0aW9ucy52MUIMT3B0aW9uc1Byb3RvUAFaMnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wdGlvbnMvdjE7b3B0aW9uc3YxqgITUGVuc3RvY2suT3B0aW9ucy5WMcoCE1BlbnN0b2NrXE9wdGlvbnNcVjHqAhVQZW5zdG9jazo6T3B0aW9uczo6VjFiBnByb3RvMw", [file_google_protobuf_descriptor]);
 
 /**
  * Route is a header that names what a request is about, so that a proxy can choose the service without reading the request.
@@ -56,11 +56,30 @@ export const route: GenExtension<MethodOptions, Route[]> = /*@__PURE__*/
   extDesc(file_penstock_options_v1_options, 0);
 
 /**
+ * The RPC is declared and not served yet. See `provisional`.
+ *
+ * @generated from extension: bool provisional_method = 50103;
+ */
+export const provisional_method: GenExtension<MethodOptions, boolean> = /*@__PURE__*/
+  extDesc(file_penstock_options_v1_options, 1);
+
+/**
  * The field, or each value of the map, is a credential. A program that logs or prints a message leaves it out: the text
  * form of protobuf's libraries does not.
  *
  * @generated from extension: bool secret = 50101;
  */
 export const secret: GenExtension<FieldOptions, boolean> = /*@__PURE__*/
-  extDesc(file_penstock_options_v1_options, 1);
+  extDesc(file_penstock_options_v1_options, 2);
+
+/**
+ * The field is declared and not served yet. No service sets it. A request that sets it is refused (INVALID_ARGUMENT,
+ * FIELD_NOT_SERVED), and an item that is judged by itself, such as a CallResult, is rejected by itself. Until it is
+ * served, it may change in any way or be removed, and so may the messages that only such fields and RPCs reach. An RPC
+ * with `provisional_method` is refused too (UNIMPLEMENTED, RPC_NOT_SERVED). docs/compatibility.md lists both.
+ *
+ * @generated from extension: bool provisional = 50103;
+ */
+export const provisional: GenExtension<FieldOptions, boolean> = /*@__PURE__*/
+  extDesc(file_penstock_options_v1_options, 3);
 

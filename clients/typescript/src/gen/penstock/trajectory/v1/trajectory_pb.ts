@@ -8,17 +8,18 @@ import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2"
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
-import type { Sampling, Tool } from "../../chat/v1/chat_pb.js";
+import type { Media, Sampling, Tool } from "../../chat/v1/chat_pb.js";
 import { file_penstock_chat_v1_chat } from "../../chat/v1/chat_pb.js";
-import type { Completion, LogprobsMode, PolicyVersionSpan } from "../../chat/v1/completion_pb.js";
+import type { Completion, LogprobsMode, PolicyVersionSpan, TokenTensor } from "../../chat/v1/completion_pb.js";
 import { file_penstock_chat_v1_completion } from "../../chat/v1/completion_pb.js";
+import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
 import type { JsonObject, Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file penstock/trajectory/v1/trajectory.proto.
  */
 export const file_penstock_trajectory_v1_trajectory: GenFile = /*@__PURE__*/
-  fileDesc("CidwZW5zdG9jay90cmFqZWN0b3J5L3YxL3RyYWplY3RvcnkucHJvdG8SFnBlbnN0b2NrLnRyYWplY3RvcnkudjEilQkKBENhbGwSDwoHY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEg0KBWluZGV4GAMgASgFEjAKBXN0YXRlGAQgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSMAoHZGlhbGVjdBgFIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBI1CgpjYWxsX2NsYXNzGAYgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAcgASgJEhsKDnBhcmVudF9jYWxsX2lkGAggASgJSACIAQESGwoTcHJvbXB0X3NoYXJlZF9jb3VudBgJIAEoDRIfChdwcm9tcHRfc3VmZml4X3Rva2VuX2lkcxgKIAEoDBIUCgxwcm9tcHRfY291bnQYCyABKA0SNQoKY29tcGxldGlvbhgMIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgBiAEBEjsKDWNhcHR1cmVfbGV2ZWwYDSABKA4yJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhcHR1cmVMZXZlbBI2ChJzYW1wbGluZ19yZXF1ZXN0ZWQYDiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nEhYKDm5vcm1hbGlzYXRpb25zGA8gAygJEiUKBXRvb2xzGBAgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sEhQKDHJlcXVlc3RfYm9keRgRIAEoDBIbChNyZXF1ZXN0X2JvZHlfc2hhMjU2GBIgASgMEhcKD21vZGVsX3JlcXVlc3RlZBgTIAEoCRJFCg1hZ2VudF9zZXNzaW9uGBQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsLkFnZW50U2Vzc2lvbkVudHJ5EhUKDWh0dHBfYXR0ZW1wdHMYFSABKAUSDgoGbGVhc2VzGBYgASgFEhAKCGluamVjdGVkGBcgASgIEjAKDHJlY2VpdmVfdGltZRgYIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKbGVhc2VfdGltZRgZIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYGiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDGNoYWluX3NoYTI1NhgbIAEoDBISCgplbmRfcmVhc29uGBwgASgJEjIKCGFuc3dlcmVyGB0gASgOMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5BbnN3ZXJlchIYCgtjaGFpbl9pbmRleBgeIAEoBUgCiAEBEhQKDHRvb2xzX3NoYTI1NhgfIAEoDBozChFBZ2VudFNlc3Npb25FbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQhEKD19wYXJlbnRfY2FsbF9pZEINCgtfY29tcGxldGlvbkIOCgxfY2hhaW5faW5kZXgi5wIKDEhvc3RUb29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRINCgVpbmRleBgDIAEoBRIMCgRuYW1lGAQgASgJEjAKBXN0YXRlGAUgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSFgoOYXJndW1lbnRzX2pzb24YBiABKAkSEAoIaXNfZXJyb3IYByABKAgSEwoLcmVzdWx0X2pzb24YCCABKAkSFQoNcmVzdWx0X3NoYTI1NhgJIAEoDBIUCgxyZXN1bHRfYnl0ZXMYCiABKAMSEgoKZW5kX3JlYXNvbhgLIAEoCRIwCgxyZWNlaXZlX3RpbWUYDCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGA0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCK4AQoGQnJhbmNoEhEKCWJyYW5jaF9pZBgBIAEoCRI3CgxicmFuY2hfY2xhc3MYAiABKA4yIS5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGxDbGFzcxIZCgxmb3JrX2NhbGxfaWQYAyABKAlIAIgBARIUCgxzaGFyZWRfY291bnQYBCABKA0SEAoIY2FsbF9pZHMYBSADKAkSDgoGcmVhc29uGAYgASgJQg8KDV9mb3JrX2NhbGxfaWQiUQoIVHVyblNwYW4SDwoHY2FsbF9pZBgBIAEoCRINCgVzdGFydBgCIAEoDRILCgNlbmQYAyABKA0SGAoQdW50cmFpbmVkX3JlYXNvbhgEIAEoCSLGAwoGU2FtcGxlEhEKCXNhbXBsZV9pZBgBIAEoCRIRCglicmFuY2hfaWQYAiABKAkSDQoFY291bnQYAyABKA0SEQoJaW5wdXRfaWRzGAQgASgMEhEKCWxvc3NfbWFzaxgFIAEoDBIQCghsb2dwcm9icxgGIAEoDBI1Cg1sb2dwcm9ic19tb2RlGAcgASgOMh4ucGVuc3RvY2suY2hhdC52MS5Mb2dwcm9ic01vZGUSNQoIdmVyc2lvbnMYCCADKAsyIy5wZW5zdG9jay5jaGF0LnYxLlBvbGljeVZlcnNpb25TcGFuEi8KBXR1cm5zGAkgAygLMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5UdXJuU3BhbhIUCgxwcm9tcHRfY291bnQYCiABKA0SDgoGd2VpZ2h0GAsgASgBEjcKDGJyYW5jaF9jbGFzcxgMIAEoDjIhLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbENsYXNzEhEKCXRydW5jYXRlZBgNIAEoCBIVCg10b3BfdG9rZW5faWRzGA4gASgMEhQKDHRvcF9sb2dwcm9icxgPIAEoDBIRCgl0b3BfY291bnQYECABKA0i6wEKB0ZpbmRpbmcSOgoIc2V2ZXJpdHkYASABKA4yKC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkZpbmRpbmcuU2V2ZXJpdHkSDgoGcmVhc29uGAIgASgJEg8KB21lc3NhZ2UYAyABKAkSFAoHY2FsbF9pZBgEIAEoCUgAiAEBImEKCFNldmVyaXR5EhgKFFNFVkVSSVRZX1VOU1BFQ0lGSUVEEAASEQoNU0VWRVJJVFlfSU5GTxABEhQKEFNFVkVSSVRZX1dBUk5JTkcQAhISCg5TRVZFUklUWV9GQVRBTBADQgoKCF9jYWxsX2lkIrQBCgZSZXdhcmQSDQoFdmFsdWUYASABKAESEQoJcmFuZ2VfbWluGAIgASgBEhEKCXJhbmdlX21heBgDIAEoARJCCgpjb21wb25lbnRzGAQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmQuQ29tcG9uZW50c0VudHJ5GjEKD0NvbXBvbmVudHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIswICgpUcmFqZWN0b3J5EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARITCgZydW5faWQYAyABKAlIAYgBARI+CgZsYWJlbHMYBCADKAsyLi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkuTGFiZWxzRW50cnkSKwoFY2FsbHMYBSADKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSMAoIYnJhbmNoZXMYBiADKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkJyYW5jaBIvCgdzYW1wbGVzGAcgAygLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5TYW1wbGUSMwoGcmV3YXJkGAggASgLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmRIAogBARIsCgVncmFkZRgJIAEoDjIdLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuR3JhZGUSMQoIZmluZGluZ3MYCiADKAsyHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkZpbmRpbmcSOwoNY2FwdHVyZV9sZXZlbBgLIAEoDjIkLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FwdHVyZUxldmVsEhgKEHRva2VuaXplcl9zaGEyNTYYDCABKAwSHAoUY2hhdF90ZW1wbGF0ZV9zaGEyNTYYDSABKAwSFAoMY2hhaW5fc2hhMjU2GA4gASgMEi8KC2NyZWF0ZV90aW1lGA8gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgQIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASDQoFYWdlbnQYESABKAkSGQoRYWdlbnRfc3BlY19zaGEyNTYYEiABKAkSDwoHdGFza19pZBgTIAEoCRIrCghkdXJhdGlvbhgUIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCg10YXNrX21ldGFkYXRhGBUgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIVCg1mYWlsdXJlX2NhdXNlGBYgASgJEhYKDmZhaWx1cmVfcmVhc29uGBcgASgJEhgKC2dyb3VwX2luZGV4GBggASgFSAOIAQESPQoPaG9zdF90b29sX2NhbGxzGBkgAygLMiQucGVuc3RvY2sudHJhamVjdG9yeS52MS5Ib3N0VG9vbENhbGwSGQoRZmFpbHVyZV9jYXVzZWRfYnkYGiABKAkSEQoJbmFtZXNwYWNlGBsgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCQoHX3Jld2FyZEIOCgxfZ3JvdXBfaW5kZXgqiwEKB0RpYWxlY3QSFwoTRElBTEVDVF9VTlNQRUNJRklFRBAAEhwKGERJQUxFQ1RfQ0hBVF9DT01QTEVUSU9OUxABEhUKEURJQUxFQ1RfUkVTUE9OU0VTEAISFAoQRElBTEVDVF9NRVNTQUdFUxADEhwKGERJQUxFQ1RfR0VORVJBVEVfQ09OVEVOVBAEKp4BCgxDYXB0dXJlTGV2ZWwSHQoZQ0FQVFVSRV9MRVZFTF9VTlNQRUNJRklFRBAAEhYKEkNBUFRVUkVfTEVWRUxfTk9ORRABEhYKEkNBUFRVUkVfTEVWRUxfVEVYVBACEhgKFENBUFRVUkVfTEVWRUxfVE9LRU5TEAMSJQohQ0FQVFVSRV9MRVZFTF9UT0tFTlNfQU5EX0xPR1BST0JTEAQqyAEKCUNhbGxDbGFzcxIaChZDQUxMX0NMQVNTX1VOU1BFQ0lGSUVEEAASEwoPQ0FMTF9DTEFTU19NQUlOEAESGAoUQ0FMTF9DTEFTU19TVUJfQUdFTlQQAhIZChVDQUxMX0NMQVNTX0NPTVBBQ1RJT04QAxIUChBDQUxMX0NMQVNTX1RJVExFEAQSFAoQQ0FMTF9DTEFTU19QUk9CRRAFEhMKD0NBTExfQ0xBU1NfRURJVBAGEhQKEENBTExfQ0xBU1NfUkVUUlkQByrTAQoJQ2FsbFN0YXRlEhoKFkNBTExfU1RBVEVfVU5TUEVDSUZJRUQQABIVChFDQUxMX1NUQVRFX1FVRVVFRBABEhUKEUNBTExfU1RBVEVfTEVBU0VEEAISGAoUQ0FMTF9TVEFURV9ERUxJVkVSRUQQAxIVChFDQUxMX1NUQVRFX0ZBSUxFRBAEEhgKFENBTExfU1RBVEVfQ0FOQ0VMTEVEEAUSFgoSQ0FMTF9TVEFURV9FWFBJUkVEEAYSGQoVQ0FMTF9TVEFURV9ESVNQQVRDSEVEEAcqaQoIQW5zd2VyZXISGAoUQU5TV0VSRVJfVU5TUEVDSUZJRUQQABIUChBBTlNXRVJFUl9UUkFJTkVSEAESFgoSQU5TV0VSRVJfSU5GRVJFTkNFEAISFQoRQU5TV0VSRVJfVVBTVFJFQU0QAypVCgVHcmFkZRIVChFHUkFERV9VTlNQRUNJRklFRBAAEg8KC0dSQURFX0VYQUNUEAESEAoMR1JBREVfVVNBQkxFEAISEgoOR1JBREVfVU5VU0FCTEUQA0KyAQoWcGVuc3RvY2sudHJhamVjdG9yeS52MUIPVHJhamVjdG9yeVByb3RvUAFaOHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL3RyYWplY3RvcnkvdjE7dHJhamVjdG9yeXYxqgIWUGVuc3RvY2suVHJhamVjdG9yeS5WMcoCFlBlbnN0b2NrXFRyYWplY3RvcnlcVjHqAhhQZW5zdG9jazo6VHJhamVjdG9yeTo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion]);
+  fileDesc("CidwZW5zdG9jay90cmFqZWN0b3J5L3YxL3RyYWplY3RvcnkucHJvdG8SFnBlbnN0b2NrLnRyYWplY3RvcnkudjEi3AkKBENhbGwSDwoHY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEg0KBWluZGV4GAMgASgFEjAKBXN0YXRlGAQgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSMAoHZGlhbGVjdBgFIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBI1CgpjYWxsX2NsYXNzGAYgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAcgASgJEhsKDnBhcmVudF9jYWxsX2lkGAggASgJSACIAQESGwoTcHJvbXB0X3NoYXJlZF9jb3VudBgJIAEoDRIfChdwcm9tcHRfc3VmZml4X3Rva2VuX2lkcxgKIAEoDBIUCgxwcm9tcHRfY291bnQYCyABKA0SNQoKY29tcGxldGlvbhgMIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgBiAEBEjsKDWNhcHR1cmVfbGV2ZWwYDSABKA4yJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhcHR1cmVMZXZlbBI2ChJzYW1wbGluZ19yZXF1ZXN0ZWQYDiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nEhYKDm5vcm1hbGlzYXRpb25zGA8gAygJEiUKBXRvb2xzGBAgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sEhQKDHJlcXVlc3RfYm9keRgRIAEoDBIbChNyZXF1ZXN0X2JvZHlfc2hhMjU2GBIgASgMEhcKD21vZGVsX3JlcXVlc3RlZBgTIAEoCRJFCg1hZ2VudF9zZXNzaW9uGBQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsLkFnZW50U2Vzc2lvbkVudHJ5EhUKDWh0dHBfYXR0ZW1wdHMYFSABKAUSDgoGbGVhc2VzGBYgASgFEhAKCGluamVjdGVkGBcgASgIEjAKDHJlY2VpdmVfdGltZRgYIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKbGVhc2VfdGltZRgZIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYGiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDGNoYWluX3NoYTI1NhgbIAEoDBISCgplbmRfcmVhc29uGBwgASgJEjIKCGFuc3dlcmVyGB0gASgOMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5BbnN3ZXJlchIYCgtjaGFpbl9pbmRleBgeIAEoBUgCiAEBEhQKDHRvb2xzX3NoYTI1NhgfIAEoDBIXCglwb2xpY3lfaWQYICABKAlCBLi7GAESLAoFbWVkaWEYISADKAsyFy5wZW5zdG9jay5jaGF0LnYxLk1lZGlhQgS4uxgBGjMKEUFnZW50U2Vzc2lvbkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCEQoPX3BhcmVudF9jYWxsX2lkQg0KC19jb21wbGV0aW9uQg4KDF9jaGFpbl9pbmRleCLnAgoMSG9zdFRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEg0KBWluZGV4GAMgASgFEgwKBG5hbWUYBCABKAkSMAoFc3RhdGUYBSABKA4yIS5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGxTdGF0ZRIWCg5hcmd1bWVudHNfanNvbhgGIAEoCRIQCghpc19lcnJvchgHIAEoCBITCgtyZXN1bHRfanNvbhgIIAEoCRIVCg1yZXN1bHRfc2hhMjU2GAkgASgMEhQKDHJlc3VsdF9ieXRlcxgKIAEoAxISCgplbmRfcmVhc29uGAsgASgJEjAKDHJlY2VpdmVfdGltZRgMIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYDSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIrgBCgZCcmFuY2gSEQoJYnJhbmNoX2lkGAEgASgJEjcKDGJyYW5jaF9jbGFzcxgCIAEoDjIhLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbENsYXNzEhkKDGZvcmtfY2FsbF9pZBgDIAEoCUgAiAEBEhQKDHNoYXJlZF9jb3VudBgEIAEoDRIQCghjYWxsX2lkcxgFIAMoCRIOCgZyZWFzb24YBiABKAlCDwoNX2ZvcmtfY2FsbF9pZCLJAQoIVHVyblNwYW4SDwoHY2FsbF9pZBgBIAEoCRINCgVzdGFydBgCIAEoDRILCgNlbmQYAyABKA0SGAoQdW50cmFpbmVkX3JlYXNvbhgEIAEoCRIZCgZyZXdhcmQYBSABKAFCBLi7GAFIAIgBARI3Cg1zYW1wbGluZ191c2VkGAYgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZ0IEuLsYARIXCglwb2xpY3lfaWQYByABKAlCBLi7GAFCCQoHX3Jld2FyZCLHBAoGU2FtcGxlEhEKCXNhbXBsZV9pZBgBIAEoCRIRCglicmFuY2hfaWQYAiABKAkSDQoFY291bnQYAyABKA0SEQoJaW5wdXRfaWRzGAQgASgMEhEKCWxvc3NfbWFzaxgFIAEoDBIQCghsb2dwcm9icxgGIAEoDBI1Cg1sb2dwcm9ic19tb2RlGAcgASgOMh4ucGVuc3RvY2suY2hhdC52MS5Mb2dwcm9ic01vZGUSNQoIdmVyc2lvbnMYCCADKAsyIy5wZW5zdG9jay5jaGF0LnYxLlBvbGljeVZlcnNpb25TcGFuEi8KBXR1cm5zGAkgAygLMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5UdXJuU3BhbhIUCgxwcm9tcHRfY291bnQYCiABKA0SDgoGd2VpZ2h0GAsgASgBEjcKDGJyYW5jaF9jbGFzcxgMIAEoDjIhLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbENsYXNzEhEKCXRydW5jYXRlZBgNIAEoCBIVCg10b3BfdG9rZW5faWRzGA4gASgMEhQKDHRvcF9sb2dwcm9icxgPIAEoDBIRCgl0b3BfY291bnQYECABKA0SGwoNdG9rZW5fcmV3YXJkcxgRIAEoDEIEuLsYARI0Cgd0ZW5zb3JzGBIgAygLMh0ucGVuc3RvY2suY2hhdC52MS5Ub2tlblRlbnNvckIEuLsYARIsCgVtZWRpYRgTIAMoCzIXLnBlbnN0b2NrLmNoYXQudjEuTWVkaWFCBLi7GAEi6wEKB0ZpbmRpbmcSOgoIc2V2ZXJpdHkYASABKA4yKC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkZpbmRpbmcuU2V2ZXJpdHkSDgoGcmVhc29uGAIgASgJEg8KB21lc3NhZ2UYAyABKAkSFAoHY2FsbF9pZBgEIAEoCUgAiAEBImEKCFNldmVyaXR5EhgKFFNFVkVSSVRZX1VOU1BFQ0lGSUVEEAASEQoNU0VWRVJJVFlfSU5GTxABEhQKEFNFVkVSSVRZX1dBUk5JTkcQAhISCg5TRVZFUklUWV9GQVRBTBADQgoKCF9jYWxsX2lkIu0BCgZSZXdhcmQSDQoFdmFsdWUYASABKAESEQoJcmFuZ2VfbWluGAIgASgBEhEKCXJhbmdlX21heBgDIAEoARJCCgpjb21wb25lbnRzGAQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmQuQ29tcG9uZW50c0VudHJ5EjcKBXR1cm5zGAUgAygLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5UdXJuUmV3YXJkQgS4uxgBGjEKD0NvbXBvbmVudHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIr0BCgpUdXJuUmV3YXJkEg8KB2NhbGxfaWQYASABKAkSDQoFdmFsdWUYAiABKAESRgoKY29tcG9uZW50cxgDIAMoCzIyLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHVyblJld2FyZC5Db21wb25lbnRzRW50cnkSFAoMdG9rZW5fdmFsdWVzGAQgASgMGjEKD0NvbXBvbmVudHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBItsBCgpBbm5vdGF0aW9uEgwKBG5hbWUYASABKAkSDgoGYXV0aG9yGAIgASgJEhQKB2NhbGxfaWQYAyABKAlIAIgBARISCgV2YWx1ZRgEIAEoAUgBiAEBEhQKDHRva2VuX3ZhbHVlcxgFIAEoDBIoCgdkZXRhaWxzGAYgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCCgoIX2NhbGxfaWRCCAoGX3ZhbHVlIosJCgpUcmFqZWN0b3J5EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARITCgZydW5faWQYAyABKAlIAYgBARI+CgZsYWJlbHMYBCADKAsyLi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkuTGFiZWxzRW50cnkSKwoFY2FsbHMYBSADKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSMAoIYnJhbmNoZXMYBiADKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkJyYW5jaBIvCgdzYW1wbGVzGAcgAygLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5TYW1wbGUSMwoGcmV3YXJkGAggASgLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmRIAogBARIsCgVncmFkZRgJIAEoDjIdLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuR3JhZGUSMQoIZmluZGluZ3MYCiADKAsyHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkZpbmRpbmcSOwoNY2FwdHVyZV9sZXZlbBgLIAEoDjIkLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FwdHVyZUxldmVsEhgKEHRva2VuaXplcl9zaGEyNTYYDCABKAwSHAoUY2hhdF90ZW1wbGF0ZV9zaGEyNTYYDSABKAwSFAoMY2hhaW5fc2hhMjU2GA4gASgMEi8KC2NyZWF0ZV90aW1lGA8gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgQIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASDQoFYWdlbnQYESABKAkSGQoRYWdlbnRfc3BlY19zaGEyNTYYEiABKAkSDwoHdGFza19pZBgTIAEoCRIrCghkdXJhdGlvbhgUIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCg10YXNrX21ldGFkYXRhGBUgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIVCg1mYWlsdXJlX2NhdXNlGBYgASgJEhYKDmZhaWx1cmVfcmVhc29uGBcgASgJEhgKC2dyb3VwX2luZGV4GBggASgFSAOIAQESPQoPaG9zdF90b29sX2NhbGxzGBkgAygLMiQucGVuc3RvY2sudHJhamVjdG9yeS52MS5Ib3N0VG9vbENhbGwSGQoRZmFpbHVyZV9jYXVzZWRfYnkYGiABKAkSEQoJbmFtZXNwYWNlGBsgASgJEj0KC2Fubm90YXRpb25zGBwgAygLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5Bbm5vdGF0aW9uQgS4uxgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCQoHX3Jld2FyZEIOCgxfZ3JvdXBfaW5kZXgqiwEKB0RpYWxlY3QSFwoTRElBTEVDVF9VTlNQRUNJRklFRBAAEhwKGERJQUxFQ1RfQ0hBVF9DT01QTEVUSU9OUxABEhUKEURJQUxFQ1RfUkVTUE9OU0VTEAISFAoQRElBTEVDVF9NRVNTQUdFUxADEhwKGERJQUxFQ1RfR0VORVJBVEVfQ09OVEVOVBAEKp4BCgxDYXB0dXJlTGV2ZWwSHQoZQ0FQVFVSRV9MRVZFTF9VTlNQRUNJRklFRBAAEhYKEkNBUFRVUkVfTEVWRUxfTk9ORRABEhYKEkNBUFRVUkVfTEVWRUxfVEVYVBACEhgKFENBUFRVUkVfTEVWRUxfVE9LRU5TEAMSJQohQ0FQVFVSRV9MRVZFTF9UT0tFTlNfQU5EX0xPR1BST0JTEAQqyAEKCUNhbGxDbGFzcxIaChZDQUxMX0NMQVNTX1VOU1BFQ0lGSUVEEAASEwoPQ0FMTF9DTEFTU19NQUlOEAESGAoUQ0FMTF9DTEFTU19TVUJfQUdFTlQQAhIZChVDQUxMX0NMQVNTX0NPTVBBQ1RJT04QAxIUChBDQUxMX0NMQVNTX1RJVExFEAQSFAoQQ0FMTF9DTEFTU19QUk9CRRAFEhMKD0NBTExfQ0xBU1NfRURJVBAGEhQKEENBTExfQ0xBU1NfUkVUUlkQByrTAQoJQ2FsbFN0YXRlEhoKFkNBTExfU1RBVEVfVU5TUEVDSUZJRUQQABIVChFDQUxMX1NUQVRFX1FVRVVFRBABEhUKEUNBTExfU1RBVEVfTEVBU0VEEAISGAoUQ0FMTF9TVEFURV9ERUxJVkVSRUQQAxIVChFDQUxMX1NUQVRFX0ZBSUxFRBAEEhgKFENBTExfU1RBVEVfQ0FOQ0VMTEVEEAUSFgoSQ0FMTF9TVEFURV9FWFBJUkVEEAYSGQoVQ0FMTF9TVEFURV9ESVNQQVRDSEVEEAcqaQoIQW5zd2VyZXISGAoUQU5TV0VSRVJfVU5TUEVDSUZJRUQQABIUChBBTlNXRVJFUl9UUkFJTkVSEAESFgoSQU5TV0VSRVJfSU5GRVJFTkNFEAISFQoRQU5TV0VSRVJfVVBTVFJFQU0QAypVCgVHcmFkZRIVChFHUkFERV9VTlNQRUNJRklFRBAAEg8KC0dSQURFX0VYQUNUEAESEAoMR1JBREVfVVNBQkxFEAISEgoOR1JBREVfVU5VU0FCTEUQA0KyAQoWcGVuc3RvY2sudHJhamVjdG9yeS52MUIPVHJhamVjdG9yeVByb3RvUAFaOHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL3RyYWplY3RvcnkvdjE7dHJhamVjdG9yeXYxqgIWUGVuc3RvY2suVHJhamVjdG9yeS5WMcoCFlBlbnN0b2NrXFRyYWplY3RvcnlcVjHqAhhQZW5zdG9jazo6VHJhamVjdG9yeTo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_options_v1_options]);
 
 /**
  * Call is one model call of an agent.
@@ -223,6 +224,22 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
    * @generated from field: bytes tools_sha256 = 31;
    */
   toolsSha256: Uint8Array;
+
+  /**
+   * The policy that the call was for (RolloutModel.policy_id), of which its completion's versions are. Empty = the rollout's
+   * only one.
+   *
+   * @generated from field: string policy_id = 32;
+   */
+  policyId: string;
+
+  /**
+   * Images, videos and sounds of the prompt that the parent's prompt does not have, without data unless the reader asked
+   * for it.
+   *
+   * @generated from field: repeated penstock.chat.v1.Media media = 33;
+   */
+  media: Media[];
 };
 
 /**
@@ -409,6 +426,27 @@ export type TurnSpan = Message<"penstock.trajectory.v1.TurnSpan"> & {
    * @generated from field: string untrained_reason = 4;
    */
   untrainedReason: string;
+
+  /**
+   * Reward.turns of the call. Unset = the turn has no reward of its own, which is not zero.
+   *
+   * @generated from field: optional double reward = 5;
+   */
+  reward?: number | undefined;
+
+  /**
+   * Completion.sampling_used of the call, because a trainer needs the temperature to recompute processed logprobs.
+   *
+   * @generated from field: penstock.chat.v1.Sampling sampling_used = 6;
+   */
+  samplingUsed?: Sampling | undefined;
+
+  /**
+   * Call.policy_id. The versions of the turn's tokens are of this policy.
+   *
+   * @generated from field: string policy_id = 7;
+   */
+  policyId: string;
 };
 
 /**
@@ -527,6 +565,27 @@ export type Sample = Message<"penstock.trajectory.v1.Sample"> & {
    * @generated from field: uint32 top_count = 16;
    */
   topCount: number;
+
+  /**
+   * TurnReward.token_values, little-endian float32: `count` of them, 0.0 where there is none. Empty = no token has one.
+   *
+   * @generated from field: bytes token_rewards = 17;
+   */
+  tokenRewards: Uint8Array;
+
+  /**
+   * Tensors of the calls, joined. Without data unless the reader asked for it (include_tensors).
+   *
+   * @generated from field: repeated penstock.chat.v1.TokenTensor tensors = 18;
+   */
+  tensors: TokenTensor[];
+
+  /**
+   * Images, videos and sounds in the order of their tokens, without data unless the reader asked for it (include_media).
+   *
+   * @generated from field: repeated penstock.chat.v1.Media media = 19;
+   */
+  media: Media[];
 };
 
 /**
@@ -634,6 +693,13 @@ export type Reward = Message<"penstock.trajectory.v1.Reward"> & {
    * @generated from field: map<string, double> components = 4;
    */
   components: { [key: string]: number };
+
+  /**
+   * Rewards of single turns, in the order of their calls. `value` is not computed from them.
+   *
+   * @generated from field: repeated penstock.trajectory.v1.TurnReward turns = 5;
+   */
+  turns: TurnReward[];
 };
 
 /**
@@ -642,6 +708,111 @@ export type Reward = Message<"penstock.trajectory.v1.Reward"> & {
  */
 export const RewardSchema: GenMessage<Reward> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 6);
+
+/**
+ * TurnReward is the reward of one turn: what the model answered to one call.
+ *
+ * @generated from message penstock.trajectory.v1.TurnReward
+ */
+export type TurnReward = Message<"penstock.trajectory.v1.TurnReward"> & {
+  /**
+   * @generated from field: string call_id = 1;
+   */
+  callId: string;
+
+  /**
+   * Finite.
+   *
+   * @generated from field: double value = 2;
+   */
+  value: number;
+
+  /**
+   * As Reward.components.
+   *
+   * @generated from field: map<string, double> components = 3;
+   */
+  components: { [key: string]: number };
+
+  /**
+   * Little-endian float32, finite, one for each token of the call's completion. Empty = none.
+   *
+   * @generated from field: bytes token_values = 4;
+   */
+  tokenValues: Uint8Array;
+};
+
+/**
+ * Describes the message penstock.trajectory.v1.TurnReward.
+ * Use `create(TurnRewardSchema)` to create a new message.
+ */
+export const TurnRewardSchema: GenMessage<TurnReward> = /*@__PURE__*/
+  messageDesc(file_penstock_trajectory_v1_trajectory, 7);
+
+/**
+ * Annotation is what somebody outside the environment says about a trajectory: a judge, a critic, a person. It never changes
+ * the reward and is in no hash chain.
+ *
+ * @generated from message penstock.trajectory.v1.Annotation
+ */
+export type Annotation = Message<"penstock.trajectory.v1.Annotation"> & {
+  /**
+   * What is judged, for example "helpfulness": 1 to 128 characters.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Who judged, for example the judge's model and version: 1 to 128 characters. A later annotation of the same name, author
+   * and call replaces the earlier one.
+   *
+   * @generated from field: string author = 2;
+   */
+  author: string;
+
+  /**
+   * The call that it is about. Unset = the whole trajectory.
+   *
+   * @generated from field: optional string call_id = 3;
+   */
+  callId?: string | undefined;
+
+  /**
+   * Finite. Unset = no number.
+   *
+   * @generated from field: optional double value = 4;
+   */
+  value?: number | undefined;
+
+  /**
+   * Little-endian float32, finite, one for each token of the call's completion. Needs call_id. Empty = none.
+   *
+   * @generated from field: bytes token_values = 5;
+   */
+  tokenValues: Uint8Array;
+
+  /**
+   * What else the author says, at most 64 KiB as JSON.
+   *
+   * @generated from field: google.protobuf.Struct details = 6;
+   */
+  details?: JsonObject | undefined;
+
+  /**
+   * Set by the driver.
+   *
+   * @generated from field: google.protobuf.Timestamp create_time = 7;
+   */
+  createTime?: Timestamp | undefined;
+};
+
+/**
+ * Describes the message penstock.trajectory.v1.Annotation.
+ * Use `create(AnnotationSchema)` to create a new message.
+ */
+export const AnnotationSchema: GenMessage<Annotation> = /*@__PURE__*/
+  messageDesc(file_penstock_trajectory_v1_trajectory, 8);
 
 /**
  * Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (MergeFrom, or their bytes joined and
@@ -802,6 +973,13 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
    * @generated from field: string namespace = 27;
    */
   namespace: string;
+
+  /**
+   * In the order of their creation (RolloutService.AnnotateTrajectory).
+   *
+   * @generated from field: repeated penstock.trajectory.v1.Annotation annotations = 28;
+   */
+  annotations: Annotation[];
 };
 
 /**
@@ -809,7 +987,7 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
  * Use `create(TrajectorySchema)` to create a new message.
  */
 export const TrajectorySchema: GenMessage<Trajectory> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 7);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 9);
 
 /**
  * Dialect is the API in which an agent made a call.
