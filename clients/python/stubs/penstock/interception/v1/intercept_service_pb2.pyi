@@ -98,7 +98,8 @@ Global___CallSelector: _TypeAlias = CallSelector  # noqa: Y015
 class Credits(_message.Message):
     """Credits are the most that a session may hold at one time. A new Credits frame replaces the limits; it does not add to
     them. A call's credit is freed when its result is acknowledged (accepted, or rejected for good) or the call is cancelled.
-    A call is sent while the session is below both limits, so the last one may exceed the limit in bytes.
+    A call is sent if the session stays within both limits with it. One larger than `bytes` is sent alone, when nothing else
+    is held. Calls keep their order: those behind one that does not fit wait with it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -108,7 +109,7 @@ class Credits(_message.Message):
     calls: _builtins.int
     """Calls leased and not answered. 0 = send no more for now."""
     bytes: _builtins.int
-    """Serialised bytes of these calls. Unset = 32 MiB in Hello, unchanged in a later frame."""
+    """Bytes of these calls as they are sent, estimated. Unset = 32 MiB in Hello, unchanged in a later frame."""
     def __init__(
         self,
         *,
@@ -296,17 +297,25 @@ class CallView(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
+    SUFFIX_ONLY_FIELD_NUMBER: _builtins.int
     messages: _builtins.bool
     body: _builtins.bool
+    suffix_only: _builtins.bool
+    """ModelCall.prompt_token_ids has only what the trainer was not sent before; ModelCall.omitted_prefix_count states the
+    rest. The trainer MUST keep, for each open rollout, the whole prompt of the last call of each of the 16 branches that
+    it was sent a call of last (ModelCall.branch_id). A service without the feature `call_view.suffix_only` sends whole
+    prompts.
+    """
     def __init__(
         self,
         *,
         messages: _builtins.bool = ...,
         body: _builtins.bool = ...,
+        suffix_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "messages", b"messages", "suffix_only", b"suffix_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -875,6 +884,8 @@ class ModelCall(_message.Message):
     VIEW_TRUNCATED_FIELD_NUMBER: _builtins.int
     TRACE_PARENT_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    OMITTED_PREFIX_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_SHA256_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     rollout_id: _builtins.str
@@ -886,8 +897,11 @@ class ModelCall(_message.Message):
     branch_id: _builtins.str
     parent_call_id: _builtins.str
     prompt_token_ids: _builtins.bytes
-    """The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the tokens of the new messages."""
+    """The prompt after its first omitted_prefix_count tokens, little-endian int32: the conversation exactly as it was sampled,
+    then the tokens of the new messages. The whole prompt unless the view has suffix_only.
+    """
     prompt_count: _builtins.int
+    """Length of the whole prompt in tokens."""
     shared_prefix_count: _builtins.int
     """How many of its tokens are the parent's prompt and completion, which an engine's prefix cache already holds."""
     min_policy_version: _builtins.int
@@ -915,6 +929,15 @@ class ModelCall(_message.Message):
     """
     namespace: _builtins.str
     """The namespace to which its rollout belongs."""
+    omitted_prefix_count: _builtins.int
+    """How many tokens prompt_token_ids leaves out: they are the first tokens of the prompt of parent_call_id, which this
+    session was sent (LeaseCalls: which known_call_ids names). 0 = none. What was sampled since is never left out, so it
+    does not matter who answered the parent. A session's first call of a rollout, also after a resume, comes whole.
+    """
+    prompt_sha256: _builtins.bytes
+    """SHA-256 of the whole prompt as little-endian int32, to check it after it was put together. Empty without suffix_only
+    and without tokens.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -972,10 +995,12 @@ class ModelCall(_message.Message):
         view_truncated: _builtins.bool = ...,
         trace_parent: _builtins.str = ...,
         namespace: _builtins.str = ...,
+        omitted_prefix_count: _builtins.int = ...,
+        prompt_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "omitted_prefix_count", b"omitted_prefix_count", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_sha256", b"prompt_sha256", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1378,6 +1403,7 @@ class LeaseCallsRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    KNOWN_CALL_IDS_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
@@ -1401,6 +1427,12 @@ class LeaseCallsRequest(_message.Message):
 
     @_builtins.property
     def view(self) -> Global___CallView: ...
+    @_builtins.property
+    def known_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With view.suffix_only: calls whose whole prompts the trainer keeps, at most 4,096. A call is sent whole unless its
+        parent is among them.
+        """
+
     def __init__(
         self,
         *,
@@ -1413,10 +1445,11 @@ class LeaseCallsRequest(_message.Message):
         request_id: _builtins.str = ...,
         policy_version: _builtins.int | None = ...,
         max_message_bytes: _builtins.int | None = ...,
+        known_call_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "lease", b"lease", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "identity", b"identity", "lease", b"lease", "max_calls", b"max_calls", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "identity", b"identity", "known_call_ids", b"known_call_ids", "lease", b"lease", "max_calls", b"max_calls", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
