@@ -85,7 +85,7 @@ async def test_a_call_leaves_out_what_its_session_was_sent_with_the_parent(tmp_p
     """Each token of a conversation is on the stream once, as part of a prompt."""
     async with inner_gate(tmp_path) as gate:
         rollout, trainer = await gate.open(), Trainer(gate)
-        texts, carried = ["a" * 100], 0
+        texts, carried, prompt = ["a" * 100], 0, b""
         for turn in range(8):
             call = await gate.ask(rollout, *texts)
             ((message, prompt),) = trainer.receive()
