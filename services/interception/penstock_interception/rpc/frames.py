@@ -44,7 +44,9 @@ class CallWriter:
     ) -> int:
         """Appends a call to `calls`, built in place, since copying a long prompt is expensive.
 
-        `sent_prompts`: what its prompt leaves out; None = it is whole. Returns its size in a frame, in bytes; 0 if the call failed and was not written.
+        `sent_prompts`: what its prompt leaves out; None = it is whole.
+
+        Returns its size in a frame, in bytes; 0 if the call failed and was not written.
         """
         before, limit = len(calls), min(CALL_BYTES, view.max_message_bytes - ENVELOPE_BYTES)
         failure = _TOO_LARGE if limit == CALL_BYTES else _over_session_limit(view)
