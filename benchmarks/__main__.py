@@ -27,7 +27,7 @@ from benchmarks import (
     sandboxes,
     tokens,
 )
-from benchmarks.gate import by_turns
+from benchmarks.gate import by_turns, prompts
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
@@ -36,6 +36,7 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "grading": grading.measure,
     "gate": gate.measure,
     "gate-by-turns": by_turns.measure,
+    "prompts": prompts.measure,
     "tokens": tokens.measure,
     "inference": inference.measure,
     "clients": clients.measure,

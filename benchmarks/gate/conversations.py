@@ -58,7 +58,8 @@ class Opening:
 class Conversation:
     """One agent's: `body()` is the next request, `answered()` takes the answer and runs the tool."""
 
-    def __init__(self, opening: Opening, name: str) -> None:
+    def __init__(self, opening: Opening, name: str, result_characters: int = RESULT_CHARACTERS) -> None:
+        self._result_characters = result_characters
         self._writer = Writer(name)
         self._head = opening.head
         task = self._writer.text(1_500 if opening.size is Size.AGENT else 300)
@@ -76,7 +77,7 @@ class Conversation:
         if [call["function"]["name"] for call in calls] != ["bash"]:
             raise RuntimeError(f"not the answer that was given: {answer[:500]!r}")
         said = {"role": "assistant", "content": message["content"], "tool_calls": calls}
-        result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": self._writer.text(RESULT_CHARACTERS)}
+        result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": self._writer.text(self._result_characters)}
         self._messages += [orjson.dumps(said), orjson.dumps(result)]
 
 

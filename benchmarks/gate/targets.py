@@ -175,7 +175,7 @@ class Setting:
     @asynccontextmanager
     async def gate(self) -> AsyncIterator[Target]:
         """The gate, answered by a trainer on its stream."""
-        async with self._stack({}) as stack:
+        async with self.stack({}) as stack:
             ids = {name: reply.ids for name, reply in self.replies.items()}
             address, token = stack.address("interception"), stack.trainer_token
             argv = [sys.executable, "-m", "benchmarks.gate.trainer"]
@@ -189,7 +189,7 @@ class Setting:
         """The same service, which asks an engine behind HTTP itself."""
         async with self.engine() as engine:
             upstream = UpstreamEndpoint(f"http://127.0.0.1:{engine.ready['port']}/v1")
-            async with self._stack({"bench": upstream}) as stack:
+            async with self.stack({"bench": upstream}) as stack:
                 target = Penstock("Penstock, relay", stack, engine, relay=True)
                 yield target
                 await target.end()
@@ -204,7 +204,8 @@ class Setting:
                 yield Peer(title, gateway, engine, returns_tokens=kind != "relay")
 
     @asynccontextmanager
-    async def _stack(self, upstreams: dict[str, UpstreamEndpoint]) -> AsyncIterator[LocalStack]:
+    async def stack(self, upstreams: dict[str, UpstreamEndpoint]) -> AsyncIterator[LocalStack]:
+        """The services, with the tokenizer and these endpoints."""
         world.raise_open_files()
         state = self.place / f"state-{secrets.token_hex(4)}"
         async with LocalStack(upstreams=upstreams, tokenizers={"bench": self.tokenizer}, state_dir=state) as stack:

@@ -36,6 +36,13 @@ type server struct {
 	create     func(context.Context, *driverv1.CreateRolloutRequest) (*driverv1.CreateRolloutResponse, error)
 	watch      func(*driverv1.WatchRolloutRequest, driverv1.RolloutService_WatchRolloutServer) error
 	waitGroup  func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error)
+	getCall    func(context.Context, *interceptionv1.GetCallRequest) (*interceptionv1.GetCallResponse, error)
+}
+
+func (s *server) GetCall(
+	ctx context.Context, request *interceptionv1.GetCallRequest,
+) (*interceptionv1.GetCallResponse, error) {
+	return s.getCall(ctx, request)
 }
 
 func (s *server) GetRollout(

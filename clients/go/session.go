@@ -90,6 +90,7 @@ type Session struct {
 	options  sessionOptions
 	book     *leases
 	tools    *hostTools
+	prompts  *prompts
 	wake     chan struct{}
 	closing  chan struct{}
 	done     chan struct{} // closed when the session's goroutine has ended
@@ -119,7 +120,7 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 		selector: selector.message(),
 		options: sessionOptions{
 			credits: &interceptionv1.Credits{Calls: 64}, identity: host,
-			view: &interceptionv1.CallView{}, reconnect: 5 * time.Minute,
+			view: &interceptionv1.CallView{SuffixOnly: true}, reconnect: 5 * time.Minute,
 		},
 		wake: make(chan struct{}, 1), closing: make(chan struct{}), done: make(chan struct{}),
 		connected: make(chan struct{}),
@@ -131,6 +132,7 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 		return nil, &Error{Kind: ErrInvalidArgument, Reason: "CREDITS", Message: "A session needs at least one credit"}
 	}
 	s.book, s.tools = newLeases(s.wake), newHostTools(s.wake, s.options.toolErrors)
+	s.prompts = newPrompts(s.service, s.stub)
 	running, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s.cancel = cancel
 	go s.run(running)
@@ -411,6 +413,11 @@ func (s *Session) converse(parent context.Context) *Error {
 			return broke(err)
 		}
 		silence.Reset(3 * interval)
+		for _, message := range frame.GetCalls().GetCalls() {
+			if failure := s.prompts.complete(ctx, message); failure != nil {
+				return failure
+			}
+		}
 		s.receive(frame)
 	}
 }
@@ -453,6 +460,7 @@ func (s *Session) takeUp(welcome *interceptionv1.Welcome) {
 	s.id, s.lastReceived = welcome.GetSessionId(), time.Now()
 	s.book.takenUp(welcome.GetResumed(), welcome.GetHeldCallIds())
 	s.tools.takenUp(welcome.GetResumed())
+	s.prompts.clear()
 	if pause := s.pauses.forgotten(); pause != nil && !welcome.GetResumed() {
 		s.send(flowFrame(pause))
 	}
@@ -537,6 +545,7 @@ func (s *Session) receive(frame *interceptionv1.InterceptResponse) {
 		s.book.cancelled(reason, func(c *Call) bool { return ids[c.ID()] })
 	case *interceptionv1.InterceptResponse_RolloutsClosed:
 		ids := set(frame.RolloutsClosed.GetRolloutIds())
+		s.prompts.forget(frame.RolloutsClosed.GetRolloutIds()...)
 		s.book.cancelled("ROLLOUT_CLOSED", func(c *Call) bool { return ids[c.RolloutID()] })
 	case *interceptionv1.InterceptResponse_ToolCalls:
 		for _, message := range frame.ToolCalls.GetCalls() {

@@ -28,7 +28,8 @@ export interface Party {
   welcomed(welcome: Welcome): Promise<void>;
   /** The gate lives. */
   heard(): void;
-  received(frame: InterceptResponse["frame"]): void;
+  /** Takes a frame; the next one is read when it is done. */
+  received(frame: InterceptResponse["frame"]): Promise<void> | undefined;
   /** What is ready to be sent; undefined = nothing. */
   next(): Frame | undefined;
   /** Whether it says goodbye once everything is sent. */
@@ -92,7 +93,7 @@ export class Conversation {
         this.#heard = true;
         this.#party.heard();
         if (begun) {
-          this.#party.received(frame);
+          await this.#party.received(frame);
           continue;
         }
         if (frame.case !== "welcome") {

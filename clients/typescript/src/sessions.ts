@@ -32,6 +32,7 @@ import {
 import type { Abortable } from "./handles.js";
 import { Leases } from "./leases.js";
 import { Pauses } from "./pauses.js";
+import { Prompts } from "./prompts.js";
 import { Backoff, MAX_MESSAGE_BYTES, pause, type Service } from "./rpc.js";
 import { milliseconds } from "./wire.js";
 
@@ -93,6 +94,7 @@ export class InterceptSession {
   /** Aborted where the stream is not waited for any more. */
   readonly #ended = new AbortController();
   readonly #connected = Promise.withResolvers<void>();
+  readonly #prompts: Prompts;
   #outbox: Frame[] = [];
   #sessionId = "";
   #credits: Window;
@@ -124,6 +126,7 @@ export class InterceptSession {
     this.#siblings = siblings;
     this.#service = service;
     this.#client = service.client(InterceptService);
+    this.#prompts = new Prompts(service, this.#client);
     this.#options = options;
     this.#credits = window(credits, creditBytes);
     this.#policyVersion = options.policyVersion;
@@ -328,7 +331,7 @@ export class InterceptSession {
         credits: { ...this.#credits, calls: Math.max(1, this.#credits.calls) },
         identity: identity || hostname(),
         policyVersion: this.#policyVersion === undefined ? undefined : BigInt(this.#policyVersion),
-        view: { messages, body: bodies },
+        view: { messages, body: bodies, suffixOnly: true },
         maxMessageBytes: BigInt(MAX_MESSAGE_BYTES),
         ...(this.#sessionId && { resumeSessionId: this.#sessionId, held: { callIds: this.#leases.callIds } }),
       },
@@ -340,6 +343,7 @@ export class InterceptSession {
     this.#sessionId = welcome.sessionId;
     this.#leases.takenUp(welcome.resumed ? new Set(welcome.heldCallIds) : undefined);
     this.#tools.takenUp(welcome.resumed);
+    this.#prompts.clear();
     if (!welcome.resumed) {
       this.#pauses.forgotten();
       for (const { selector, tools } of this.#tools.registrations) {
@@ -363,13 +367,10 @@ export class InterceptSession {
     return toolResults === undefined ? undefined : { case: "toolResults", value: toolResults };
   }
 
-  #receive(frame: InterceptResponse["frame"]): void {
+  #receive(frame: InterceptResponse["frame"]): Promise<void> | undefined {
     switch (frame.case) {
       case "calls":
-        for (const call of frame.value.calls) {
-          this.#leases.leased(call);
-        }
-        break;
+        return this.#prompts.completed(frame.value.calls, (call) => this.#leases.leased(call));
       case "acknowledged":
         for (const callId of frame.value.acceptedCallIds) {
           this.#leases.accepted(callId);
@@ -385,6 +386,7 @@ export class InterceptSession {
         break;
       case "rolloutsClosed":
         this.#leases.closed(new Set(frame.value.rolloutIds));
+        this.#prompts.forget(frame.value.rolloutIds);
         break;
       case "toolCalls":
         for (const call of frame.value.calls) {
@@ -410,6 +412,7 @@ export class InterceptSession {
       }
       default: // heartbeats, and what a newer gate may say
     }
+    return undefined;
   }
 
   #throwIfOver(): void {

@@ -248,6 +248,10 @@ class Execution:
             case "abandoned":
                 async with asyncio.timeout(60):
                     await self.world.odd.abandoned.wait()
+            case "whole-prompt":
+                recorded = await self.world.running.ps.gate.call(given["call_id"])
+                assert recorded.prompt_token_ids.size, "the gate has no prompt"
+                return list(differences(recorded.prompt_token_ids.tobytes().hex(), given["prompt"], "prompt"))
             case "same-results":
                 return await self._same_results(given["group_id"], given["results"])
             case _:

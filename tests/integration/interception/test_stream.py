@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any
 
 import grpc
@@ -340,6 +341,33 @@ async def test_the_unary_twin_leases_extends_and_completes(service: Any) -> None
     done = await service.intercept.CompleteCalls(pb.CompleteCallsRequest(results=[trainer.result(calls[0], "unary")]))
     assert list(done.acknowledged.accepted_call_ids) == [calls[0].call_id]
     assert (await task).choices[0].message.content == "unary"
+
+
+@pytest.mark.requirement("R32")
+async def test_a_unary_lease_leaves_out_the_prompts_that_its_request_names(service: Any) -> None:
+    """Without a session the trainer states what it keeps; without that, each prompt is whole."""
+    rollout, trainer = await service.open(), await service.trainer()
+    await trainer.goodbye()
+    wait, view = Duration(seconds=20), pb.CallView(suffix_only=True)
+    first_turn = asking(rollout)
+    (first,) = (await service.intercept.LeaseCalls(pb.LeaseCallsRequest(view=view, wait=wait))).calls
+    assert first.omitted_prefix_count == 0
+    await service.intercept.CompleteCalls(pb.CompleteCallsRequest(results=[trainer.result(first, "yes")]))
+    said = [*ASK, {"role": "assistant", "content": (await first_turn).choices[0].message.content}, *ASK]
+    for known, omitted in (([], 0), (["other", first.call_id], first.prompt_count)):
+        turn = asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=said))
+        request = pb.LeaseCallsRequest(view=view, wait=wait, known_call_ids=known)
+        (second,) = (await service.intercept.LeaseCalls(request)).calls
+        assert second.omitted_prefix_count == omitted
+        prompt = first.prompt_token_ids[: 4 * omitted] + second.prompt_token_ids
+        assert hashlib.sha256(prompt).digest() == second.prompt_sha256
+        assert len(prompt) == 4 * second.prompt_count
+        await service.intercept.CompleteCalls(pb.CompleteCallsRequest(results=[trainer.result(second, "yes")]))
+        await turn
+        said = [*said[:-1], {"role": "user", "content": "list the files again"}]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await service.intercept.LeaseCalls(pb.LeaseCallsRequest(view=view, known_call_ids=["c"] * 4097))
+    assert from_rpc_error(refused.value).reason == "FIELD_INVALID"
 
 
 async def test_a_unary_lease_that_ends_gives_the_call_back(service: Any) -> None:

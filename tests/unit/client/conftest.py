@@ -165,15 +165,18 @@ def _fake_gate(fakes: Fakes) -> Any:
             fakes.faults.append(f"in a conversation: {error!r}")
             raise
 
-    async def register_tools(self: Any, request: Any, context: Any) -> Any:
-        answer = fakes.take("RegisterTools", request, context)
-        if isinstance(answer, Refusal):
-            await answer.abort(context)
-        return answer
+    def unary(name: str) -> Any:
+        async def method(self: Any, request: Any, context: Any) -> Any:
+            answer = fakes.take(name, request, context)
+            if isinstance(answer, Refusal):
+                await answer.abort(context)
+            return answer
+
+        return method
 
     base = intercept_service_pb2_grpc.InterceptServiceServicer
     names = [name for name in vars(base) if name[0].isupper()]
-    served = {"Intercept": intercept, "RegisterTools": register_tools}
+    served = {"Intercept": intercept, **{name: unary(name) for name in ("RegisterTools", "GetCall")}}
     return type("FakeGate", (base,), {**dict.fromkeys(names), **served})()
 
 

@@ -1,6 +1,7 @@
 /** A session against a gate that follows a script: one for each stream to come. */
 
 import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
 import { once } from "node:events";
 import { createServer, type Http2Server, type ServerHttp2Session } from "node:http2";
 import type { AddressInfo } from "node:net";
@@ -16,7 +17,7 @@ import {
   type InterceptResponseSchema,
   InterceptService,
 } from "../gen/penstock/interception/v1/intercept_service_pb.js";
-import { duration } from "../wire.js";
+import { bytesOf, duration, tokenIds } from "../wire.js";
 
 type Said = NonNullable<MessageInitShape<typeof InterceptResponseSchema>["frame"]>;
 
@@ -34,14 +35,22 @@ describe("a session", () => {
   let ps: Penstock;
   let scripts: Script[] = [];
   let connections: ServerHttp2Session[] = [];
+  let prompts = new Map<string, Uint8Array>();
+  let fetched: string[] = [];
 
   beforeEach(async () => {
+    prompts = new Map();
+    fetched = [];
     scripts = [];
     connections = [];
     server = createServer(
       connectNodeAdapter({
         routes: (router) => {
           router.service(InterceptService, {
+            getCall: ({ callId }) => {
+              fetched.push(callId);
+              return { promptTokenIds: prompts.get(callId) ?? new Uint8Array() };
+            },
             async *intercept(requests) {
               const frames = requests[Symbol.asyncIterator]();
               const next = async () => {
@@ -77,6 +86,43 @@ describe("a session", () => {
     server.close();
     await ps.close();
     assert.deepEqual(scripts, [], "streams that never came");
+  });
+
+  it("hands out whole prompts, of which only the rest was sent", async () => {
+    prompts = new Map([
+      ["c1", bytesOf(Int32Array.of(1, 2, 3))],
+      ["c2", bytesOf(Int32Array.of(1, 2, 3, 5, 6, 7))],
+      ["c3", bytesOf(Int32Array.of(1, 2, 9))],
+      ["c4", bytesOf(Int32Array.of(4, 4, 4))],
+    ]);
+    const sent = (callId: string, parentCallId?: string, omittedPrefixCount = 0, branchId = "b1") => {
+      const whole = prompts.get(callId) as Uint8Array;
+      const promptTokenIds = whole.subarray(4 * omittedPrefixCount);
+      const promptSha256 = createHash("sha256").update(whole).digest();
+      return { callId, rolloutId: "r1", branchId, parentCallId, promptTokenIds, omittedPrefixCount, promptSha256 };
+    };
+    scripts.push(async function* (next) {
+      const hello = await next();
+      assert(hello.case === "hello" && hello.value.view?.suffixOnly);
+      yield welcome("s1");
+      yield { case: "calls", value: { calls: [sent("c1"), sent("c2", "c1", 3), sent("c3", "c2", 2, "b2")] } };
+      yield { case: "calls", value: { calls: [sent("c4", "c1", 3)] } };
+      await next();
+    });
+    const session = await ps.intercept();
+    const given: number[][] = [];
+    for await (const call of session.calls()) {
+      given.push([...call.promptTokenIds]);
+      if (given.length === 4) {
+        break;
+      }
+    }
+    assert.deepEqual(
+      given,
+      [...prompts.values()].map((whole) => [...tokenIds(whole)]),
+    );
+    assert.deepEqual(fetched, ["c4"], "c1 is not its branch's last call any more");
+    await session.close();
   });
 
   it("says after Welcome what was said between Hello and Welcome, once", async () => {

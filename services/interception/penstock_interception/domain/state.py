@@ -29,6 +29,7 @@ from penstock_interception.domain.calls import (
 )
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.host_tools import CallKey, HostTool, ToolResult
+from penstock_interception.domain.sent_prompts import SentPrompts
 from penstock_interception.graph.values import Plan
 
 if TYPE_CHECKING:
@@ -139,10 +140,10 @@ class View:
     body: bool = False
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
 
-    def size_of(self, call: Call) -> int:
-        """Estimates the bytes of the call on the wire."""
+    def size_of(self, call: Call, omitted: int = 0) -> int:
+        """Estimates the bytes of the call on the wire, without `omitted` tokens of its prompt."""
         plan = call.plan
-        prompt = 0 if plan is None else plan.prompt_ids.nbytes
+        prompt = 0 if plan is None else plan.prompt_ids.nbytes - omitted * plan.prompt_ids.itemsize
         messages = self.messages or (plan is not None and not plan.exact)  # without tokens the prompt goes as text
         return CALL_OVERHEAD_BYTES + prompt + len(call.request.body) * (int(messages) + int(self.body))
 
@@ -152,7 +153,8 @@ class SessionRequest:
     """What a session is opened with.
 
     `has` are the calls that a resuming trainer already has; its other held calls are sent again. None means all of
-    them. `lease_s`: the seconds that the leases of a unary request last; None: as long as the session.
+    them. `lease_s`: the seconds that the leases of a unary request last; None: as long as the session. `sent_prompts`:
+    prompts that calls need not carry again; None: each call carries its whole prompt.
     """
 
     selector: Selector
@@ -162,6 +164,7 @@ class SessionRequest:
     policy_version: int | None = None
     has: Container[str] | None = None
     lease_s: float | None = None
+    sent_prompts: SentPrompts | None = None
 
 
 @dataclass(slots=True)
@@ -180,12 +183,21 @@ class Outbox:
 class Session:
     """One trainer's connection, or one unary request for calls."""
 
-    def __init__(self, session_id: str, queue: SelectorQueue, identity: str, credit: Credits, view: View) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        queue: SelectorQueue,
+        identity: str,
+        credit: Credits,
+        view: View,
+        sent_prompts: SentPrompts | None = None,
+    ) -> None:
         self.id = session_id
         self.queue = queue
         self.identity = identity
         self.credit = credit
         self.view = view
+        self.sent_prompts = sent_prompts
         # Leases of a unary request expire after this many seconds; None: they last as long as the session.
         self.lease_s: float | None = None
         self.held: dict[str, Call] = {}
@@ -210,14 +222,21 @@ class Session:
 
     @property
     def has_credit(self) -> bool:
-        """Whether it may get another call. A session without calls gets one of any size."""
+        """Whether it may get another call, if that is small enough."""
         if self.lost or self.ended:
             return False
         return len(self.held) < self.credit.calls and (self.held_bytes < self.credit.bytes or not self.held)
 
+    def takes(self, call: Call) -> bool:
+        """Whether its credit allows this call. A session without calls takes one of any size."""
+        return self.has_credit and (not self.held or self.held_bytes + self._size_of(call) <= self.credit.bytes)
+
+    def _size_of(self, call: Call) -> int:
+        return self.view.size_of(call, 0 if self.sent_prompts is None else self.sent_prompts.omitted(call))
+
     def hold(self, call: Call) -> None:
         """Charges a leased call to the session's credit."""
-        call.size = self.view.size_of(call)
+        call.size = self._size_of(call)
         self.held[call.id] = call
         self.held_bytes += call.size
 
@@ -236,6 +255,8 @@ class Session:
         self._wake.set()
 
     def notify_closed(self, rollout_id: str) -> None:
+        if self.sent_prompts is not None:
+            self.sent_prompts.forget(rollout_id)
         self._outbox.closed.append(rollout_id)
         self._wake.set()
 
@@ -314,9 +335,11 @@ class SelectorQueue:
         if first:
             self._queue.move_to_end(call.id, last=False)
 
-    def drop(self, call: Call) -> None:
-        """Removes a call from the queue, if present."""
+    def drop(self, call: Call) -> bool:
+        """Removes a call from the queue, if present; returns whether another is now the first."""
+        first = call is self.next_call()
         self._queue.pop(call.id, None)
+        return first and bool(self._queue)
 
     def next_call(self) -> Call | None:
         """Returns the longest-waiting call without removing it."""
@@ -333,22 +356,25 @@ class SelectorQueue:
                 self._ready = [entry for entry in self._ready if entry[1] == entry[2].ready_serial]
                 heapq.heapify(self._ready)
 
-    def next_session(self, avoid: Session | None = None) -> Session | None:
-        """Returns the session with credit that holds the fewest calls; among equals, the one that was ready first.
+    def next_session(self, call: Call, avoid: Session | None = None, *, first: bool = False) -> Session | None:
+        """Returns the session that takes the call: of those with room for it, the one that holds the fewest calls;
+        among equals, the one that was ready first.
 
-        Never returns `avoid`.
+        Never returns `avoid`, nor a session without room for the first call of the queue, for which it must become
+        free; `first`: the call goes ahead of that.
         """
-        ready, aside = self._ready, None
-        while ready:
-            if ready[0][1] != ready[0][2].ready_serial or not ready[0][2].has_credit:
+        ready, aside, found = self._ready, [], None
+        head = None if first else self.next_call()
+        while ready and found is None:
+            _, serial, session = ready[0]
+            if serial != session.ready_serial or not session.has_credit:
                 heapq.heappop(ready)
-            elif ready[0][2] is avoid:
-                aside = heapq.heappop(ready)
+            elif session is avoid or not session.takes(call) or (head is not None and not session.takes(head)):
+                aside.append(heapq.heappop(ready))
             else:
-                break
-        found = ready[0][2] if ready else None
-        if aside is not None:
-            heapq.heappush(ready, aside)
+                found = session
+        for entry in aside:
+            heapq.heappush(ready, entry)
         return found
 
 

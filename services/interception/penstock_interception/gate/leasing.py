@@ -58,6 +58,8 @@ class Leasing:
         self._in_run: Counter[str] = Counter()
         # Calls leased by unary requests, by lease id.
         self._unary: dict[str, Call] = {}
+        # Queues whose first call has left: the next one may fit into a window that the first did not fit into.
+        self._moved_up: list[SelectorQueue] = []
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
@@ -77,8 +79,7 @@ class Leasing:
         if self._rollouts.pop(rollout.id, None) is not None:
             self._forget_newest(rollout)
         for call in rollout.queued.values():
-            for queue in rollout.queues:
-                queue.drop(call)
+            self._drop(call)
         rollout.queued.clear()
         for queue in rollout.queues:
             queue.rollouts.pop(rollout.id, None)
@@ -88,6 +89,7 @@ class Leasing:
         if rollout.paused_by:
             rollout.paused_by.clear()
             self._timeouts.resume(rollout)
+        self._lease_moved_up()
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -103,8 +105,8 @@ class Leasing:
         if call.delegated:
             self._dispatch(call)
             return
-        ready = [session for queue in rollout.queues if (session := queue.next_session(avoid)) is not None]
-        if ready:
+        found = [queue.next_session(call, avoid, first=first) for queue in rollout.queues]
+        if ready := [session for session in found if session is not None]:
             self._lease(call, min(ready, key=lambda session: (len(session.held), session.ready_serial)))
             return
         for queue in rollout.queues:
@@ -124,12 +126,12 @@ class Leasing:
         self._unqueue(call)
         self._end_lease(call)
         session, call.holder = call.holder, None
-        if session is None:
-            return
-        session.release(call)
-        if reason:
-            session.notify_cancelled(call, reason)
-        self._fill(session)
+        if session is not None:
+            session.release(call)
+            if reason:
+                session.notify_cancelled(call, reason)
+            self._fill(session)
+        self._lease_moved_up()
 
     def requeue(self, call: Call, *, avoid: Session | None = None) -> None:
         """Takes a call from its session, if it has one, and offers it ahead of other calls.
@@ -201,7 +203,9 @@ class Leasing:
                 "Too many sessions are connected: try again later.", reason="SESSION_LIMIT", retry_after_s=5.0
             )
         queue = self._queue_of(asked.selector)
-        session = Session(secrets.token_hex(16), queue, asked.identity, self.granted(asked.credit), asked.view)
+        session = Session(
+            secrets.token_hex(16), queue, asked.identity, self.granted(asked.credit), asked.view, asked.sent_prompts
+        )
         session.lease_s = asked.lease_s
         self._registry.add_session(session)
         queue.sessions[session.id] = session
@@ -259,6 +263,7 @@ class Leasing:
         self._deadlines.set((DeadlineKind.PAUSE, session.id), self._clock.steady() + max_duration_s)
         for rollout in session.queue.rollouts.values():
             self._pause(rollout, session.id)
+        self._lease_moved_up()
         return sum(rollout.totals.open - len(rollout.queued) for rollout in session.queue.rollouts.values())
 
     def resume(self, session: Session) -> list[Call] | None:
@@ -347,13 +352,25 @@ class Leasing:
     def _unqueue(self, call: Call) -> None:
         self._deadlines.drop((DeadlineKind.OFFER, call.id))
         if call.rollout.queued.pop(call.id, None) is not None:
-            for queue in call.rollout.queues:
-                queue.drop(call)
+            self._drop(call)
+
+    def _drop(self, call: Call) -> None:
+        self._moved_up.extend(queue for queue in call.rollout.queues if queue.drop(call))
 
     def _fill(self, session: Session) -> None:
-        while session.has_credit and (call := session.queue.next_call()) is not None:
+        while (call := session.queue.next_call()) is not None and session.takes(call):
             self._lease(call, session)
         session.queue.refresh(session)
+        self._lease_moved_up()
+
+    def _lease_moved_up(self) -> None:
+        while self._moved_up:
+            queue = self._moved_up.pop()
+            while (call := queue.next_call()) is not None:
+                session = queue.next_session(call, first=True)
+                if session is None:
+                    break
+                self._lease(call, session)
 
     def _queue_of(self, selector: Selector) -> SelectorQueue:
         queue = self._queues.get(selector)
@@ -382,8 +399,7 @@ class Leasing:
     def _pause(self, rollout: Rollout, session_id: str) -> None:
         if not rollout.paused_by:
             for call in rollout.queued.values():
-                for queue in rollout.queues:
-                    queue.drop(call)
+                self._drop(call)
             self._timeouts.pause(rollout)
         rollout.paused_by.add(session_id)
 

@@ -14,6 +14,7 @@ from penstock_interception import telemetry
 from penstock_interception.domain.calls import Dialect
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.requests import ChatRequest
+from penstock_interception.domain.sent_prompts import SentPrompts
 from penstock_interception.domain.state import CALL_BYTES, Call, Outbox, View
 from penstock_interception.rpc import tools
 from penstock_interception.wire import convert
@@ -34,15 +35,23 @@ class CallWriter:
         self._parse = parse
         self._fail = fail
 
-    def add(self, calls: RepeatedCompositeFieldContainer[pb.ModelCall], call: Call, view: View) -> int:
+    def add(
+        self,
+        calls: RepeatedCompositeFieldContainer[pb.ModelCall],
+        call: Call,
+        view: View,
+        sent_prompts: SentPrompts | None = None,
+    ) -> int:
         """Appends a call to `calls`, built in place, since copying a long prompt is expensive.
+
+        `sent_prompts`: what its prompt leaves out; None = it is whole.
 
         Returns its size in a frame, in bytes; 0 if the call failed and was not written.
         """
         before, limit = len(calls), min(CALL_BYTES, view.max_message_bytes - ENVELOPE_BYTES)
         failure = _TOO_LARGE if limit == CALL_BYTES else _over_session_limit(view)
         try:
-            size = self._write(calls.add(**_fields(call)), call, view, limit)
+            size = self._write(calls.add(**_fields(call, sent_prompts)), call, view, limit)
         except Exception:  # noqa: BLE001 - logged, and the call fails
             _log.exception("a call could not be serialised", call_id=call.id, rollout_id=call.rollout.id)
             size, failure = 0, Failure("INTERNAL")
@@ -80,8 +89,10 @@ def _over_session_limit(view: View) -> Failure:
     return Failure("SESSION_MESSAGE_LIMIT", message, retriable=False)
 
 
-def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.InterceptResponse]:
-    """Yields the frames of an outbox, cancellations before calls."""
+def frames_of(
+    box: Outbox, writer: CallWriter, view: View, sent_prompts: SentPrompts | None = None
+) -> Iterator[pb.InterceptResponse]:
+    """Yields the frames of an outbox, cancellations before calls. Prompts leave out what is in `sent_prompts`."""
     for reason, ids in box.cancelled.items():
         yield pb.InterceptResponse(cancelled=pb.CallsCancelled(call_ids=ids, reason=reason))
     for reason, ids in box.tool_calls_cancelled.items():
@@ -90,7 +101,7 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
     if box.closed:
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
     limit = min(FRAME_BYTES, view.max_message_bytes)
-    yield from _call_frames(box.calls, writer, view, limit)
+    yield from _call_frames(box.calls, writer, view, limit, sent_prompts)
     yield from tools.frames_of(box.tool_calls, limit)
     for open_calls in box.pauses:
         if open_calls is None:
@@ -99,25 +110,29 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
             yield pb.InterceptResponse(paused=pb.CallsPaused(open_calls=open_calls))
 
 
-def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View, limit: int) -> Iterator[pb.InterceptResponse]:
+def _call_frames(
+    calls: Iterable[Call], writer: CallWriter, view: View, limit: int, sent_prompts: SentPrompts | None
+) -> Iterator[pb.InterceptResponse]:
     frame, size = pb.InterceptResponse(), 0
     for call in calls:
         if call.plan is None:
             continue  # it ended while an earlier frame was sent
-        added = writer.add(frame.calls.calls, call, view)
+        added = writer.add(frame.calls.calls, call, view, sent_prompts)
         if not added:
             continue
         if size and size + added > limit:
             del frame.calls.calls[-1]
             yield frame
             frame, size = pb.InterceptResponse(), 0
-            writer.add(frame.calls.calls, call, view)
+            writer.add(frame.calls.calls, call, view, sent_prompts)
         size += added
+        if sent_prompts is not None:
+            sent_prompts.add(call)
     if size:
         yield frame
 
 
-def _fields(call: Call) -> dict[str, Any]:
+def _fields(call: Call, sent_prompts: SentPrompts | None) -> dict[str, Any]:
     """Returns a ModelCall's fields without its view. None is unset."""
     spec, facts = call.rollout.spec, call.rollout.facts
     fields: dict[str, Any] = {
@@ -148,7 +163,11 @@ def _fields(call: Call) -> dict[str, Any]:
         fields["call_class"] = convert.CLASSES[plan.call_class]
         fields["branch_id"] = plan.branch_id
         fields["parent_call_id"] = plan.parent_call_id
-        fields["prompt_token_ids"] = convert.ids_to(plan.prompt_ids)
+        omitted = 0 if sent_prompts is None else sent_prompts.omitted(call)
+        fields["prompt_token_ids"] = convert.ids_to(plan.prompt_ids[omitted:])
         fields["prompt_count"] = int(plan.prompt_ids.size)
+        if sent_prompts is not None and plan.exact:
+            fields["omitted_prefix_count"] = omitted
+            fields["prompt_sha256"] = plan.prompt_sha256
         fields["shared_prefix_count"] = plan.shared_prefix_len
     return fields

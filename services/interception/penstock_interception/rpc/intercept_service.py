@@ -17,6 +17,7 @@ from penstock_chassis.auth import Owned
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.operations import server_info
 from penstock_chassis.validation import invalid_field, refuse_unknown
+from penstock_interception.domain.sent_prompts import SentPrompts
 from penstock_interception.domain.state import Call, Credits, Session, SessionRequest
 from penstock_interception.gate.host_tools import offers
 from penstock_interception.interceptor import Interceptor
@@ -40,8 +41,9 @@ DEFAULT_WAIT_S = 20.0
 DEFAULT_LEASE_S = 300.0
 MAX_LEASE_S = 3600.0
 MAX_LEASED_AT_ONCE = 256
+MAX_KNOWN_CALLS = 4096
 _SHOWN_CLIENT = 200
-FEATURES = ("hello.max_message_bytes", "hello.required_features", "top_logprobs")
+FEATURES = ("call_view.suffix_only", "hello.max_message_bytes", "hello.required_features", "top_logprobs")
 """What the gate serves of the contract beyond revision 1."""
 SERVICE = "penstock.interception.v1.InterceptService"
 register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
@@ -86,6 +88,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             view=view_from(hello),
             policy_version=hello.policy_version if hello.HasField("policy_version") else None,
             has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
+            sent_prompts=SentPrompts() if hello.view.suffix_only else None,
         )
         session = self._interceptor.join(asked, resume=hello.resume_session_id)
         _log.info(
@@ -130,6 +133,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             view=view,
             policy_version=request.policy_version if request.HasField("policy_version") else None,
             lease_s=lease_s,
+            sent_prompts=self._known_prompts(request) if request.view.suffix_only else None,
         )
         leased = await self._leases.lease(asked, wait_s=max(0.0, wait_s), request_id=request.request_id)
         await self._interceptor.store.settled()
@@ -137,7 +141,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         for call, lease in leased:
             if call.plan is None or call.lease_id != lease:  # it has ended meanwhile, or its lease has
                 continue
-            added = self._writer.add(response.calls, call, view)
+            added = self._writer.add(response.calls, call, view, asked.sent_prompts)
             if size and size + added > view.max_message_bytes:
                 del response.calls[-1]
                 too_many.append((call.id, lease))
@@ -190,6 +194,16 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             call=trajectory.call_to(call, conversation=conversation, body=body, include_top=True),
             prompt_token_ids=prompt,
         )
+
+    def _known_prompts(self, request: pb.LeaseCallsRequest) -> SentPrompts:
+        if len(request.known_call_ids) > MAX_KNOWN_CALLS:
+            raise invalid_field("known_call_ids", f"at most {MAX_KNOWN_CALLS}")
+        known = {}
+        for call_id in request.known_call_ids:
+            call = self._interceptor.registry.find_call(call_id)
+            if call is not None and call.prompt is not None:
+                known[call_id] = call.prompt.count
+        return SentPrompts(known)
 
     def _welcome(self, session: Session) -> pb.InterceptResponse:
         resumed_calls = list(session.held) if session.resumed else ()

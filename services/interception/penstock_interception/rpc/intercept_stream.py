@@ -119,7 +119,7 @@ class InterceptStream:
                 box.tool_calls = [call for call in box.tool_calls if call.holder is session]
             replies, self._replies = self._replies, []
             self._read.set()
-            for frame in (*frames_of(box, writer, session.view), *replies):
+            for frame in (*frames_of(box, writer, session.view, session.sent_prompts), *replies):
                 yield frame
             if ended:
                 return

@@ -12,7 +12,7 @@ from penstock_interception.interceptor import Interceptor
 
 REQUESTS_KEPT = 4096
 CREDIT_BYTES = 12 << 20
-"""Beyond this size no call is added. With a last one of up to `CALL_BYTES`, the calls fit into one response."""
+"""At most this many bytes of calls, or one larger call, are in a response."""
 
 
 class PollingLeases:

@@ -97,7 +97,7 @@ class Health:
         starved = [
             call
             for call in queued
-            if (ours := _sessions_for(call.rollout)) and not any(s.has_credit or s in stalled for s in ours)
+            if (ours := _sessions_for(call.rollout)) and not any(s.takes(call) or s in stalled for s in ours)
         ]
         if starved:
             yield _trouble(

@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
     # Trainers --------------------------------------------------------------------------------------------------------
 
-    @rule(selector=st.sampled_from(SELECTORS), calls=st.integers(1, 3), size=st.sampled_from([1, 1 << 20]))
+    @rule(selector=st.sampled_from(SELECTORS), calls=st.integers(1, 3), size=st.sampled_from([1, 1200, 1 << 20]))
     def trainer_comes(self, selector: Selector, calls: int, size: int) -> None:
         self.sessions.append(self.interceptor.join(SessionRequest(selector, Credits(calls, size))))
 
@@ -334,9 +334,10 @@ class Machine(RuleBasedStateMachine):
             for queue in rollout.queues:
                 # A call that was just given back waits a moment for another session.
                 given_back = {key for kind, key in self.interceptor.gate._deadlines._at if kind == "offer"}
-                if set(queue._queue) - given_back:
-                    assert not any(session.has_credit for session in queue.sessions.values())
-                    assert queue.next_session() is None
+                head = queue.next_call()
+                if head is not None and head.id not in given_back:
+                    assert not any(session.takes(head) for session in queue.sessions.values())
+                    assert queue.next_session(head, first=True) is None
 
     @invariant()
     def a_run_has_used_what_its_rollouts_have_and_had(self) -> None:

@@ -24,8 +24,10 @@ class ModelCall:
     Answer it once: `deliver`, `fail`, `delegate` or `release`. Fields are read from the message on first use.
     """
 
-    def __init__(self, message: pb.ModelCall, answer: Answer) -> None:
+    def __init__(self, message: pb.ModelCall, answer: Answer, prompt: bytes | None = None) -> None:
+        """`prompt` is the whole one where the message has only a part of it."""
         self._message = message
+        self._prompt = prompt
         self._answer = answer
         self._ended = asyncio.Event()
         self._span: CallSpan | None = None
@@ -106,7 +108,7 @@ class ModelCall:
 
         Empty when the rollout's source has no tokenizer (an upstream): then there are `messages`.
         """
-        return wire.token_ids(self._message.prompt_token_ids)
+        return wire.token_ids(self._message.prompt_token_ids if self._prompt is None else self._prompt)
 
     @property
     def prompt_count(self) -> int:

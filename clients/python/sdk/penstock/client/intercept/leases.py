@@ -114,11 +114,11 @@ class Leases:
         """Returns the ids of all open calls."""
         return list(self._held)
 
-    def leased(self, message: pb.ModelCall) -> None:
-        """The gate leased a call: a new one is handed out, a known one gets its new lease."""
+    def leased(self, message: pb.ModelCall, prompt: bytes | None = None) -> None:
+        """The gate leased a call: a new one is handed out with its whole `prompt`, a known one gets its new lease."""
         held = self._held.get(message.call_id)
         if held is None:
-            call = ModelCall(message, self._answer_and_wait)
+            call = ModelCall(message, self._answer_and_wait, prompt)
             self._held[message.call_id] = _Held(call, message.lease_id)
             self._inbox.put_nowait(call)
             return

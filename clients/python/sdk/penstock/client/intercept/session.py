@@ -30,6 +30,7 @@ from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.host_tools import HostTool, Serving
 from penstock.client.intercept.leases import Leases
 from penstock.client.intercept.pauses import Pauses
+from penstock.client.intercept.prompts import Prompts
 from penstock.client.transport import tracing
 from penstock.client.transport.rpc import MAX_MESSAGE_BYTES, Backoff, Service
 from penstock.client.wire.chat import seconds
@@ -88,7 +89,7 @@ class InterceptSession:
         self._credits = pb.Credits(calls=options.credits, bytes=options.credit_bytes)
         self._identity = options.identity
         self._policy_version = options.policy_version
-        self._view = pb.CallView(messages=options.messages, body=options.bodies)
+        self._view = pb.CallView(messages=options.messages, body=options.bodies, suffix_only=True)
         self._reconnect_timeout = options.reconnect_timeout
 
         self.session_id: str = ""
@@ -98,6 +99,7 @@ class InterceptSession:
         self._leases = Leases(self._wake)
         self._tools = Serving(self._wake)
         self._pauses = Pauses(self._send)
+        self._prompts = Prompts(service)
         self._go_away: PenstockError | None = None
         self._closing = asyncio.Event()
         self._last_received = 0.0
@@ -289,6 +291,8 @@ class InterceptSession:
             tasks.append(asyncio.create_task(self._write(stream, interval), name="penstock-intercept-writer"))
             tasks.append(asyncio.create_task(self._guard(stream, interval), name="penstock-intercept-guard"))
             while (frame := await self._read(stream)) is not None:
+                for call in frame.calls.calls:
+                    self._leases.leased(call, await self._prompts.whole(call))
                 self._receive(frame)
         except TimeoutError:
             raise Unavailable(f"{self._service.peer} did not answer Hello", reason="HANDSHAKE") from None
@@ -331,6 +335,7 @@ class InterceptSession:
         self._last_received = asyncio.get_running_loop().time()
         self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
         self._tools.taken_up(resumed=welcome.resumed)
+        self._prompts.clear()
         if not welcome.resumed:
             self._pauses.forgotten()
         self._wake.set()
@@ -400,9 +405,6 @@ class InterceptSession:
 
     def _receive(self, frame: pb.InterceptResponse) -> None:
         match frame.WhichOneof("frame"):
-            case "calls":
-                for message in frame.calls.calls:
-                    self._leases.leased(message)
             case "acknowledged":
                 for call_id in frame.acknowledged.accepted_call_ids:
                     self._leases.accepted(call_id)
@@ -412,7 +414,9 @@ class InterceptSession:
                 for call_id in frame.cancelled.call_ids:
                     self._leases.cancelled(call_id, frame.cancelled.reason or "CANCELLED")
             case "rollouts_closed":
-                self._leases.closed(frozenset(frame.rollouts_closed.rollout_ids))
+                closed = frozenset(frame.rollouts_closed.rollout_ids)
+                self._leases.closed(closed)
+                self._prompts.forget(closed)
             case "paused":
                 self._pauses.paused(frame.paused.open_calls)
             case "resumed":
@@ -428,7 +432,7 @@ class InterceptSession:
                 retry_after = seconds(frame.go_away, "retry_after")
                 self._go_away = Unavailable(frame.go_away.reason, reason="GO_AWAY", retry_after=retry_after)
             case _:
-                pass  # heartbeats, and frames of newer gates
+                pass  # calls, which are taken; heartbeats, and frames of newer gates
 
     def _raise_if_over(self) -> None:
         if self._failure is not None:

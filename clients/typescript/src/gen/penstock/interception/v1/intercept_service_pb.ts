@@ -6,12 +6,10 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
-import type { Media, Message as Message$1, Sampling, Tool, ToolChoice } from "../../chat/v1/chat_pb.js";
+import type { Message as Message$1, Sampling, Tool, ToolChoice } from "../../chat/v1/chat_pb.js";
 import { file_penstock_chat_v1_chat } from "../../chat/v1/chat_pb.js";
-import type { Completion, PartialAnswer } from "../../chat/v1/completion_pb.js";
+import type { Completion } from "../../chat/v1/completion_pb.js";
 import { file_penstock_chat_v1_completion } from "../../chat/v1/completion_pb.js";
-import type { ModelSource } from "./interception_pb.js";
-import { file_penstock_interception_v1_interception } from "./interception_pb.js";
 import type { ServerInfo } from "../../ops/v1/operations_service_pb.js";
 import { file_penstock_ops_v1_operations_service } from "../../ops/v1/operations_service_pb.js";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
@@ -23,7 +21,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file penstock/interception/v1/intercept_service.proto.
  */
 export const file_penstock_interception_v1_intercept_service: GenFile = /*@__PURE__*/
-  fileDesc("CjBwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0X3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSKMAgoMQ2FsbFNlbGVjdG9yEhMKBnJ1bl9pZBgBIAEoCUgAiAEBEhUKCGdyb3VwX2lkGAIgASgJSAGIAQESEwoLcm9sbG91dF9pZHMYAyADKAkSQgoGbGFiZWxzGAQgAygLMjIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3Rvci5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgFIAEoCBIYCgpwb2xpY3lfaWRzGAYgAygJQgS4uxgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWQiNgoHQ3JlZGl0cxINCgVjYWxscxgBIAEoBRISCgVieXRlcxgCIAEoA0gAiAEBQggKBl9ieXRlcyKVBAoQSW50ZXJjZXB0UmVxdWVzdBIwCgVoZWxsbxgBIAEoCzIfLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5IZWxsb0gAEjQKB3Jlc3VsdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0c0gAEjQKB2NyZWRpdHMYAyABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0c0gAEjUKBXBhdXNlGAQgASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBhdXNlQ2FsbHNIABI3CgZyZXN1bWUYBSABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdW1lQ2FsbHNIABI4CgloZWFydGJlYXQYBiABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVhcnRiZWF0SAASOwoGcG9saWN5GAcgASgLMikucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBvbGljeUFubm91bmNlZEgAEj0KDHRvb2xfcmVzdWx0cxgIIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sUmVzdWx0c0gAEjQKB2dvb2RieWUYCSABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR29vZGJ5ZUgAQgcKBWZyYW1lIr0DCgVIZWxsbxI4CghzZWxlY3RvchgBIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsU2VsZWN0b3ISMgoHY3JlZGl0cxgCIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DcmVkaXRzEhAKCGlkZW50aXR5GAMgASgJEhsKDnBvbGljeV92ZXJzaW9uGAQgASgDSACIAQESMAoEdmlldxgFIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsVmlldxIeChFyZXN1bWVfc2Vzc2lvbl9pZBgGIAEoCUgBiAEBEjEKBGhlbGQYByABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVsZENhbGxzEhkKEXJlcXVpcmVkX2ZlYXR1cmVzGAggAygJEh4KEW1heF9tZXNzYWdlX2J5dGVzGAkgASgDSAKIAQESGAoKdHJhaW5lcl9pZBgKIAEoCUIEuLsYAUIRCg9fcG9saWN5X3ZlcnNpb25CFAoSX3Jlc3VtZV9zZXNzaW9uX2lkQhQKEl9tYXhfbWVzc2FnZV9ieXRlcyIdCglIZWxkQ2FsbHMSEAoIY2FsbF9pZHMYASADKAkiPwoIQ2FsbFZpZXcSEAoIbWVzc2FnZXMYASABKAgSDAoEYm9keRgCIAEoCBITCgVtZWRpYRgEIAEoCEIEuLsYASJACgdSZXN1bHRzEjUKB3Jlc3VsdHMYASADKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFJlc3VsdCLoAgoKQ2FsbFJlc3VsdBIPCgdjYWxsX2lkGAEgASgJEhAKCGxlYXNlX2lkGAIgASgJEjIKCmNvbXBsZXRpb24YAyABKAsyHC5wZW5zdG9jay5jaGF0LnYxLkNvbXBsZXRpb25IABI4CgdmYWlsdXJlGAQgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxGYWlsdXJlSAASOgoKZGVsZWdhdGlvbhgFIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EZWxlZ2F0aW9uSAASNAoHcmVsZWFzZRgGIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWxlYXNlSAASOQoIcHJvZ3Jlc3MYCCABKAsyHy5wZW5zdG9jay5jaGF0LnYxLlBhcnRpYWxBbnN3ZXJCBLi7GAFIABISCgpyb2xsb3V0X2lkGAcgASgJQggKBnJlc3VsdCIJCgdSZWxlYXNlIkEKC0NhbGxGYWlsdXJlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEhEKCXJldHJpYWJsZRgDIAEoCCK0AQoKRGVsZWdhdGlvbhI1ChFzYW1wbGluZ19vdmVycmlkZRgBIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSOwoGc291cmNlGAIgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsU291cmNlQgS4uxgBEiAKDWV4YWN0X3ZlcnNpb24YAyABKANCBLi7GAFIAIgBAUIQCg5fZXhhY3RfdmVyc2lvbiJNCgpQYXVzZUNhbGxzEg4KBnJlYXNvbhgBIAEoCRIvCgxtYXhfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iDQoLUmVzdW1lQ2FsbHMiCwoJSGVhcnRiZWF0IkIKD1BvbGljeUFubm91bmNlZBIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAxIXCglwb2xpY3lfaWQYAiABKAlCBLi7GAEiSAoLVG9vbFJlc3VsdHMSOQoHcmVzdWx0cxgBIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbFJlc3VsdCJ1Cg5Ib3N0VG9vbFJlc3VsdBIUCgx0b29sX2NhbGxfaWQYASABKAkSJwoGcmVzdWx0GAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIQCghpc19lcnJvchgDIAEoCBISCgpyb2xsb3V0X2lkGAQgASgJIhkKB0dvb2RieWUSDgoGcmVhc29uGAEgASgJIpMGChFJbnRlcmNlcHRSZXNwb25zZRI0Cgd3ZWxjb21lGAEgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldlbGNvbWVIABIwCgVjYWxscxgCIAEoCzIfLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsc0gAEkUKDGFja25vd2xlZGdlZBgDIAEoCzItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRzQWNrbm93bGVkZ2VkSAASPQoJY2FuY2VsbGVkGAQgASgLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzQ2FuY2VsbGVkSAASQwoPcm9sbG91dHNfY2xvc2VkGAUgASgLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRzQ2xvc2VkSAASOQoKdG9vbF9jYWxscxgGIAEoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sQ2FsbHNIABI4CgloZWFydGJlYXQYByABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVhcnRiZWF0SAASMwoHZ29fYXdheRgIIAEoCzIgLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Hb0F3YXlIABI3CgZwYXVzZWQYCSABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNQYXVzZWRIABI5CgdyZXN1bWVkGAogASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzUmVzdW1lZEgAEkwKFHRvb2xfY2FsbHNfY2FuY2VsbGVkGAsgASgLMiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRvb2xDYWxsc0NhbmNlbGxlZEgAElYKGXRvb2xfcmVzdWx0c19hY2tub3dsZWRnZWQYDCABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbFJlc3VsdHNBY2tub3dsZWRnZWRIAEIHCgVmcmFtZSIhCgtDYWxsc1BhdXNlZBISCgpvcGVuX2NhbGxzGAEgASgFIg4KDENhbGxzUmVzdW1lZCLaAgoHV2VsY29tZRISCgpzZXNzaW9uX2lkGAEgASgJEjIKB2NyZWRpdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0cxI1ChJoZWFydGJlYXRfaW50ZXJ2YWwYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMAoNcmVzdW1lX3dpbmRvdxgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIUCgxxdWV1ZWRfY2FsbHMYBSABKAUSDwoHcmVzdW1lZBgGIAEoCBIVCg1oZWxkX2NhbGxfaWRzGAcgAygJEisKBnNlcnZlchgIIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEjMKBXBlZXJzGAkgAygLMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBlZXJCBLi7GAEiJQoEUGVlchIMCgRuYW1lGAEgASgJEg8KB2FkZHJlc3MYAiABKAkiOwoFQ2FsbHMSMgoFY2FsbHMYASADKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsIt4JCglNb2RlbENhbGwSDwoHY2FsbF9pZBgBIAEoCRIQCghsZWFzZV9pZBgCIAEoCRISCgpyb2xsb3V0X2lkGAMgASgJEhUKCGdyb3VwX2lkGAQgASgJSACIAQESEwoGcnVuX2lkGAUgASgJSAGIAQESPwoGbGFiZWxzGAYgAygLMi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsQ2FsbC5MYWJlbHNFbnRyeRINCgVpbmRleBgHIAEoBRI1CgpjYWxsX2NsYXNzGAggASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAkgASgJEhsKDnBhcmVudF9jYWxsX2lkGAogASgJSAKIAQESGAoQcHJvbXB0X3Rva2VuX2lkcxgLIAEoDBIUCgxwcm9tcHRfY291bnQYDCABKA0SGwoTc2hhcmVkX3ByZWZpeF9jb3VudBgNIAEoDRIsCghzYW1wbGluZxgOIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSHwoSbWluX3BvbGljeV92ZXJzaW9uGA8gASgDSAOIAQESKwoIbWVzc2FnZXMYECADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYESADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSMQoLdG9vbF9jaG9pY2UYEiABKAsyHC5wZW5zdG9jay5jaGF0LnYxLlRvb2xDaG9pY2USFAoMcmVxdWVzdF9ib2R5GBMgASgMEjAKB2RpYWxlY3QYFCABKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSFQoNbGVhc2VfYXR0ZW1wdBgVIAEoBRIwCgxyZWNlaXZlX3RpbWUYFiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGBcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIOCgZzdHJlYW0YGCABKAgSFAoHdGFza19pZBgZIAEoCUgEiAEBEhgKC2dyb3VwX2luZGV4GBogASgFSAWIAQESGAoQdG9rZW5pemVyX3NoYTI1NhgbIAEoDBIcChRjaGF0X3RlbXBsYXRlX3NoYTI1NhgcIAEoDBINCgVtb2RlbBgdIAEoCRIWCg52aWV3X3RydW5jYXRlZBgeIAEoCBIUCgx0cmFjZV9wYXJlbnQYHyABKAkSEQoJbmFtZXNwYWNlGCAgASgJEhcKCXBvbGljeV9pZBgjIAEoCUIEuLsYARIsCgVtZWRpYRgkIAMoCzIXLnBlbnN0b2NrLmNoYXQudjEuTWVkaWFCBLi7GAESNgoHcGFydGlhbBglIAEoCzIfLnBlbnN0b2NrLmNoYXQudjEuUGFydGlhbEFuc3dlckIEuLsYARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQhEKD19wYXJlbnRfY2FsbF9pZEIVChNfbWluX3BvbGljeV92ZXJzaW9uQgoKCF90YXNrX2lkQg4KDF9ncm91cF9pbmRleCJsChNSZXN1bHRzQWNrbm93bGVkZ2VkEhkKEWFjY2VwdGVkX2NhbGxfaWRzGAEgAygJEjoKCHJlamVjdGVkGAIgAygLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdFJlamVjdGVkIrwCCg5SZXN1bHRSZWplY3RlZBIPCgdjYWxsX2lkGAEgASgJEj8KBnJlYXNvbhgCIAEoDjIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRSZWplY3RlZC5SZWFzb24SDwoHbWVzc2FnZRgDIAEoCRISCgp2aW9sYXRpb25zGAQgAygJIrIBCgZSZWFzb24SFgoSUkVBU09OX1VOU1BFQ0lGSUVEEAASFwoTUkVBU09OX1VOS05PV05fQ0FMTBABEhwKGFJFQVNPTl9BTFJFQURZX0RFTElWRVJFRBACEhUKEVJFQVNPTl9DQUxMX0VOREVEEAMSFQoRUkVBU09OX05PVF9MRUFTRUQQBBISCg5SRUFTT05fSU5WQUxJRBAFEhcKE1JFQVNPTl9TVEFMRV9QT0xJQ1kQBiIyCg5DYWxsc0NhbmNlbGxlZBIQCghjYWxsX2lkcxgBIAMoCRIOCgZyZWFzb24YAiABKAkiJQoOUm9sbG91dHNDbG9zZWQSEwoLcm9sbG91dF9pZHMYASADKAkiQgoJVG9vbENhbGxzEjUKBWNhbGxzGAEgAygLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhvc3RUb29sQ2FsbCKDBAoMSG9zdFRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEgwKBG5hbWUYAyABKAkSKgoJYXJndW1lbnRzGAQgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIWCg5hcmd1bWVudHNfanNvbhgFIAEoCRIVCghncm91cF9pZBgGIAEoCUgAiAEBEhMKBnJ1bl9pZBgHIAEoCUgBiAEBEkIKBmxhYmVscxgIIAMoCzIyLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbENhbGwuTGFiZWxzRW50cnkSFAoHdGFza19pZBgJIAEoCUgCiAEBEhgKC2dyb3VwX2luZGV4GAogASgFSAOIAQESMAoMcmVjZWl2ZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtleHBpcmVfdGltZRgMIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEQoJbmFtZXNwYWNlGA0gASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCgoIX3Rhc2tfaWRCDgoMX2dyb3VwX2luZGV4IjsKElRvb2xDYWxsc0NhbmNlbGxlZBIVCg10b29sX2NhbGxfaWRzGAEgAygJEg4KBnJlYXNvbhgCIAEoCSJ1ChdUb29sUmVzdWx0c0Fja25vd2xlZGdlZBIeChZhY2NlcHRlZF90b29sX2NhbGxfaWRzGAEgAygJEjoKCHJlamVjdGVkGAIgAygLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdFJlamVjdGVkInIKBkdvQXdheRIOCgZyZWFzb24YASABKAkSKAoFZ3JhY2UYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLgoLcmV0cnlfYWZ0ZXIYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24i8QIKEUxlYXNlQ2FsbHNSZXF1ZXN0EjgKCHNlbGVjdG9yGAEgASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3RvchIQCghpZGVudGl0eRgCIAEoCRIRCgltYXhfY2FsbHMYAyABKAUSJwoEd2FpdBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIoCgVsZWFzZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIwCgR2aWV3GAYgASgLMiIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxWaWV3EhIKCnJlcXVlc3RfaWQYByABKAkSGwoOcG9saWN5X3ZlcnNpb24YCCABKANIAIgBARIeChFtYXhfbWVzc2FnZV9ieXRlcxgJIAEoA0gBiAEBQhEKD19wb2xpY3lfdmVyc2lvbkIUChJfbWF4X21lc3NhZ2VfYnl0ZXMiSAoSTGVhc2VDYWxsc1Jlc3BvbnNlEjIKBWNhbGxzGAEgAygLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsQ2FsbCJ7ChRDb21wbGV0ZUNhbGxzUmVxdWVzdBI1CgdyZXN1bHRzGAEgAygLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxSZXN1bHQSGAoQZXh0ZW5kX2xlYXNlX2lkcxgCIAMoCRISCgpyb2xsb3V0X2lkGAMgASgJInQKFUNvbXBsZXRlQ2FsbHNSZXNwb25zZRJDCgxhY2tub3dsZWRnZWQYASABKAsyLS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0c0Fja25vd2xlZGdlZBIWCg5sb3N0X2xlYXNlX2lkcxgCIAMoCSKLAQoUUmVnaXN0ZXJUb29sc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRI4CghzZWxlY3RvchgCIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsU2VsZWN0b3ISJQoFdG9vbHMYAyADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wiFwoVUmVnaXN0ZXJUb29sc1Jlc3BvbnNlIk0KEExpc3RDYWxsc1JlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIRCglwYWdlX3NpemUYAiABKAUSEgoKcGFnZV90b2tlbhgDIAEoCSJZChFMaXN0Q2FsbHNSZXNwb25zZRIrCgVjYWxscxgBIAMoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiSwoOR2V0Q2FsbFJlcXVlc3QSDwoHY2FsbF9pZBgBIAEoCRIUCgxpbmNsdWRlX2JvZHkYAiABKAgSEgoKcm9sbG91dF9pZBgDIAEoCSJXCg9HZXRDYWxsUmVzcG9uc2USKgoEY2FsbBgBIAEoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBIYChBwcm9tcHRfdG9rZW5faWRzGAIgASgMMtkIChBJbnRlcmNlcHRTZXJ2aWNlEogCCglJbnRlcmNlcHQSKi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSW50ZXJjZXB0UmVxdWVzdBorLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5JbnRlcmNlcHRSZXNwb25zZSKdAbK7GDMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIaaGVsbG8uc2VsZWN0b3Iucm9sbG91dF9pZHOyuxguChN4LXBlbnN0b2NrLWdyb3VwLWlkEhdoZWxsby5zZWxlY3Rvci5ncm91cF9pZLK7GDAKFXgtcGVuc3RvY2stc2Vzc2lvbi1pZBIXaGVsbG8ucmVzdW1lX3Nlc3Npb25faWQoATABEsYBCgpMZWFzZUNhbGxzEisucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxlYXNlQ2FsbHNSZXF1ZXN0GiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxlYXNlQ2FsbHNSZXNwb25zZSJdsrsYLQoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEhRzZWxlY3Rvci5yb2xsb3V0X2lkc7K7GCgKE3gtcGVuc3RvY2stZ3JvdXAtaWQSEXNlbGVjdG9yLmdyb3VwX2lkEpkBCg1Db21wbGV0ZUNhbGxzEi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbXBsZXRlQ2FsbHNSZXF1ZXN0Gi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbXBsZXRlQ2FsbHNSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEpkBCg1SZWdpc3RlclRvb2xzEi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlZ2lzdGVyVG9vbHNSZXF1ZXN0Gi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlZ2lzdGVyVG9vbHNSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zZXNzaW9uLWlkEgpzZXNzaW9uX2lkEo0BCglMaXN0Q2FsbHMSKi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdENhbGxzUmVxdWVzdBorLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MaXN0Q2FsbHNSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEqgBCgdHZXRDYWxsEigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdldENhbGxSZXF1ZXN0GikucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdldENhbGxSZXNwb25zZSJIsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lksrsYHQoSeC1wZW5zdG9jay1jYWxsLWlkEgdjYWxsX2lkQsQBChhwZW5zdG9jay5pbnRlcmNlcHRpb24udjFCFUludGVyY2VwdFNlcnZpY2VQcm90b1ABWjxwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9pbnRlcmNlcHRpb24vdjE7aW50ZXJjZXB0aW9udjGqAhhQZW5zdG9jay5JbnRlcmNlcHRpb24uVjHKAhhQZW5zdG9ja1xJbnRlcmNlcHRpb25cVjHqAhpQZW5zdG9jazo6SW50ZXJjZXB0aW9uOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_interception_v1_interception, file_penstock_ops_v1_operations_service, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CjBwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0X3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSLyAQoMQ2FsbFNlbGVjdG9yEhMKBnJ1bl9pZBgBIAEoCUgAiAEBEhUKCGdyb3VwX2lkGAIgASgJSAGIAQESEwoLcm9sbG91dF9pZHMYAyADKAkSQgoGbGFiZWxzGAQgAygLMjIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3Rvci5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgFIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgkKB19ydW5faWRCCwoJX2dyb3VwX2lkIjYKB0NyZWRpdHMSDQoFY2FsbHMYASABKAUSEgoFYnl0ZXMYAiABKANIAIgBAUIICgZfYnl0ZXMilQQKEEludGVyY2VwdFJlcXVlc3QSMAoFaGVsbG8YASABKAsyHy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVsbG9IABI0CgdyZXN1bHRzGAIgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNIABI0CgdjcmVkaXRzGAMgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNyZWRpdHNIABI1CgVwYXVzZRgEIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5QYXVzZUNhbGxzSAASNwoGcmVzdW1lGAUgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VtZUNhbGxzSAASOAoJaGVhcnRiZWF0GAYgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlYXJ0YmVhdEgAEjsKBnBvbGljeRgHIAEoCzIpLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lBbm5vdW5jZWRIABI9Cgx0b29sX3Jlc3VsdHMYCCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbFJlc3VsdHNIABI0Cgdnb29kYnllGAkgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdvb2RieWVIAEIHCgVmcmFtZSKjAwoFSGVsbG8SOAoIc2VsZWN0b3IYASABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEjIKB2NyZWRpdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0cxIQCghpZGVudGl0eRgDIAEoCRIbCg5wb2xpY3lfdmVyc2lvbhgEIAEoA0gAiAEBEjAKBHZpZXcYBSABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFZpZXcSHgoRcmVzdW1lX3Nlc3Npb25faWQYBiABKAlIAYgBARIxCgRoZWxkGAcgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlbGRDYWxscxIZChFyZXF1aXJlZF9mZWF0dXJlcxgIIAMoCRIeChFtYXhfbWVzc2FnZV9ieXRlcxgJIAEoA0gCiAEBQhEKD19wb2xpY3lfdmVyc2lvbkIUChJfcmVzdW1lX3Nlc3Npb25faWRCFAoSX21heF9tZXNzYWdlX2J5dGVzIh0KCUhlbGRDYWxscxIQCghjYWxsX2lkcxgBIAMoCSI/CghDYWxsVmlldxIQCghtZXNzYWdlcxgBIAEoCBIMCgRib2R5GAIgASgIEhMKC3N1ZmZpeF9vbmx5GAMgASgIIkAKB1Jlc3VsdHMSNQoHcmVzdWx0cxgBIAMoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmVzdWx0Iq0CCgpDYWxsUmVzdWx0Eg8KB2NhbGxfaWQYASABKAkSEAoIbGVhc2VfaWQYAiABKAkSMgoKY29tcGxldGlvbhgDIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgAEjgKB2ZhaWx1cmUYBCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbEZhaWx1cmVIABI6CgpkZWxlZ2F0aW9uGAUgASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkRlbGVnYXRpb25IABI0CgdyZWxlYXNlGAYgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlbGVhc2VIABISCgpyb2xsb3V0X2lkGAcgASgJQggKBnJlc3VsdCIJCgdSZWxlYXNlIkEKC0NhbGxGYWlsdXJlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEhEKCXJldHJpYWJsZRgDIAEoCCJDCgpEZWxlZ2F0aW9uEjUKEXNhbXBsaW5nX292ZXJyaWRlGAEgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZyJNCgpQYXVzZUNhbGxzEg4KBnJlYXNvbhgBIAEoCRIvCgxtYXhfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iDQoLUmVzdW1lQ2FsbHMiCwoJSGVhcnRiZWF0IikKD1BvbGljeUFubm91bmNlZBIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAyJICgtUb29sUmVzdWx0cxI5CgdyZXN1bHRzGAEgAygLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhvc3RUb29sUmVzdWx0InUKDkhvc3RUb29sUmVzdWx0EhQKDHRvb2xfY2FsbF9pZBgBIAEoCRInCgZyZXN1bHQYAiABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhAKCGlzX2Vycm9yGAMgASgIEhIKCnJvbGxvdXRfaWQYBCABKAkiGQoHR29vZGJ5ZRIOCgZyZWFzb24YASABKAkikwYKEUludGVyY2VwdFJlc3BvbnNlEjQKB3dlbGNvbWUYASABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2VsY29tZUgAEjAKBWNhbGxzGAIgASgLMh8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzSAASRQoMYWNrbm93bGVkZ2VkGAMgASgLMi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNBY2tub3dsZWRnZWRIABI9CgljYW5jZWxsZWQYBCABKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNDYW5jZWxsZWRIABJDCg9yb2xsb3V0c19jbG9zZWQYBSABKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUm9sbG91dHNDbG9zZWRIABI5Cgp0b29sX2NhbGxzGAYgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRvb2xDYWxsc0gAEjgKCWhlYXJ0YmVhdBgHIAEoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5IZWFydGJlYXRIABIzCgdnb19hd2F5GAggASgLMiAucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdvQXdheUgAEjcKBnBhdXNlZBgJIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsc1BhdXNlZEgAEjkKB3Jlc3VtZWQYCiABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNSZXN1bWVkSAASTAoUdG9vbF9jYWxsc19jYW5jZWxsZWQYCyABKAsyLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbENhbGxzQ2FuY2VsbGVkSAASVgoZdG9vbF9yZXN1bHRzX2Fja25vd2xlZGdlZBgMIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sUmVzdWx0c0Fja25vd2xlZGdlZEgAQgcKBWZyYW1lIiEKC0NhbGxzUGF1c2VkEhIKCm9wZW5fY2FsbHMYASABKAUiDgoMQ2FsbHNSZXN1bWVkIqUCCgdXZWxjb21lEhIKCnNlc3Npb25faWQYASABKAkSMgoHY3JlZGl0cxgCIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DcmVkaXRzEjUKEmhlYXJ0YmVhdF9pbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIwCg1yZXN1bWVfd2luZG93GAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhQKDHF1ZXVlZF9jYWxscxgFIAEoBRIPCgdyZXN1bWVkGAYgASgIEhUKDWhlbGRfY2FsbF9pZHMYByADKAkSKwoGc2VydmVyGAggASgLMhsucGVuc3RvY2sub3BzLnYxLlNlcnZlckluZm8iOwoFQ2FsbHMSMgoFY2FsbHMYASADKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsIpQJCglNb2RlbENhbGwSDwoHY2FsbF9pZBgBIAEoCRIQCghsZWFzZV9pZBgCIAEoCRISCgpyb2xsb3V0X2lkGAMgASgJEhUKCGdyb3VwX2lkGAQgASgJSACIAQESEwoGcnVuX2lkGAUgASgJSAGIAQESPwoGbGFiZWxzGAYgAygLMi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsQ2FsbC5MYWJlbHNFbnRyeRINCgVpbmRleBgHIAEoBRI1CgpjYWxsX2NsYXNzGAggASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAkgASgJEhsKDnBhcmVudF9jYWxsX2lkGAogASgJSAKIAQESGAoQcHJvbXB0X3Rva2VuX2lkcxgLIAEoDBIUCgxwcm9tcHRfY291bnQYDCABKA0SGwoTc2hhcmVkX3ByZWZpeF9jb3VudBgNIAEoDRIsCghzYW1wbGluZxgOIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSHwoSbWluX3BvbGljeV92ZXJzaW9uGA8gASgDSAOIAQESKwoIbWVzc2FnZXMYECADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYESADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSMQoLdG9vbF9jaG9pY2UYEiABKAsyHC5wZW5zdG9jay5jaGF0LnYxLlRvb2xDaG9pY2USFAoMcmVxdWVzdF9ib2R5GBMgASgMEjAKB2RpYWxlY3QYFCABKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSFQoNbGVhc2VfYXR0ZW1wdBgVIAEoBRIwCgxyZWNlaXZlX3RpbWUYFiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGBcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIOCgZzdHJlYW0YGCABKAgSFAoHdGFza19pZBgZIAEoCUgEiAEBEhgKC2dyb3VwX2luZGV4GBogASgFSAWIAQESGAoQdG9rZW5pemVyX3NoYTI1NhgbIAEoDBIcChRjaGF0X3RlbXBsYXRlX3NoYTI1NhgcIAEoDBINCgVtb2RlbBgdIAEoCRIWCg52aWV3X3RydW5jYXRlZBgeIAEoCBIUCgx0cmFjZV9wYXJlbnQYHyABKAkSEQoJbmFtZXNwYWNlGCAgASgJEhwKFG9taXR0ZWRfcHJlZml4X2NvdW50GCEgASgNEhUKDXByb21wdF9zaGEyNTYYIiABKAwaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUILCglfZ3JvdXBfaWRCCQoHX3J1bl9pZEIRCg9fcGFyZW50X2NhbGxfaWRCFQoTX21pbl9wb2xpY3lfdmVyc2lvbkIKCghfdGFza19pZEIOCgxfZ3JvdXBfaW5kZXgibAoTUmVzdWx0c0Fja25vd2xlZGdlZBIZChFhY2NlcHRlZF9jYWxsX2lkcxgBIAMoCRI6CghyZWplY3RlZBgCIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRSZWplY3RlZCK8AgoOUmVzdWx0UmVqZWN0ZWQSDwoHY2FsbF9pZBgBIAEoCRI/CgZyZWFzb24YAiABKA4yLy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0UmVqZWN0ZWQuUmVhc29uEg8KB21lc3NhZ2UYAyABKAkSEgoKdmlvbGF0aW9ucxgEIAMoCSKyAQoGUmVhc29uEhYKElJFQVNPTl9VTlNQRUNJRklFRBAAEhcKE1JFQVNPTl9VTktOT1dOX0NBTEwQARIcChhSRUFTT05fQUxSRUFEWV9ERUxJVkVSRUQQAhIVChFSRUFTT05fQ0FMTF9FTkRFRBADEhUKEVJFQVNPTl9OT1RfTEVBU0VEEAQSEgoOUkVBU09OX0lOVkFMSUQQBRIXChNSRUFTT05fU1RBTEVfUE9MSUNZEAYiMgoOQ2FsbHNDYW5jZWxsZWQSEAoIY2FsbF9pZHMYASADKAkSDgoGcmVhc29uGAIgASgJIiUKDlJvbGxvdXRzQ2xvc2VkEhMKC3JvbGxvdXRfaWRzGAEgAygJIkIKCVRvb2xDYWxscxI1CgVjYWxscxgBIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbENhbGwigwQKDEhvc3RUb29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRIMCgRuYW1lGAMgASgJEioKCWFyZ3VtZW50cxgEIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3QSFgoOYXJndW1lbnRzX2pzb24YBSABKAkSFQoIZ3JvdXBfaWQYBiABKAlIAIgBARITCgZydW5faWQYByABKAlIAYgBARJCCgZsYWJlbHMYCCADKAsyMi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSG9zdFRvb2xDYWxsLkxhYmVsc0VudHJ5EhQKB3Rhc2tfaWQYCSABKAlIAogBARIYCgtncm91cF9pbmRleBgKIAEoBUgDiAEBEjAKDHJlY2VpdmVfdGltZRgLIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLZXhwaXJlX3RpbWUYDCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCW5hbWVzcGFjZRgNIAEoCRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgoKCF90YXNrX2lkQg4KDF9ncm91cF9pbmRleCI7ChJUb29sQ2FsbHNDYW5jZWxsZWQSFQoNdG9vbF9jYWxsX2lkcxgBIAMoCRIOCgZyZWFzb24YAiABKAkidQoXVG9vbFJlc3VsdHNBY2tub3dsZWRnZWQSHgoWYWNjZXB0ZWRfdG9vbF9jYWxsX2lkcxgBIAMoCRI6CghyZWplY3RlZBgCIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRSZWplY3RlZCJyCgZHb0F3YXkSDgoGcmVhc29uGAEgASgJEigKBWdyYWNlGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KC3JldHJ5X2FmdGVyGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIokDChFMZWFzZUNhbGxzUmVxdWVzdBI4CghzZWxlY3RvchgBIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsU2VsZWN0b3ISEAoIaWRlbnRpdHkYAiABKAkSEQoJbWF4X2NhbGxzGAMgASgFEicKBHdhaXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKAoFbGVhc2UYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMAoEdmlldxgGIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsVmlldxISCgpyZXF1ZXN0X2lkGAcgASgJEhsKDnBvbGljeV92ZXJzaW9uGAggASgDSACIAQESHgoRbWF4X21lc3NhZ2VfYnl0ZXMYCSABKANIAYgBARIWCg5rbm93bl9jYWxsX2lkcxgKIAMoCUIRCg9fcG9saWN5X3ZlcnNpb25CFAoSX21heF9tZXNzYWdlX2J5dGVzIkgKEkxlYXNlQ2FsbHNSZXNwb25zZRIyCgVjYWxscxgBIAMoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbENhbGwiewoUQ29tcGxldGVDYWxsc1JlcXVlc3QSNQoHcmVzdWx0cxgBIAMoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmVzdWx0EhgKEGV4dGVuZF9sZWFzZV9pZHMYAiADKAkSEgoKcm9sbG91dF9pZBgDIAEoCSJ0ChVDb21wbGV0ZUNhbGxzUmVzcG9uc2USQwoMYWNrbm93bGVkZ2VkGAEgASgLMi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNBY2tub3dsZWRnZWQSFgoObG9zdF9sZWFzZV9pZHMYAiADKAkiiwEKFFJlZ2lzdGVyVG9vbHNSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSOAoIc2VsZWN0b3IYAiABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEiUKBXRvb2xzGAMgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sIhcKFVJlZ2lzdGVyVG9vbHNSZXNwb25zZSJNChBMaXN0Q2FsbHNSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSEQoJcGFnZV9zaXplGAIgASgFEhIKCnBhZ2VfdG9rZW4YAyABKAkiWQoRTGlzdENhbGxzUmVzcG9uc2USKwoFY2FsbHMYASADKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIksKDkdldENhbGxSZXF1ZXN0Eg8KB2NhbGxfaWQYASABKAkSFAoMaW5jbHVkZV9ib2R5GAIgASgIEhIKCnJvbGxvdXRfaWQYAyABKAkiVwoPR2V0Q2FsbFJlc3BvbnNlEioKBGNhbGwYASABKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSGAoQcHJvbXB0X3Rva2VuX2lkcxgCIAEoDDLZCAoQSW50ZXJjZXB0U2VydmljZRKIAgoJSW50ZXJjZXB0EioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkludGVyY2VwdFJlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSW50ZXJjZXB0UmVzcG9uc2UinQGyuxgzChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSGmhlbGxvLnNlbGVjdG9yLnJvbGxvdXRfaWRzsrsYLgoTeC1wZW5zdG9jay1ncm91cC1pZBIXaGVsbG8uc2VsZWN0b3IuZ3JvdXBfaWSyuxgwChV4LXBlbnN0b2NrLXNlc3Npb24taWQSF2hlbGxvLnJlc3VtZV9zZXNzaW9uX2lkKAEwARLGAQoKTGVhc2VDYWxscxIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MZWFzZUNhbGxzUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MZWFzZUNhbGxzUmVzcG9uc2UiXbK7GC0KFXgtcGVuc3RvY2stcm9sbG91dC1pZBIUc2VsZWN0b3Iucm9sbG91dF9pZHOyuxgoChN4LXBlbnN0b2NrLWdyb3VwLWlkEhFzZWxlY3Rvci5ncm91cF9pZBKZAQoNQ29tcGxldGVDYWxscxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Db21wbGV0ZUNhbGxzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Db21wbGV0ZUNhbGxzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKZAQoNUmVnaXN0ZXJUb29scxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2Vzc2lvbi1pZBIKc2Vzc2lvbl9pZBKNAQoJTGlzdENhbGxzEioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RDYWxsc1JlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdENhbGxzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKoAQoHR2V0Q2FsbBIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVxdWVzdBopLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVzcG9uc2UiSLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLK7GB0KEngtcGVuc3RvY2stY2FsbC1pZBIHY2FsbF9pZELEAQoYcGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxQhVJbnRlcmNlcHRTZXJ2aWNlUHJvdG9QAVo8cGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vaW50ZXJjZXB0aW9uL3YxO2ludGVyY2VwdGlvbnYxqgIYUGVuc3RvY2suSW50ZXJjZXB0aW9uLlYxygIYUGVuc3RvY2tcSW50ZXJjZXB0aW9uXFYx6gIaUGVuc3RvY2s6OkludGVyY2VwdGlvbjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_ops_v1_operations_service, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
@@ -63,13 +61,6 @@ export type CallSelector = Message<"penstock.interception.v1.CallSelector"> & {
    * @generated from field: bool all_namespaces = 5;
    */
   allNamespaces: boolean;
-
-  /**
-   * Calls for these policies only (RolloutModel.policy_id). Empty = for any.
-   *
-   * @generated from field: repeated string policy_ids = 6;
-   */
-  policyIds: string[];
 };
 
 /**
@@ -82,7 +73,8 @@ export const CallSelectorSchema: GenMessage<CallSelector> = /*@__PURE__*/
 /**
  * Credits are the most that a session may hold at one time. A new Credits frame replaces the limits; it does not add to
  * them. A call's credit is freed when its result is acknowledged (accepted, or rejected for good) or the call is cancelled.
- * A call is sent while the session is below both limits, so the last one may exceed the limit in bytes.
+ * A call is sent if the session stays within both limits with it. One larger than `bytes` is sent alone, when nothing else
+ * is held. Calls keep their order: those behind one that does not fit wait with it.
  *
  * @generated from message penstock.interception.v1.Credits
  */
@@ -95,7 +87,7 @@ export type Credits = Message<"penstock.interception.v1.Credits"> & {
   calls: number;
 
   /**
-   * Serialised bytes of these calls. Unset = 32 MiB in Hello, unchanged in a later frame.
+   * Bytes of these calls as they are sent, estimated. Unset = 32 MiB in Hello, unchanged in a later frame.
    *
    * @generated from field: optional int64 bytes = 2;
    */
@@ -256,13 +248,6 @@ export type Hello = Message<"penstock.interception.v1.Hello"> & {
    * @generated from field: optional int64 max_message_bytes = 9;
    */
   maxMessageBytes?: bigint | undefined;
-
-  /**
-   * Client-chosen, the same in all sessions of one trainer, at every gate. Credits are of one session.
-   *
-   * @generated from field: string trainer_id = 10;
-   */
-  trainerId: string;
 };
 
 /**
@@ -308,11 +293,14 @@ export type CallView = Message<"penstock.interception.v1.CallView"> & {
   body: boolean;
 
   /**
-   * The bytes of images, videos and sounds. Without it, ModelCall.media has their digests and positions only.
+   * ModelCall.prompt_token_ids has only what the trainer was not sent before; ModelCall.omitted_prefix_count states the
+   * rest. The trainer MUST keep, for each open rollout, the whole prompt of the last call of each of the 16 branches that
+   * it was sent a call of last (ModelCall.branch_id). A service without the feature `call_view.suffix_only` sends whole
+   * prompts.
    *
-   * @generated from field: bool media = 4;
+   * @generated from field: bool suffix_only = 3;
    */
-  media: boolean;
+  suffixOnly: boolean;
 };
 
 /**
@@ -387,17 +375,6 @@ export type CallResult = Message<"penstock.interception.v1.CallResult"> & {
      */
     value: Release;
     case: "release";
-  } | {
-    /**
-     * A piece of the answer. The call stays leased and its lease and expire_time are extended by their original lengths.
-     * What is acknowledged survives the session: it is ModelCall.partial of the next lease, and a streaming agent is sent
-     * it. The final completion has all tokens, these included. A piece must begin where the pieces before it end
-     * (REASON_INVALID); a repeated one is accepted again.
-     *
-     * @generated from field: penstock.chat.v1.PartialAnswer progress = 8;
-     */
-    value: PartialAnswer;
-    case: "progress";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -476,20 +453,6 @@ export type Delegation = Message<"penstock.interception.v1.Delegation"> & {
    * @generated from field: penstock.chat.v1.Sampling sampling_override = 1;
    */
   samplingOverride?: Sampling | undefined;
-
-  /**
-   * What shall answer instead of the rollout's model source, with a tokenizer equal to the source's. Not a Tokenizer.
-   *
-   * @generated from field: penstock.interception.v1.ModelSource source = 2;
-   */
-  source?: ModelSource | undefined;
-
-  /**
-   * The only version of the weights that may answer. Unset = as ModelCall.min_policy_version.
-   *
-   * @generated from field: optional int64 exact_version = 3;
-   */
-  exactVersion?: bigint | undefined;
 };
 
 /**
@@ -570,13 +533,6 @@ export type PolicyAnnounced = Message<"penstock.interception.v1.PolicyAnnounced"
    * @generated from field: int64 policy_version = 1;
    */
   policyVersion: bigint;
-
-  /**
-   * The policy that the version is of. Empty = the rollouts' only one.
-   *
-   * @generated from field: string policy_id = 2;
-   */
-  policyId: string;
 };
 
 /**
@@ -856,13 +812,6 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
    * @generated from field: penstock.ops.v1.ServerInfo server = 8;
    */
   server?: ServerInfo | undefined;
-
-  /**
-   * The other gates that may have rollouts of this selector now, for sessions with each. Empty = this is the only gate.
-   *
-   * @generated from field: repeated penstock.interception.v1.Peer peers = 9;
-   */
-  peers: Peer[];
 };
 
 /**
@@ -871,34 +820,6 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
  */
 export const WelcomeSchema: GenMessage<Welcome> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 21);
-
-/**
- * Peer is another gate.
- *
- * @generated from message penstock.interception.v1.Peer
- */
-export type Peer = Message<"penstock.interception.v1.Peer"> & {
-  /**
-   * Its `name` setting, as in records that name a home.
-   *
-   * @generated from field: string name = 1;
-   */
-  name: string;
-
-  /**
-   * "host:port" of its gRPC server.
-   *
-   * @generated from field: string address = 2;
-   */
-  address: string;
-};
-
-/**
- * Describes the message penstock.interception.v1.Peer.
- * Use `create(PeerSchema)` to create a new message.
- */
-export const PeerSchema: GenMessage<Peer> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 22);
 
 /**
  * Calls are calls to answer: one, or several in at most 4 MiB. Never more than Hello.max_message_bytes.
@@ -917,7 +838,7 @@ export type Calls = Message<"penstock.interception.v1.Calls"> & {
  * Use `create(CallsSchema)` to create a new message.
  */
 export const CallsSchema: GenMessage<Calls> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 23);
+  messageDesc(file_penstock_interception_v1_intercept_service, 22);
 
 /**
  * ModelCall is one model call, ready for an engine.
@@ -978,13 +899,16 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   parentCallId?: string | undefined;
 
   /**
-   * The whole prompt, little-endian int32: the conversation exactly as it was sampled, then the tokens of the new messages.
+   * The prompt after its first omitted_prefix_count tokens, little-endian int32: the conversation exactly as it was sampled,
+   * then the tokens of the new messages. The whole prompt unless the view has suffix_only.
    *
    * @generated from field: bytes prompt_token_ids = 11;
    */
   promptTokenIds: Uint8Array;
 
   /**
+   * Length of the whole prompt in tokens.
+   *
    * @generated from field: uint32 prompt_count = 12;
    */
   promptCount: number;
@@ -1120,26 +1044,21 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
   namespace: string;
 
   /**
-   * The policy that shall answer, by the model that the agent requested. Empty = the rollout's only one.
+   * How many tokens prompt_token_ids leaves out: they are the first tokens of the prompt of parent_call_id, which this
+   * session was sent (LeaseCalls: which known_call_ids names). 0 = none. What was sampled since is never left out, so it
+   * does not matter who answered the parent. A session's first call of a rollout, also after a resume, comes whole.
    *
-   * @generated from field: string policy_id = 35;
+   * @generated from field: uint32 omitted_prefix_count = 33;
    */
-  policyId: string;
+  omittedPrefixCount: number;
 
   /**
-   * Images, videos and sounds of the prompt, in the order of their tokens.
+   * SHA-256 of the whole prompt as little-endian int32, to check it after it was put together. Empty without suffix_only
+   * and without tokens.
    *
-   * @generated from field: repeated penstock.chat.v1.Media media = 36;
+   * @generated from field: bytes prompt_sha256 = 34;
    */
-  media: Media[];
-
-  /**
-   * What an earlier holder of this call had sampled, as one piece from the answer's first token on. The prompt does not have
-   * it. An answer may go on after it or begin again.
-   *
-   * @generated from field: penstock.chat.v1.PartialAnswer partial = 37;
-   */
-  partial?: PartialAnswer | undefined;
+  promptSha256: Uint8Array;
 };
 
 /**
@@ -1147,7 +1066,7 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
  * Use `create(ModelCallSchema)` to create a new message.
  */
 export const ModelCallSchema: GenMessage<ModelCall> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 24);
+  messageDesc(file_penstock_interception_v1_intercept_service, 23);
 
 /**
  * ResultsAcknowledged states which results were accepted.
@@ -1173,7 +1092,7 @@ export type ResultsAcknowledged = Message<"penstock.interception.v1.ResultsAckno
  * Use `create(ResultsAcknowledgedSchema)` to create a new message.
  */
 export const ResultsAcknowledgedSchema: GenMessage<ResultsAcknowledged> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 25);
+  messageDesc(file_penstock_interception_v1_intercept_service, 24);
 
 /**
  * ResultRejected is why a result was rejected.
@@ -1207,7 +1126,7 @@ export type ResultRejected = Message<"penstock.interception.v1.ResultRejected"> 
  * Use `create(ResultRejectedSchema)` to create a new message.
  */
 export const ResultRejectedSchema: GenMessage<ResultRejected> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 26);
+  messageDesc(file_penstock_interception_v1_intercept_service, 25);
 
 /**
  * Reason is the closed set of reasons.
@@ -1267,7 +1186,7 @@ export enum ResultRejected_Reason {
  * Describes the enum penstock.interception.v1.ResultRejected.Reason.
  */
 export const ResultRejected_ReasonSchema: GenEnum<ResultRejected_Reason> = /*@__PURE__*/
-  enumDesc(file_penstock_interception_v1_intercept_service, 26, 0);
+  enumDesc(file_penstock_interception_v1_intercept_service, 25, 0);
 
 /**
  * CallsCancelled lists calls of this session that need no answer any more.
@@ -1293,7 +1212,7 @@ export type CallsCancelled = Message<"penstock.interception.v1.CallsCancelled"> 
  * Use `create(CallsCancelledSchema)` to create a new message.
  */
 export const CallsCancelledSchema: GenMessage<CallsCancelled> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 27);
+  messageDesc(file_penstock_interception_v1_intercept_service, 26);
 
 /**
  * RolloutsClosed lists rollouts of this session's selector that were closed.
@@ -1312,7 +1231,7 @@ export type RolloutsClosed = Message<"penstock.interception.v1.RolloutsClosed"> 
  * Use `create(RolloutsClosedSchema)` to create a new message.
  */
 export const RolloutsClosedSchema: GenMessage<RolloutsClosed> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 28);
+  messageDesc(file_penstock_interception_v1_intercept_service, 27);
 
 /**
  * ToolCalls are agents' calls of host tools. Credits do not count them: the operator limits how many a rollout may have
@@ -1332,7 +1251,7 @@ export type ToolCalls = Message<"penstock.interception.v1.ToolCalls"> & {
  * Use `create(ToolCallsSchema)` to create a new message.
  */
 export const ToolCallsSchema: GenMessage<ToolCalls> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 29);
+  messageDesc(file_penstock_interception_v1_intercept_service, 28);
 
 /**
  * HostToolCall is one call of a host tool. Its arguments are valid against the tool's schema.
@@ -1421,7 +1340,7 @@ export type HostToolCall = Message<"penstock.interception.v1.HostToolCall"> & {
  * Use `create(HostToolCallSchema)` to create a new message.
  */
 export const HostToolCallSchema: GenMessage<HostToolCall> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 30);
+  messageDesc(file_penstock_interception_v1_intercept_service, 29);
 
 /**
  * ToolCallsCancelled lists host tool calls of this session that need no result any more. Work on them may stop.
@@ -1447,7 +1366,7 @@ export type ToolCallsCancelled = Message<"penstock.interception.v1.ToolCallsCanc
  * Use `create(ToolCallsCancelledSchema)` to create a new message.
  */
 export const ToolCallsCancelledSchema: GenMessage<ToolCallsCancelled> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 31);
+  messageDesc(file_penstock_interception_v1_intercept_service, 30);
 
 /**
  * ToolResultsAcknowledged states which results of host tools were accepted.
@@ -1475,7 +1394,7 @@ export type ToolResultsAcknowledged = Message<"penstock.interception.v1.ToolResu
  * Use `create(ToolResultsAcknowledgedSchema)` to create a new message.
  */
 export const ToolResultsAcknowledgedSchema: GenMessage<ToolResultsAcknowledged> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 32);
+  messageDesc(file_penstock_interception_v1_intercept_service, 31);
 
 /**
  * GoAway announces that the service stops. Answer the calls that you hold, expect no more, and reconnect elsewhere or
@@ -1507,7 +1426,7 @@ export type GoAway = Message<"penstock.interception.v1.GoAway"> & {
  * Use `create(GoAwaySchema)` to create a new message.
  */
 export const GoAwaySchema: GenMessage<GoAway> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 33);
+  messageDesc(file_penstock_interception_v1_intercept_service, 32);
 
 /**
  * See LeaseCalls.
@@ -1572,6 +1491,14 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
    * @generated from field: optional int64 max_message_bytes = 9;
    */
   maxMessageBytes?: bigint | undefined;
+
+  /**
+   * With view.suffix_only: calls whose whole prompts the trainer keeps, at most 4,096. A call is sent whole unless its
+   * parent is among them.
+   *
+   * @generated from field: repeated string known_call_ids = 10;
+   */
+  knownCallIds: string[];
 };
 
 /**
@@ -1579,7 +1506,7 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
  * Use `create(LeaseCallsRequestSchema)` to create a new message.
  */
 export const LeaseCallsRequestSchema: GenMessage<LeaseCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 34);
+  messageDesc(file_penstock_interception_v1_intercept_service, 33);
 
 /**
  * See LeaseCalls.
@@ -1600,7 +1527,7 @@ export type LeaseCallsResponse = Message<"penstock.interception.v1.LeaseCallsRes
  * Use `create(LeaseCallsResponseSchema)` to create a new message.
  */
 export const LeaseCallsResponseSchema: GenMessage<LeaseCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 35);
+  messageDesc(file_penstock_interception_v1_intercept_service, 34);
 
 /**
  * See CompleteCalls.
@@ -1634,7 +1561,7 @@ export type CompleteCallsRequest = Message<"penstock.interception.v1.CompleteCal
  * Use `create(CompleteCallsRequestSchema)` to create a new message.
  */
 export const CompleteCallsRequestSchema: GenMessage<CompleteCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 36);
+  messageDesc(file_penstock_interception_v1_intercept_service, 35);
 
 /**
  * See CompleteCalls.
@@ -1660,7 +1587,7 @@ export type CompleteCallsResponse = Message<"penstock.interception.v1.CompleteCa
  * Use `create(CompleteCallsResponseSchema)` to create a new message.
  */
 export const CompleteCallsResponseSchema: GenMessage<CompleteCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 37);
+  messageDesc(file_penstock_interception_v1_intercept_service, 36);
 
 /**
  * See RegisterTools.
@@ -1699,7 +1626,7 @@ export type RegisterToolsRequest = Message<"penstock.interception.v1.RegisterToo
  * Use `create(RegisterToolsRequestSchema)` to create a new message.
  */
 export const RegisterToolsRequestSchema: GenMessage<RegisterToolsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 38);
+  messageDesc(file_penstock_interception_v1_intercept_service, 37);
 
 /**
  * See RegisterTools.
@@ -1714,7 +1641,7 @@ export type RegisterToolsResponse = Message<"penstock.interception.v1.RegisterTo
  * Use `create(RegisterToolsResponseSchema)` to create a new message.
  */
 export const RegisterToolsResponseSchema: GenMessage<RegisterToolsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 39);
+  messageDesc(file_penstock_interception_v1_intercept_service, 38);
 
 /**
  * See ListCalls.
@@ -1745,7 +1672,7 @@ export type ListCallsRequest = Message<"penstock.interception.v1.ListCallsReques
  * Use `create(ListCallsRequestSchema)` to create a new message.
  */
 export const ListCallsRequestSchema: GenMessage<ListCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 40);
+  messageDesc(file_penstock_interception_v1_intercept_service, 39);
 
 /**
  * See ListCalls.
@@ -1771,7 +1698,7 @@ export type ListCallsResponse = Message<"penstock.interception.v1.ListCallsRespo
  * Use `create(ListCallsResponseSchema)` to create a new message.
  */
 export const ListCallsResponseSchema: GenMessage<ListCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 41);
+  messageDesc(file_penstock_interception_v1_intercept_service, 40);
 
 /**
  * See GetCall.
@@ -1802,7 +1729,7 @@ export type GetCallRequest = Message<"penstock.interception.v1.GetCallRequest"> 
  * Use `create(GetCallRequestSchema)` to create a new message.
  */
 export const GetCallRequestSchema: GenMessage<GetCallRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 42);
+  messageDesc(file_penstock_interception_v1_intercept_service, 41);
 
 /**
  * See GetCall.
@@ -1830,7 +1757,7 @@ export type GetCallResponse = Message<"penstock.interception.v1.GetCallResponse"
  * Use `create(GetCallResponseSchema)` to create a new message.
  */
 export const GetCallResponseSchema: GenMessage<GetCallResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 43);
+  messageDesc(file_penstock_interception_v1_intercept_service, 42);
 
 /**
  * InterceptService serves trainers: they receive calls and answer them.
