@@ -1,6 +1,6 @@
 """Wheels: what the images install, gathered once a machine and set of versions; and this repository's own.
 
-`python -m tests.support.wheels` gathers the first beforehand. What was installed here by pip comes from pip's own cache.
+`python -m tests.support.wheels` gathers the first beforehand. What pip installed here comes from its own cache.
 """
 
 from __future__ import annotations
@@ -60,7 +60,17 @@ def of_commit(commit: str) -> Path:
 
 def of_checkout(folder: Path) -> Path:
     """Builds this repository's wheels, but for the demo's, as the files are now; `folder` must not exist yet."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "clients/python", "libs", "services"]
+    listed = [
+        "git",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "clients/python",
+        "libs",
+        "services",
+    ]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as scratch:
         for name in filter(None, names.split("\0")):

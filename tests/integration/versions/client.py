@@ -134,11 +134,16 @@ async def engine(ps: Penstock, weights: Path) -> Json:
     """A completion before and after a push of weights."""
     before = await ps.inference.generate([3, 4, 5])
     with np.load(weights) as tensors:
-        update = await ps.inference.update_weights(before.policy_version + 1, dict(tensors))
+        update = await ps.inference.update_weights(1, dict(tensors))
     after = await ps.inference.generate([3, 4, 5])
     return {
-        "counts": [len(item.token_ids) == len(item.logprobs) > 0 for item in (before, after)],
-        "version": [update.policy_version, after.policy_version, (await ps.inference.info()).policy_version],
+        "counts": [np.size(item.token_ids) == np.size(item.logprobs) > 0 for item in (before, after)],
+        "version": [
+            before.policy_version,
+            update.policy_version,
+            after.policy_version,
+            (await ps.inference.info()).policy_version,
+        ],
     }
 
 
