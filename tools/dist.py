@@ -4,8 +4,8 @@
 
 Wheels and source archives, the npm package, the Go module as its proxy protocol has it, the protos for every other
 language, a bill of materials (CycloneDX) and SHA256SUMS. The small model of `penstock-demo` is trained on the way, from
-one seed; build/ keeps it. Times in the archives are those of the last commit, so that two builds of one commit differ in
-nothing but what compilers make of it.
+one seed; build/ keeps it. Times in the archives are those of the last commit, so that two builds of one commit differ
+in nothing but what compilers make of it.
 """
 
 import hashlib
