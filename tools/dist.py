@@ -2,9 +2,10 @@
 
     python -m tools.dist [FOLDER]          default: dist
 
-Wheels and source archives, the npm package, the Go module as its proxy protocol has it, a bill of materials (CycloneDX)
-and SHA256SUMS. The small model of `penstock-demo` is trained on the way, from one seed; build/ keeps it. Times in the
-archives are those of the last commit, so that two builds of one commit differ in nothing but what compilers make of it.
+Wheels and source archives, the npm package, the Go module as its proxy protocol has it, the protos for every other
+language, a bill of materials (CycloneDX) and SHA256SUMS. The small model of `penstock-demo` is trained on the way, from
+one seed; build/ keeps it. Times in the archives are those of the last commit, so that two builds of one commit differ
+in nothing but what compilers make of it.
 """
 
 import hashlib
@@ -45,6 +46,7 @@ def build(folder: Path) -> None:
         _run(argv, ROOT / place, environment)
     _npm_package(folder)
     go_module(folder)
+    protos(folder)
     (folder / BILL).write_text(json.dumps(sbom.bill(folder), indent=2) + "\n", encoding="utf-8")
     made = sorted(path for path in folder.iterdir() if path.name != SUMS)
     (folder / SUMS).write_text("".join(f"{digest(path)}  {path.name}\n" for path in made), encoding="utf-8")
@@ -65,12 +67,26 @@ def go_module(folder: Path) -> Path:
     version = f"v{sbom.version()}"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT / "clients/go", capture_output=True, check=True).stdout
     target = folder / f"penstock-go-{version}.zip"
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(filter(None, listed.decode().split("\0"))):
-            entry = zipfile.ZipInfo(f"{names()['go']}@{version}/{name}")  # its time is 1980's, for all
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, (ROOT / "clients" / "go" / name).read_bytes())
+    inside = f"{names()['go']}@{version}"
+    files = filter(None, listed.decode().split("\0"))
+    _zip(target, {f"{inside}/{name}": ROOT / "clients" / "go" / name for name in files})
     return target
+
+
+def protos(folder: Path) -> Path:
+    """Writes `penstock-proto-files-VERSION.zip`: what a language without a client generates its stubs from."""
+    target = folder / f"penstock-proto-files-v{sbom.version()}.zip"
+    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "protos").rglob("*.proto")}
+    _zip(target, {**files, "LICENSE": ROOT / "LICENSE"})
+    return target
+
+
+def _zip(target: Path, files: Mapping[str, Path]) -> None:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            entry = zipfile.ZipInfo(name)  # its time is 1980's, for all
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, files[name].read_bytes())
 
 
 def digest(path: Path) -> str:

@@ -39,7 +39,7 @@ def bill(folder: Path) -> dict[str, Any]:
         needed = sorted({str(canonicalize_name(item.name)) for item in _requirements(name, extras=name in ours)})
         depends[reference] = [_python(item) for item in needed]
         waiting += needed
-    for reference, component, needed in (_npm(folder), _go(folder)):
+    for reference, component, needed in (_npm(folder), _go(folder), _protos(folder)):
         components[reference] = component
         depends[reference] = list(needed)
         components |= {item: _bare(item) for item in needed}
@@ -90,7 +90,8 @@ def _component(name: str, reference: str, folder: Path | None) -> dict[str, Any]
     elif licence and "\n" not in licence:
         made["licenses"] = [{"license": {"name": licence}}]
     if folder is not None:
-        made["externalReferences"] = [_archive(path) for path in sorted(folder.glob(f"{name.replace('-', '_')}-*"))]
+        archives = sorted(folder.glob(f"{name.replace('-', '_')}-{made['version']}*"))
+        made["externalReferences"] = [_archive(path) for path in archives]
     return made
 
 
@@ -128,5 +129,12 @@ def _go(folder: Path) -> tuple[str, dict[str, Any], list[str]]:
     needed = [f"pkg:golang/{name}@{number}" for name, number in re.findall(r"^\t(\S+) (v\S+)", text, re.MULTILINE)]
     reference = f"pkg:golang/{names()['go']}@v{version()}"
     made = _bare(reference) | {"licenses": [{"expression": "Apache-2.0"}]}
-    made["externalReferences"] = [_archive(path) for path in sorted(folder.glob("*.zip"))]
+    made["externalReferences"] = [_archive(path) for path in sorted(folder.glob("penstock-go-*.zip"))]
     return reference, made, needed
+
+
+def _protos(folder: Path) -> tuple[str, dict[str, Any], list[str]]:
+    reference = f"pkg:generic/{names()['python']}-proto-files@v{version()}"
+    made = _bare(reference) | {"licenses": [{"expression": "Apache-2.0"}]}
+    made["externalReferences"] = [_archive(path) for path in sorted(folder.glob("penstock-proto-files-*.zip"))]
+    return reference, made, []

@@ -14,7 +14,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 GUIDE: Final = ROOT / "docs" / "guides" / "any-language.md"
 
 
-def stubs(folder: Path) -> Path:
+def stubs(folder: Path, protos: Path = ROOT / "protos") -> Path:
     """Runs the guide's command in a folder; returns where the stubs are. Without the programs the test is left out."""
     for program in ("protoc", "grpc_ruby_plugin", "ruby"):
         if shutil.which(program) is None:
@@ -22,7 +22,7 @@ def stubs(folder: Path) -> Path:
             absent(f"THE TRAINER IN RUBY IS NOT TESTED HERE: no {program}: apt-get install {packages}")
     (block,) = re.findall(r"^```sh\n(apt-get .*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     commands = block.partition("\n")[2]
-    (folder / "protos").symlink_to(ROOT / "protos")
+    (folder / "protos").symlink_to(protos)
     done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return folder / "stubs"

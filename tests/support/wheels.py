@@ -1,15 +1,22 @@
-"""What the images install, as wheels that are gathered once a machine and set of versions.
+"""Wheels: what the images install, gathered once a machine and set of versions; and this repository's own.
 
-`python -m tests.support.wheels` gathers them beforehand. What was installed here by pip comes from pip's own cache.
+`python -m tests.support.wheels` gathers the first beforehand. What pip installed here comes from its own cache.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -28,12 +35,90 @@ def gathered() -> Path:
     inputs += [ROOT / f"services/{name}/pyproject.toml" for name in SERVICES]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
     kept = _CACHE / digest
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    with (_CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _alone():
         if not kept.exists():
             _gather(kept)
     return kept
+
+
+def of_commit(commit: str) -> Path:
+    """The folder with this repository's wheels as of a commit, but for the demo's; AssertionError where it is missing.
+
+    Built once a machine.
+    """
+    kept = _CACHE / f"commit-{commit}"
+    with _alone():
+        if not kept.exists():
+            archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=False)
+            advice = f"{archive.stderr.decode().strip()}\nIn a shallow clone, run: git fetch --unshallow"
+            assert archive.returncode == 0, f"commit {commit} is not here: {advice}"
+            with tempfile.TemporaryDirectory() as scratch, tarfile.open(fileobj=io.BytesIO(archive.stdout)) as content:
+                content.extractall(scratch, filter="data")
+                _build(Path(scratch), kept)
+    return kept
+
+
+def of_checkout(folder: Path) -> Path:
+    """Builds this repository's wheels, but for the demo's, as the files are now; `folder` must not exist yet."""
+    listed = [
+        "git",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "clients/python",
+        "libs",
+        "services",
+    ]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                target = Path(scratch, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, target)
+        _build(Path(scratch), folder)
+    return folder
+
+
+def install(wheels: Path, folder: Path) -> Path:
+    """Makes a virtual environment with these wheels, and with what else is installed here; returns its interpreter."""
+    _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], ROOT)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # The directory alone, whose .pth files lead to the checkout, is not looked at: what is installed comes first.
+    (packages / "third-parties.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    given = [str(path) for path in sorted(wheels.glob("*.whl"))]
+    _run([*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", *given], ROOT)
+    return python
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with (_CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(tree: Path, folder: Path) -> None:
+    """Builds the wheels of a tree that nobody else uses, whose dashboard has a page without content."""
+    page = tree / "clients/python/sdk/penstock/dashboard/static/index.html"
+    page.parent.mkdir(exist_ok=True)
+    page.touch()
+    partial = folder.with_name(f".{folder.name}-{os.getpid()}")
+    for project in sorted(tree.glob("*/**/pyproject.toml")):
+        name = project.parent.relative_to(tree).as_posix()
+        if name.startswith(("clients/python/", "libs/", "services/")) and name != "clients/python/demo":
+            _run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(partial)], project.parent)
+    partial.rename(folder)
+
+
+def _run(argv: list[str], folder: Path) -> None:
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
 
 
 def _gather(kept: Path) -> None:
@@ -43,8 +128,7 @@ def _gather(kept: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-build-isolation"]
     named = ["hatchling", *needs(), *(f"./{name}" for name in wanted)]
     argv = [*pip, "-c", "constraints.txt", "-w", str(partial), *named]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    _run(argv, ROOT)
     for ours in partial.glob("penstock*"):
         ours.unlink()
     partial.rename(kept)

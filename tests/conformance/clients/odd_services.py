@@ -32,13 +32,16 @@ class OddDriver:
         self.abandoned = asyncio.Event()
         self.request_ids: list[str] = []
         self.user_agents: set[str] = set()
+        self.routed: dict[str, str] = {}
 
     async def get_rollout(
         self, request: rollout_service_pb2.GetRolloutRequest, context: Context
     ) -> rollout_service_pb2.GetRolloutResponse:
         """As the id says."""
         name = request.rollout_id
-        self.user_agents.add(str(dict(context.invocation_metadata() or ()).get("user-agent", "")))
+        metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        self.user_agents.add(metadata.get("user-agent", ""))
+        self.routed[name] = metadata.get("x-penstock-rollout-id", "")
         self.attempts[name] += 1
         await self._send_home(name, context)
         match name:

@@ -1,22 +1,20 @@
-"""Sandboxes, for the Python client's subject. What the client has no method for is called by the generated stub."""
+"""Sandboxes, for the Python client's subject."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.client.errors import FailedPrecondition
-from penstock.client.sandboxes.handle import SandboxHandle
-from penstock.client.tasks.spec import Command, SeedFile
-from penstock.client.transport.rpc import Service
-from penstock.client.types.results import Exit
-from penstock.client.types.sandboxes import SandboxSpec
-from penstock.client.wire import results as wire_results
-from penstock.client.wire import specs
-from penstock.sandbox.v1 import file_service_pb2 as files
-from penstock.sandbox.v1 import file_service_pb2_grpc, process_service_pb2_grpc
-from penstock.sandbox.v1 import process_service_pb2 as processes
+from penstock.client import (
+    Command,
+    Exit,
+    FailedPrecondition,
+    Output,
+    ProcessHandle,
+    SandboxHandle,
+    SandboxSpec,
+    SeedFile,
+)
 
 if TYPE_CHECKING:
     from tests.conformance.clients.python_subject import Subject
@@ -32,14 +30,8 @@ async def _sandbox(subject: Subject, given: Json) -> SandboxHandle:
     return handle
 
 
-def _data(subject: Subject, given: Json) -> tuple[Service, Any, Any]:
-    """The sandbox service, with its stubs for processes and files."""
-    service: Service = subject.client(given)._services["sandbox"]
-    return (
-        service,
-        process_service_pb2_grpc.ProcessServiceStub(service.channel),
-        file_service_pb2_grpc.FileServiceStub(service.channel),
-    )
+async def _process(subject: Subject, given: Json) -> ProcessHandle:
+    return await (await _sandbox(subject, given)).process(given["process_id"])
 
 
 def _exit(end: Exit) -> Json:
@@ -69,57 +61,32 @@ async def sandbox_run(subject: Subject, given: Json) -> Json:
 
 
 async def process_start(subject: Subject, given: Json) -> Json:
-    service, run, _ = _data(subject, given)
-    request = processes.StartProcessRequest(
-        sandbox_id=given["sandbox_id"],
-        process_id=secrets.token_hex(16),
-        command=specs.command(Command(shell=given["shell"])),
-        stdin=given.get("stdin", False),
-    )
-    answer = await service.call(run.StartProcess, request, repeatable=True)
-    return {"process_id": answer.process.process_id}
+    sandbox = await _sandbox(subject, given)
+    started = await sandbox.start(Command(shell=given["shell"]), stdin=given.get("stdin", False))
+    return {"process_id": started.process_id}
 
 
 async def process_write(subject: Subject, given: Json) -> None:
-    (service, run, _), frame = _data(subject, given), processes.WriteStdinRequest
-    offsets = subject.kept("stdin offsets")
-    where: Json = {"sandbox_id": given["sandbox_id"], "process_id": given["process_id"]}
-
-    async def frames() -> Any:
-        yield frame(start=frame.StdinStart(**where, offset=offsets.get(given["process_id"], 0)))
-        yield frame(data=given["text"].encode())
-        if given.get("last"):
-            yield frame(end=frame.StdinEnd())
-
-    answer = await service.push(run.WriteStdin, frames)
-    offsets[given["process_id"]] = answer.offset
+    process = await _process(subject, given)
+    await process.write(given["text"].encode())
+    if given.get("last"):
+        await process.close_stdin()
 
 
 async def process_output(subject: Subject, given: Json) -> Json:
-    service, run, _ = _data(subject, given)
-    request = processes.WatchProcessRequest(sandbox_id=given["sandbox_id"], process_id=given["process_id"])
-    outputs = {1: b"", 2: b""}
-    ended: Json = {}
-    async for event in service.stream(run.WatchProcess, request):
-        if event.HasField("chunk"):
-            outputs[event.chunk.stream] += event.chunk.data
-        elif event.HasField("exit"):
-            ended = _exit(wire_results.exit_from(event.exit))
-    return {**ended, "stdout": outputs[1].decode(), "stderr": outputs[2].decode()}
+    process, outputs = await _process(subject, given), {"stdout": b"", "stderr": b""}
+    async for item in process.output():
+        if isinstance(item, Output):
+            outputs[item.stream] += item.data
+    return {**_exit(await process.wait()), **{name: data.decode() for name, data in outputs.items()}}
 
 
 async def process_wait(subject: Subject, given: Json) -> Json:
-    service, run, _ = _data(subject, given)
-    request = processes.WaitProcessRequest(sandbox_id=given["sandbox_id"], process_id=given["process_id"])
-    answer = await service.call(run.WaitProcess, request)
-    return _exit(wire_results.exit_from(answer.process.exit))
+    return _exit(await (await _process(subject, given)).wait())
 
 
 async def process_kill(subject: Subject, given: Json) -> Json:
-    service, run, _ = _data(subject, given)
-    request = processes.KillProcessRequest(sandbox_id=given["sandbox_id"], process_id=given["process_id"])
-    answer = await service.call(run.KillProcess, request, repeatable=True)
-    return _exit(wire_results.exit_from(answer.exit))
+    return _exit(await (await _process(subject, given)).kill())
 
 
 async def file_write(subject: Subject, given: Json) -> None:
@@ -137,10 +104,8 @@ async def file_list(subject: Subject, given: Json) -> Json:
 
 
 async def file_stat(subject: Subject, given: Json) -> Json:
-    service, _, tree = _data(subject, given)
-    request = files.StatRequest(sandbox_id=given["sandbox_id"], path=given["path"])
-    info = (await service.call(tree.Stat, request, repeatable=True)).info
-    return {"kind": files.FileKind.Name(info.kind)[10:].lower(), "size": info.size_bytes, "mode": info.mode}
+    info = await (await _sandbox(subject, given)).stat(given["path"])
+    return {"kind": info.kind, "size": info.size_bytes, "mode": info.mode}
 
 
 async def file_remove(subject: Subject, given: Json) -> None:
@@ -148,27 +113,15 @@ async def file_remove(subject: Subject, given: Json) -> None:
 
 
 async def make_directory(subject: Subject, given: Json) -> None:
-    service, _, tree = _data(subject, given)
-    request = files.MakeDirectoryRequest(sandbox_id=given["sandbox_id"], path=given["path"])
-    await service.call(tree.MakeDirectory, request, repeatable=True)
+    await (await _sandbox(subject, given)).make_directory(given["path"])
 
 
 async def tree_read(subject: Subject, given: Json) -> Json:
-    service, _, tree = _data(subject, given)
-    request = files.ReadTreeRequest(sandbox_id=given["sandbox_id"], path=given["path"])
-    parts = await service.collect(tree.ReadTree, request)
-    return {"tar": b"".join(part.tar_chunk for part in parts).hex()}
+    return {"tar": (await (await _sandbox(subject, given)).read_tree(given["path"])).hex()}
 
 
 async def tree_write(subject: Subject, given: Json) -> None:
-    (service, _, tree), frame = _data(subject, given), files.WriteTreeRequest
-
-    async def frames() -> Any:
-        yield frame(start=frame.WriteTreeStart(sandbox_id=given["sandbox_id"], path=given["path"]))
-        yield frame(tar_chunk=bytes.fromhex(given["tar"]))
-        yield frame(end=frame.WriteTreeEnd())
-
-    await service.push(tree.WriteTree, frames)
+    await (await _sandbox(subject, given)).write_tree(given["path"], bytes.fromhex(given["tar"]))
 
 
 async def sandbox_renew(subject: Subject, given: Json) -> Json:

@@ -1,48 +1,20 @@
-"""The rest of the Python client's subject: terminals, agents, weights, host tools, calls without a session.
-
-What the client has no method for is called by the generated stub, on the client's own channel.
-"""
+"""The rest of the Python client's subject: terminals, agents, weights, host tools, calls without a session."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from google.protobuf import duration_pb2
 from tests.conformance.clients.python_sandboxes import COMMANDS as SANDBOXES
 
-from penstock.client import HostTool, HostToolCall, Penstock, ToolFailed
-from penstock.client.errors import (
-    AlreadyDelivered,
-    CallEnded,
-    InvalidCompletion,
-    NotLeased,
-    ResultRejected,
-    StalePolicy,
-    UnknownCall,
-)
-from penstock.client.intercept.calls import ModelCall
-from penstock.interception.v1 import intercept_service_pb2 as intercept
-from penstock.interception.v1 import intercept_service_pb2_grpc
-from penstock.ops.v1 import operations_service_pb2 as ops
-from penstock.ops.v1 import operations_service_pb2_grpc
+from penstock.client import HostTool, HostToolCall, LeasedCall, Penstock, Selector, ToolFailed
 
 if TYPE_CHECKING:
     from tests.conformance.clients.python_subject import Subject
 
 Json = dict[str, Any]
-
-_REJECTIONS: Final[Mapping[int, type[ResultRejected]]] = {
-    intercept.ResultRejected.REASON_UNKNOWN_CALL: UnknownCall,
-    intercept.ResultRejected.REASON_ALREADY_DELIVERED: AlreadyDelivered,
-    intercept.ResultRejected.REASON_CALL_ENDED: CallEnded,
-    intercept.ResultRejected.REASON_NOT_LEASED: NotLeased,
-    intercept.ResultRejected.REASON_INVALID: InvalidCompletion,
-    intercept.ResultRejected.REASON_STALE_POLICY: StalePolicy,
-}
 
 
 def _ps(subject: Subject, given: Json) -> Penstock:
@@ -219,39 +191,16 @@ async def let_tool(subject: Subject, given: Json) -> None:
 
 
 async def lease_calls(subject: Subject, given: Json) -> Json:
-    service = _ps(subject, given)._services["interception"]
-    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
-    request = intercept.LeaseCallsRequest(
-        request_id=secrets.token_hex(16),
-        selector=intercept.CallSelector(run_id=given["run_id"]),
-        max_calls=given.get("max_calls", 1),
-        wait=duration_pb2.Duration(seconds=given.get("wait_s", 20)),
-        max_message_bytes=64 << 20,
+    calls = await _ps(subject, given).gate.lease_calls(
+        Selector(run_id=given["run_id"]), max_calls=given.get("max_calls", 1), wait=given.get("wait_s", 20)
     )
-    answer = await service.call(stub.LeaseCalls, request, timeout=60.0, repeatable=True)
-
-    async def send(result: intercept.CallResult) -> None:
-        result.lease_id = lease_ids[result.call_id]
-        complete = intercept.CompleteCallsRequest(results=[result])
-        said = (await service.call(stub.CompleteCalls, complete, repeatable=True)).acknowledged
-        for rejected in said.rejected:
-            kind = _REJECTIONS.get(rejected.reason, ResultRejected)
-            reason = intercept.ResultRejected.Reason.Name(rejected.reason).removeprefix("REASON_")
-            raise kind(rejected.message, reason=reason)
-
-    lease_ids = {message.call_id: message.lease_id for message in answer.calls}
-    calls = [ModelCall(message, send) for message in answer.calls]
     subject.kept("calls").update({call.call_id: call for call in calls})
     return {"calls": [subject.observed_call(call) for call in calls]}
 
 
 async def extend_leases(subject: Subject, given: Json) -> Json:
-    service = _ps(subject, given)._services["interception"]
-    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
-    by_lease = {subject.kept("calls")[call_id]._message.lease_id: call_id for call_id in given["call_ids"]}
-    request = intercept.CompleteCallsRequest(extend_lease_ids=by_lease)
-    answer = await service.call(stub.CompleteCalls, request, repeatable=True)
-    return {"lost": [by_lease[lease_id] for lease_id in answer.lost_lease_ids]}
+    calls: list[LeasedCall] = [subject.kept("calls")[call_id] for call_id in given["call_ids"]]
+    return {"lost": [call.call_id for call in calls if not await call.extend()]}
 
 
 async def watch_rollouts(subject: Subject, given: Json) -> Json:
@@ -278,14 +227,11 @@ async def export(subject: Subject, given: Json) -> Json:
 
 
 async def server_info(subject: Subject, given: Json) -> Json:
-    name = given["service"]
-    service = _ps(subject, given)._services[name]
-    stub = operations_service_pb2_grpc.OperationsServiceStub(service.channel)
-    server = (await service.call(stub.GetServerInfo, ops.GetServerInfoRequest(), repeatable=True)).server
+    info = await _ps(subject, given).operations.server_info(given["service"])
     return {
-        "service": server.service,
-        "revision": server.contract_revision,
-        "max_message_bytes": server.max_message_bytes,
+        "service": info.service,
+        "revision": info.contract_revision,
+        "max_message_bytes": info.max_message_bytes,
     }
 
 

@@ -85,6 +85,7 @@ class World:
         self.odd.request_ids.clear()
         self.odd.abandoned.clear()
         self.odd.user_agents.clear()
+        self.odd.routed.clear()
 
     def token(self, name: str) -> str | None:
         """By the name that cases have for it."""
@@ -243,6 +244,10 @@ class Execution:
                     for name in self.world.odd.user_agents
                     if not name.startswith(f"penstock-{language}/{VERSION}")
                 ] + ([] if self.world.odd.user_agents else ["nobody asked"])
+            case "routed":
+                return list(
+                    differences({name: name for name in given["rollout_ids"]}, self.world.odd.routed, "headers")
+                )
             case "asked-once":
                 return list(differences(1, len(set(self.world.odd.request_ids)), "request ids"))
             case "abandoned":

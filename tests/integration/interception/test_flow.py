@@ -9,6 +9,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.integration.interception.conftest import tokens_completion
+from tests.integration.interception.dialects.test_chat import ASK
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
@@ -187,3 +189,23 @@ async def test_a_staleness_bound_follows_what_any_trainer_of_the_run_announces(s
     for task in (busy, third, foreign):
         task.cancel()
     await asyncio.gather(busy, third, foreign, return_exceptions=True)
+
+
+@pytest.mark.requirement("R29", "R108")
+async def test_a_completion_with_a_word_of_a_newer_version_is_refused_by_its_field(service: Any) -> None:
+    """Not as if it were unset; the call stays with the trainer."""
+    rollout, trainer = await service.open(), await service.trainer()
+    asked = asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=ASK))
+    call = await trainer.call()
+    answer = pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, completion=tokens_completion([5, 2]))
+    for owner, name in ((answer.completion, "finish_reason"), (answer.completion.span, "logprobs_mode")):
+        known = getattr(owner, name)
+        setattr(owner, name, 77)
+        (rejected,) = (await trainer.deliver(answer)).rejected
+        setattr(owner, name, known)
+        assert rejected.reason == pb.ResultRejected.REASON_INVALID
+        (text,) = rejected.violations
+        assert text.partition(": ")[0].endswith(f".{name}")
+        assert "that this version knows" in text
+    await trainer.deliver(answer)
+    await asked

@@ -139,6 +139,7 @@ def test_sums_and_the_bill_of_materials_cover_every_archive(dist: Path) -> None:
         for item in component.get("externalReferences", ())
     }
     assert listed == {name: sums[name] for name in archives - {bill.name}}
+    assert len(listed) == sum(len(component.get("externalReferences", ())) for component in told["components"])
     known = {component["bom-ref"] for component in told["components"]}
     assert all({item["ref"], *item["dependsOn"]} <= known for item in told["dependencies"])
     assert {"grpcio", "jax", "@bufbuild/protobuf", "google.golang.org/grpc"} <= {
@@ -309,7 +310,7 @@ def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
     module, version = names.names()["go"], f"v{sbom.version()}"
     served = tmp_path / "proxy" / module / "@v"
     served.mkdir(parents=True)
-    (archive,) = dist.glob("*.zip")
+    (archive,) = dist.glob("penstock-go-*.zip")
     content = dict(files_of(archive))
     assert content[f"{module}@{version}/LICENSE"] == LICENCE
     links_lead_somewhere(content[f"{module}@{version}/README.md"].decode(), set(content))
@@ -340,10 +341,16 @@ def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
 
 
 @pytest.mark.requirement("R116")
-def test_ruby_gets_rewarded_rollouts_with_stubs_of_the_protos(surroundings: Mapping[str, str], tmp_path: Path) -> None:
-    """The example needs nothing of ours but protos and an address."""
-    stubs = ruby.stubs(tmp_path)
-    program = ROOT / "examples" / "ruby" / "trainer.rb"
+def test_ruby_gets_rewarded_rollouts_with_stubs_of_the_published_protos(
+    dist: Path, surroundings: Mapping[str, str], tmp_path: Path
+) -> None:
+    """The example needs nothing of ours but the archive of the protos and an address."""
+    (archive,) = dist.glob("penstock-proto-files-*.zip")
+    assert dict(files_of(archive))["LICENSE"] == LICENCE
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(tmp_path / "published")
+    stubs = ruby.stubs(tmp_path, tmp_path / "published" / "protos")
+    program = shutil.copy(ROOT / "examples" / "ruby" / "trainer.rb", tmp_path)
     said = run("ruby", "-W0", f"-I{stubs}", program, MESSAGE, str(COUNT), cwd=tmp_path, env=surroundings)
     rewarded(said)
 

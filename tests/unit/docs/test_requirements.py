@@ -10,7 +10,6 @@ from docs import coverage
 from tests.unit.docs.pages import ROOT, tables
 
 NOT_PROVED_YET: dict[int, str] = {
-    113: "issue 9",
     **dict.fromkeys(range(117, 127), "issue 10"),
     **dict.fromkeys(range(127, 132), "issue 11"),
     **dict.fromkeys(range(132, 138), "issue 13"),

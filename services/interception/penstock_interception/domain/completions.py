@@ -124,7 +124,7 @@ def violations_of(completion: Completion) -> list[str]:
     if completion.tokens is not None and completion.tokens.ids.size == 0:
         found.append("completion.span: must have tokens")
     if completion.finish_reason is None:
-        found.append("completion.finish_reason: must be set")
+        found.append("completion.finish_reason: must be set, to a reason that this version knows")
     elif completion.finish_reason is FinishReason.ABORT:
         found.append("completion.finish_reason: ABORT cannot answer an agent: fail or release the call instead")
     if completion.message is not None and completion.message.role is not Role.ASSISTANT:

@@ -57,7 +57,7 @@ def _violations(sampled: Sampled, vocab_size: int | None) -> list[Violation]:
             elif most > 0:
                 found.append(Violation("span.logprobs", "every logprob must be at most 0"))
     if (logprobs is not None or sampled.top is not None) and sampled.logprobs_mode is None:
-        found.append(Violation("span.logprobs_mode", "logprobs need logprobs_mode"))
+        found.append(Violation("span.logprobs_mode", "logprobs need a logprobs_mode that this version knows"))
     if sampled.top is not None:
         found += _top_violations(sampled.top, ids.size, vocab_size, sampled.logprobs_mode)
     at = 0
