@@ -8,8 +8,8 @@ PYTHON ?= python3
 SEED ?= 1
 EXTRAS ?= docker,node
 # Processes that share the tests between them, each with services and engines of its own; what shares some stays in one.
-# Twice as many as processors: more than half of a test's time goes by in waiting for what it started.
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 4 : cores > 4 ? 8 : 2 * cores)))
+# More than twice as many as processors: more than half of a test's time goes by in waiting for what it started.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 2 ? 8 : 2 * cores + 2)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -53,6 +53,9 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 .PHONY: test
 test: lint docs site tests ## everything: style, types, protos, layering, links, the site, then all tests
 
+.PHONY: installed
+installed: $(DEV_STAMP) $(OPENENV_STAMP) $(DOCS_STAMP) $(TS_STAMP) $(WEB_STAMP) $(PAGE) $(GO_STAMP)
+
 .PHONY: tests
 tests: $(DEV_STAMP) $(OPENENV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## all tests alone
 	@echo "== dashboard"
@@ -65,7 +68,7 @@ go-client: $(GO_STAMP) ## the Go client: style, vet, and its tests under the rac
 	@echo "== go"
 	@unformatted=$$($(GO) gofmt -l $$(cd clients/go && find . -name .toolchain -prune -o -name '*.go' -print)); [ -z "$$unformatted" ] || { echo "run gofmt -w: $$unformatted"; exit 1; }
 	@$(GO) go vet -race ./...
-	@$(GO) go test -race ./...
+	@$(GO) go test -race -count=1 ./...
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests that run the real vLLM on this machine's CPU (no GPU needed)

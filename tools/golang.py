@@ -41,6 +41,8 @@ SUITE: Final = "trixie"
 
 _ERROR_DETAILS_MODULE: Final = "google.golang.org/genproto/googleapis/rpc"
 _GRPC_PLUGIN: Final = "google.golang.org/grpc/cmd/protoc-gen-go-grpc"
+_CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "go-build"
+"""Go's own place for what it compiled, by content: what another checkout compiled is not compiled again."""
 _KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
@@ -127,9 +129,10 @@ def _environment(workspace: Path | None) -> dict[str, str]:
         "PATH": f"{HOME / 'go' / 'bin'}{os.pathsep}{kept.get('PATH', '')}",
         "GOROOT": str(HOME / "go"),
         "GOPATH": str(HOME / "path"),
-        "GOCACHE": str(HOME / "cache"),
+        "GOCACHE": str(_CACHE),
         "GOENV": "off",
-        "GOFLAGS": "-modcacherw",  # so that whoever removes the folder may
+        # The module cache may be removed by its owner; what is compiled does not depend on where this checkout lies.
+        "GOFLAGS": "-modcacherw -trimpath",
         "GOTOOLCHAIN": "local",
         "GOPROXY": (HOME / "proxy").as_uri(),
         "GOSUMDB": "off",  # go.sum has all sums, and the database is not within reach

@@ -328,7 +328,7 @@ def test_go_gets_rewarded_rollouts_with_the_module_of_a_proxy(
     shutil.copyfile(MESSAGE, program / "task.json")
     prepared = dict(golang.environment())
     proxies = f"{(tmp_path / 'proxy').as_uri()},{prepared['GOPROXY']}"
-    prepared |= {"GOWORK": "off", "GOPROXY": proxies, "GOFLAGS": "-mod=mod -modcacherw", "GONOSUMDB": "*"}
+    prepared |= {"GOWORK": "off", "GOPROXY": proxies, "GOFLAGS": f"{prepared['GOFLAGS']} -mod=mod", "GONOSUMDB": "*"}
     prepared |= {**surroundings, "PATH": prepared["PATH"]}
     # What earlier builds of this version left; the modules that it needs stay, compiled.
     modules = golang.HOME / "path" / "pkg" / "mod"
