@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,9 @@ _CANCELLED: Final = Failure(Cause.CANCELLED, "CANCELLED", "the rollout was cance
 
 @dataclass(frozen=True, slots=True)
 class RunnerServices:
-    """What the attempts of all rollouts share; `openings` throttles the requests that open a rollout at the gate.
+    """What the attempts at one sandbox service and one gate share.
+
+    `openings` throttles the requests that open a rollout at the gate.
 
     An agent finds its model endpoint at `agent_port` on its sandbox's own loopback. `spool` is the directory of the
     temporary files of grading, each kind limited to `max_changes_bytes`.
@@ -33,6 +36,9 @@ class RunnerServices:
     spool: Path | None = None
     max_changes_bytes: int = DEFAULT_MAX_CHANGES_BYTES
     openings: AdaptiveThrottle = field(default_factory=AdaptiveThrottle)
+    is_node_lost: Callable[[], bool] = lambda: False
+    """Whether the sandbox service does not answer any more, so that a clean-up there is left for later."""
+    is_gate_lost: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
