@@ -8,11 +8,11 @@ caller's decision (`Peer.lost`), not by a timeout of each call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import structlog
@@ -29,6 +29,7 @@ PROBE_S: Final = 1.5
 MISSES: Final = 2
 RETURNS: Final = 3
 
+T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
@@ -53,6 +54,8 @@ class Peer:
     own_name: str = ""
     """Its name by its own account (its `name` setting), which its ids have; empty until it has answered."""
     state: State = State.NEW
+    is_silent: bool = False
+    """Whether the host of a lost peer does not answer either. One that does may have a process that restarts."""
     absences: int = 0
     loss: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -136,6 +139,10 @@ class Peers:
                     misses, returns = 0, returns + 1
                 named = named and peer.state is not State.LOST
                 if misses >= MISSES or (misses and peer.state is State.NEW):
+                    silent = await _is_silent(peer.member.address)
+                    if silent is not peer.is_silent:
+                        peer.is_silent = silent
+                        self.changed.notify()
                     self._set(peer, State.LOST)
                 elif found is not State.LOST and (
                     peer.state is not State.LOST or returns >= RETURNS or not peer.absences
@@ -176,6 +183,26 @@ class Peers:
         self.changed.notify()
 
 
+class PeerLost(Exception):
+    """The peer was lost, or removed, while something was done there."""
+
+
+async def until_lost(peer: Peer, work: Awaitable[T]) -> T:
+    """Returns the result of `work`; cancels it when the peer is lost. Raises PeerLost."""
+    task = asyncio.ensure_future(work)
+    loss = asyncio.ensure_future(peer.loss.wait())
+    try:
+        await asyncio.wait([task, loss], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise PeerLost(f"{peer.name} does not answer any more")
+        return task.result()
+    finally:
+        loss.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
 async def _probed(stub: Any) -> State:
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_S, wait_for_ready=False)
@@ -183,6 +210,20 @@ async def _probed(stub: Any) -> State:
         return State.LOST
     serves = answer.status == health_pb2.HealthCheckResponse.SERVING
     return State.SERVING if serves else State.DRAINING
+
+
+async def _is_silent(address: str) -> bool:
+    """Whether nothing at an address answers, not even by refusing a connection."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # TimeoutError too
+        return True
+    writer.close()
+    return False
 
 
 @asynccontextmanager

@@ -46,6 +46,7 @@ class Cleanups:
     def __init__(self, release: Callable[[str], Awaitable[None]]) -> None:
         self._release = release
         self._owed: dict[str, Then] = {}
+        self._failed: set[str] = set()
         self._stopping = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
 
@@ -122,11 +123,15 @@ class Cleanups:
                     await self._release(holder_id)
                     await then()
         except (PenstockError, TimeoutError) as error:
-            _log.warning("cannot release yet", holder=holder_id, error=repr(error))
+            # A host may be away for long, with many holders: one line for each is enough.
+            log = _log.debug if holder_id in self._failed else _log.warning
+            self._failed.add(holder_id)
+            log("cannot release yet", holder=holder_id, error=repr(error))
             return error
         except Exception as error:  # noqa: BLE001 - also after a full disk the cleanup stays pending
             _log.exception("cannot release", holder=holder_id)
             return error
+        self._failed.discard(holder_id)
         return None
 
     async def _pause(self, seconds: float) -> None:

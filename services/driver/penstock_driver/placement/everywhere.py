@@ -16,6 +16,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import ids
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_chassis.peers import PeerLost, until_lost
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Toolbox
 from penstock_driver.domain.ports import (
@@ -23,7 +24,6 @@ from penstock_driver.domain.ports import (
     Command,
     CommandResult,
     Exit,
-    Gate,
     Output,
     PathKind,
     PreparedToolbox,
@@ -49,10 +49,10 @@ class AllSandboxes:
     async def backends(self) -> Sequence[BackendFacts]:
         """The backends of all services that answer; one that is available anywhere is available."""
         found: dict[str, BackendFacts] = {}
-        last: PenstockError | None = None
-        asked = [node.services.sandboxes.backends() for node in self._nodes.ready()]
+        last: BaseException | None = None
+        asked = [until_lost(node.peer, node.services.sandboxes.backends()) for node in self._nodes.ready()]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, PenstockError):
+            if isinstance(answer, PenstockError | PeerLost):
                 last = answer
             elif isinstance(answer, BaseException):
                 raise answer
@@ -61,7 +61,7 @@ class AllSandboxes:
                     if facts.name not in found or not found[facts.name].available:
                         found[facts.name] = facts
         if not found:
-            raise last or _none("sandbox service", "SANDBOX_UNREACHABLE")
+            raise _none("sandbox service", "SANDBOX_UNREACHABLE") from last
         return list(found.values())
 
     async def prepare_toolbox(
@@ -173,7 +173,18 @@ class AllGates:
         labels: Mapping[str, str],
     ) -> Sequence[str]:
         """See ports.Gate. Any gate can say it, but of a run with budgets the one that counts them."""
-        return await self._asked(terms).check(terms, rollout_id=rollout_id, group_id=group_id, labels=labels)
+        if terms.HasField("run_budgets"):
+            chosen = pinned(self._gates, terms.run_id)
+            order = [] if chosen is None else [chosen]
+        else:
+            order = sorted(self._gates.ready(), key=lambda gate: (len(gate.occupants), gate.name))
+        names = await self._gates.first(
+            order,
+            lambda services: services.gate.check(terms, rollout_id=rollout_id, group_id=group_id, labels=labels),
+        )
+        if names is None:
+            raise _none("gate", "INTERCEPTION_UNREACHABLE")
+        return names
 
     async def capture(
         self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
@@ -197,16 +208,6 @@ class AllGates:
             failure = await tried(member.peer, partial(member.services.gate.delete, rollout_id))
             if failure is not None:
                 raise Unavailable(failure.message, reason="GATE_LOST", retry_after_s=5.0) from failure
-
-    def _asked(self, terms: rollout_gate_service_pb2.OpenRolloutRequest) -> Gate:
-        ready = self._gates.ready()
-        if terms.HasField("run_budgets"):
-            member = pinned(self._gates, terms.run_id)
-        else:
-            member = min(ready, key=lambda gate: (len(gate.occupants), gate.name)) if ready else None
-        if member is None:
-            raise _none("gate", "INTERCEPTION_UNREACHABLE")
-        return member.services.gate
 
 
 async def _deleted(sandboxes: Sandboxes, labels: Mapping[str, str], deleted: list[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_chassis.peers import Peer, Peers, State
+from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
+from penstock_chassis.peers import Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Sandboxes
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.environments.forks import ThrottledForks
@@ -25,12 +25,13 @@ from penstock_driver.rollouts.context import RunnerServices
 PLACE_S: Final = 30.0
 """How long an attempt waits for a sandbox service and a gate that can take it."""
 GATE_PATIENCE_S: Final = 30.0
-"""How long a gate may be away before the attempts there are over: one that restarts keeps its calls."""
+"""How long a gate may be away on a host that answers: one that restarts keeps its calls."""
 RELEASE_S: Final = 30.0
 RETRY_S: Final = 1.0
 
 _log = structlog.get_logger("penstock.driver")
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 def never() -> bool:
@@ -84,7 +85,7 @@ class Members(Generic[S]):
         peers: who they are, and whether they answer.
         open_services: makes the clients of a member .
         failure: of the attempts at a member that is lost.
-        patience_s: how long a member may be away before it counts as lost.
+        patience_s: how long a member whose host answers may be away before it counts as lost: its process may restart.
     """
 
     def __init__(
@@ -132,7 +133,23 @@ class Members(Generic[S]):
                 elif member.timer is None and member.occupants:
                     loop = asyncio.get_running_loop()
                     member.timer = loop.call_later(self._patience_s, self._end, member)
+                if peer.is_lost and peer.is_silent:
+                    self._end(member)
             await self.changed.wait(number)
+
+    async def first(self, order: Sequence[Member[S]], ask: Callable[[S], Awaitable[T]]) -> T | None:
+        """Return the answer of the first member that can be reached; None if there is none. Raises its error."""
+        last: Unavailable | None = None
+        for member in order:
+            try:
+                return await until_lost(member.peer, ask(member.services))
+            except PeerLost:
+                continue
+            except Unavailable as error:
+                last = error
+        if last is not None:
+            raise last
+        return None
 
     @contextmanager
     def occupied(self, name: str, on_loss: OnLoss) -> Iterator[None]:
@@ -287,7 +304,7 @@ def node_lost(name: str) -> Failure:
 
 def gate_lost(name: str) -> Failure:
     """The failure of attempts at a gate that is lost."""
-    return _loss("GATE_LOST", f"gate {name} did not answer for {GATE_PATIENCE_S:g} s", Component.GATE)
+    return _loss("GATE_LOST", f"gate {name} does not answer any more", Component.GATE)
 
 
 def _loss(reason: str, message: str, component: Component) -> Failure:
