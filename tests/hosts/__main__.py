@@ -35,6 +35,7 @@ def main() -> int:
         help="lose a host once this share of the rollouts has ended: cable and processes (kill), or the cable alone "
         "(link); SECONDS later it comes back. Repeat.",
     )
+    parser.add_argument("--least", type=float, default=0.95, help="share of the rollouts that must have their reward")
     parser.add_argument("--folder", type=Path, help="keep logs and journals here; default: a temporary directory")
     given = parser.parse_args()
     size = Size(given.sandboxes, given.gates, given.drivers, given.engines)
@@ -54,7 +55,7 @@ def main() -> int:
                 )
             )
     print("\n".join(report.lines()))
-    faults = report.faults()
+    faults = report.faults(given.least)
     print("\n".join(faults))
     return 1 if faults else 0
 

@@ -42,13 +42,21 @@ class Report:
             f"attempts          {dict(sorted(attempts.items()))}",
         ] + [f"refused           {text}" for text in sorted(set(self.refused.values()))[:5]]
 
-    def faults(self) -> list[str]:
-        """What must never be: a graded rollout with another reward than 1, which its policy earns every time."""
-        return [
+    def faults(self, least: float) -> list[str]:
+        """What must not be: a rollout that was refused, a reward that was not earned, fewer rewards than `least`.
+
+        `least` is the share of the rollouts that must have their reward, which is 1: their policy earns it every time.
+        """
+        faults = [f"rollout {number} was refused: {why}" for number, why in sorted(self.refused.items())]
+        faults += [
             f"rollout {number} has reward {item.reward.value:g}, earned is 1"
             for number, item in sorted(self.results.items())
             if item.reward is not None and item.reward.value != 1.0
         ]
+        rewarded = sum(item.reward is not None for item in self.results.values())
+        if rewarded < least * (len(self.results) + len(self.refused)):
+            faults.append(f"{rewarded} of {len(self.results)} rollouts have a reward, at least {least:.0%} must")
+        return faults
 
 
 async def run(

@@ -38,7 +38,7 @@ from penstock_driver.placement.fleet import (
     node_lost,
 )
 from penstock_driver.placement.placement import OnePlace, Placement
-from penstock_driver.rollouts.context import RunnerServices
+from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight

@@ -20,7 +20,7 @@ from penstock_driver.environments.prepare import Environments
 from penstock_driver.environments.throttle import AdaptiveThrottle
 from penstock_driver.placement.choice import choose, ranking
 from penstock_driver.placement.placement import Avoid, OnLoss, Place
-from penstock_driver.rollouts.context import RunnerServices
+from penstock_driver.placement.services import RunnerServices
 
 PLACE_S: Final = 30.0
 """How long an attempt waits for a sandbox service and a gate that can take it."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from penstock_driver.domain.ports import CallEnded
 from penstock_driver.domain.rollout import Failure, RolloutSpec
-from penstock_driver.rollouts.context import RunnerServices
+from penstock_driver.placement.services import RunnerServices
 
 OnLoss = Callable[[Failure], None]
 

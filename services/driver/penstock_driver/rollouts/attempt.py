@@ -53,8 +53,9 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, setup_of
 from penstock_driver.environments.throttle import patiently
 from penstock_driver.grading.grader import ROOT, Grader, check_system
+from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.agent_process import Fetched, fetch_artifacts, run_agent
-from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation, RunnerServices
+from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.workdir.capture import WorkdirCapture
 
