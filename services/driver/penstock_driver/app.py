@@ -13,12 +13,13 @@ import structlog
 from pydantic import SecretStr
 
 from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, terminal_service_pb2_grpc
-from penstock_chassis import members, times
+from penstock_chassis import times
 from penstock_chassis.auth import Owned, Role
 from penstock_chassis.channel import connect
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
-from penstock_chassis.peers import following
+from penstock_chassis.membership import members
+from penstock_chassis.membership.peers import following
 from penstock_chassis.server import Registration, Service
 from penstock_chassis.tls import ClientTls
 from penstock_driver.agents import registry

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis import members
+from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.tls import ClientTls
 from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES

@@ -19,11 +19,10 @@ ROOT = Path(__file__).parents[3]
 def test_every_rollout_is_rewarded_although_a_node_and_a_gate_are_lost(tmp_path: Path) -> None:
     if os.getuid() != 0:
         absent("root, which network namespaces need")
+    size = ["--sandboxes", "2", "--gates", "2", "--drivers", "1", "--rollouts", "24", "--at-once", "12", "--work", "2"]
+    losses = ["--lose", "n1@0.2", "--lose", "g1@0.5:link", "--least", "1"]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.hosts", "run", "--folder", str(tmp_path)]
-        + ["--sandboxes", "2", "--gates", "2", "--drivers", "1"]
-        + ["--rollouts", "24", "--at-once", "12", "--work", "2", "--max-attempts", "3", "--least", "1"]
-        + ["--lose", "n1@0.2", "--lose", "g1@0.5:link"],
+        [sys.executable, "-m", "tests.hosts", "run", "--folder", str(tmp_path), *size, *losses],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ from penstock_chassis.aio.retry import Backoff, Delays, retry
 from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock_chassis.journal import refusal
+from penstock_chassis.membership.peers import PeerLost
 
 DRIVER_LABEL: Final = "penstock_driver"
 """Label for the owner of a sandbox or of a rollout at the gate: the driver's instance id."""
@@ -122,7 +123,7 @@ class Cleanups:
                 async with asyncio.timeout(RELEASE_LIMIT_S):
                     await self._release(holder_id)
                     await then()
-        except (PenstockError, TimeoutError) as error:
+        except (PenstockError, PeerLost, TimeoutError) as error:
             # A host may be away for long, with many holders: one line for each is enough.
             log = _log.debug if holder_id in self._failed else _log.warning
             self._failed.add(holder_id)

@@ -16,7 +16,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import ids
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
-from penstock_chassis.peers import PeerLost, until_lost
+from penstock_chassis.membership.peers import PeerLost, until_lost
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Toolbox
 from penstock_driver.domain.ports import (
@@ -61,7 +61,7 @@ class AllSandboxes:
                     if facts.name not in found or not found[facts.name].available:
                         found[facts.name] = facts
         if not found:
-            raise _none("sandbox service", "SANDBOX_UNREACHABLE") from last
+            raise _no_node() from last
         return list(found.values())
 
     async def prepare_toolbox(
@@ -144,7 +144,7 @@ class AllSandboxes:
     def _for(self, key: str) -> Sandboxes:
         ready = {node.name: node for node in self._nodes.ready()}
         if not ready:
-            raise _none("sandbox service", "SANDBOX_UNREACHABLE")
+            raise _no_node()
         return ready[ranking(ready.keys(), key)[0]].services.sandboxes
 
     def _of(self, resource_id: str) -> Sandboxes:
@@ -155,7 +155,8 @@ class AllSandboxes:
                     message = f"the sandbox service {node.name}, which has this, does not answer"
                     raise Unavailable(message, reason="NODE_LOST", retry_after_s=1.0)
                 return node.services.sandboxes
-        raise NotFound(f"no sandbox service among the members has {resource_id}", reason="SANDBOX_NOT_FOUND")
+        # Of a service that is no member any more: it went with its service.
+        raise NotFound(f"no sandbox service among the members has {resource_id}", reason="SANDBOX_LOST")
 
 
 class AllGates:
@@ -183,7 +184,7 @@ class AllGates:
             lambda services: services.gate.check(terms, rollout_id=rollout_id, group_id=group_id, labels=labels),
         )
         if names is None:
-            raise _none("gate", "INTERCEPTION_UNREACHABLE")
+            raise _no_gate()
         return names
 
     async def capture(
@@ -207,13 +208,19 @@ class AllGates:
         for member in self._gates.all():
             failure = await tried(member.peer, partial(member.services.gate.delete, rollout_id))
             if failure is not None:
-                raise Unavailable(failure.message, reason="GATE_LOST", retry_after_s=5.0) from failure
+                message = f"what gate {member.name} has of the rollout cannot be deleted now: {failure}"
+                raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
 
 
 async def _deleted(sandboxes: Sandboxes, labels: Mapping[str, str], deleted: list[str]) -> None:
     deleted.extend(await sandboxes.delete_labelled(labels))
 
 
-def _none(what: str, reason: str) -> Unavailable:
-    message = f"no {what} takes new work: no member answers, or all are draining"
-    return Unavailable(message, reason=reason, retry_after_s=1.0)
+def _no_node() -> Unavailable:
+    message = "no sandbox service takes new work: no member answers, or all are draining"
+    return Unavailable(message, reason="SANDBOX_UNREACHABLE", retry_after_s=1.0)
+
+
+def _no_gate() -> Unavailable:
+    message = "no gate takes new work: no member answers, or all are draining"
+    return Unavailable(message, reason="INTERCEPTION_UNREACHABLE", retry_after_s=1.0)

@@ -11,8 +11,8 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
-from penstock_chassis.peers import Peer, PeerLost, Peers, State, until_lost
+from penstock_chassis.errors import PenstockError, Unavailable
+from penstock_chassis.membership.peers import Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Sandboxes
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.environments.forks import ThrottledForks
@@ -206,8 +206,8 @@ class FleetPlacement:
 
     async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
         """See Placement."""
-        node = await self._chosen(self._nodes, Component.SANDBOX, "NODE_MISSING", lambda: self._node(spec, avoid))
-        gate = await self._chosen(self._gates, Component.GATE, "GATE_MISSING", lambda: self._gate(spec, avoid))
+        node = await self._chosen(self._nodes, _node_missing, lambda: self._node(spec, avoid))
+        gate = await self._chosen(self._gates, _gate_missing, lambda: self._gate(spec, avoid))
         return Place(self._compose(node.services, gate.services), node.name, gate.name)
 
     @contextmanager
@@ -259,7 +259,7 @@ class FleetPlacement:
             await asyncio.wait([following, *watching.values()])
 
     async def _chosen(
-        self, members: Members[S], component: Component, reason: str, choose_one: Callable[[], Member[S] | None]
+        self, members: Members[S], missing: Callable[[], Failure], choose_one: Callable[[], Member[S] | None]
     ) -> Member[S]:
         loop = asyncio.get_running_loop()
         until = loop.time() + PLACE_S
@@ -268,9 +268,7 @@ class FleetPlacement:
             if (chosen := choose_one()) is not None:
                 return chosen
             if loop.time() >= until:
-                what = "sandbox service" if component is Component.SANDBOX else "gate"
-                message = f"no {what} takes new work: none of {len(members.all())} members answers, or all are draining"
-                raise RolloutFailed(_loss(reason, message, component))
+                raise RolloutFailed(missing())
             await members.changed.wait(number, until - loop.time())
 
     def _node(self, spec: RolloutSpec, avoid: Avoid) -> Member[NodeServices] | None:
@@ -283,8 +281,7 @@ class FleetPlacement:
             chosen = pinned(self._gates, spec.gate_terms.run_id)
             if chosen is None or chosen.peer.state is not State.LOST:
                 return chosen
-            message = f"gate {chosen.name} counts this run's budgets and does not answer: repeat it when it is back"
-            raise RolloutFailed(_loss("RUN_GATE_LOST", message, Component.GATE))
+            raise RolloutFailed(_run_gate_lost(chosen.name))
         ready = {gate.name: gate for gate in self._gates.ready()}
         loads = {name: len(gate.occupants) for name, gate in ready.items() if name not in avoid.gates}
         loads = loads or {name: len(gate.occupants) for name, gate in ready.items()}
@@ -299,22 +296,35 @@ def pinned(gates: Members[GateServices], run_id: str) -> Member[GateServices] | 
 
 def node_lost(name: str) -> Failure:
     """The failure of attempts at a sandbox service that is lost."""
-    return _loss("NODE_LOST", f"the sandbox service {name} does not answer any more", Component.SANDBOX)
+    message = f"the sandbox service {name} does not answer any more"
+    return Failure(Cause.INFRASTRUCTURE, "NODE_LOST", message, True, Phase.QUEUED, component=Component.SANDBOX)
 
 
 def gate_lost(name: str) -> Failure:
     """The failure of attempts at a gate that is lost."""
-    return _loss("GATE_LOST", f"gate {name} does not answer any more", Component.GATE)
+    message = f"gate {name} does not answer any more"
+    return Failure(Cause.INFRASTRUCTURE, "GATE_LOST", message, True, Phase.QUEUED, component=Component.GATE)
 
 
-def _loss(reason: str, message: str, component: Component) -> Failure:
-    return Failure(Cause.INFRASTRUCTURE, reason, message, True, Phase.QUEUED, component=component)
+def _node_missing() -> Failure:
+    message = f"no sandbox service takes new work for {PLACE_S:g} s: none answers, or all are draining"
+    return Failure(Cause.INFRASTRUCTURE, "NODE_MISSING", message, True, Phase.QUEUED, component=Component.SANDBOX)
 
 
-async def tried(peer: Peer, work: Callable[[], Awaitable[object]]) -> PenstockError | None:
-    """Do something at a peer; return its error. A lost peer is not asked (FailedPrecondition, PEER_LOST)."""
+def _gate_missing() -> Failure:
+    message = f"no gate takes new work for {PLACE_S:g} s: none answers, or all are draining"
+    return Failure(Cause.INFRASTRUCTURE, "GATE_MISSING", message, True, Phase.QUEUED, component=Component.GATE)
+
+
+def _run_gate_lost(name: str) -> Failure:
+    message = f"gate {name} counts this run's budgets and does not answer: repeat it when that gate is back"
+    return Failure(Cause.INFRASTRUCTURE, "RUN_GATE_LOST", message, True, Phase.QUEUED, component=Component.GATE)
+
+
+async def tried(peer: Peer, work: Callable[[], Awaitable[object]]) -> PenstockError | PeerLost | None:
+    """Do something at a peer; return its error. A lost peer is not asked."""
     if peer.is_lost:
-        return FailedPrecondition(f"{peer.name} does not answer: what it has is released later", reason="PEER_LOST")
+        return PeerLost(f"{peer.name} does not answer: what it has is released later")
     try:
         await work()
     except PenstockError as error:

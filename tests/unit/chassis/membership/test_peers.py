@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
-from penstock_chassis import peers as module
 from penstock_chassis.channel import connect
 from penstock_chassis.health import Health
-from penstock_chassis.members import Member
-from penstock_chassis.peers import PeerLost, Peers, State, following, until_lost
+from penstock_chassis.membership import peers as module
+from penstock_chassis.membership.members import Member
+from penstock_chassis.membership.peers import PeerLost, Peers, State, following, until_lost
 
 
 class Members:
@@ -39,8 +39,15 @@ class Operations(operations_service_pb2_grpc.OperationsServiceServicer):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    async def GetServerInfo(self, request: object, context: object) -> object:  # noqa: N802
+    async def GetServerInfo(  # noqa: N802
+        self, request: operations_service_pb2.GetServerInfoRequest, context: object
+    ) -> operations_service_pb2.GetServerInfoResponse:
         return operations_service_pb2.GetServerInfoResponse(server=operations_service_pb2.ServerInfo(name=self._name))
+
+    async def GetStatus(  # noqa: N802
+        self, request: operations_service_pb2.GetStatusRequest, context: object
+    ) -> operations_service_pb2.GetStatusResponse:
+        return operations_service_pb2.GetStatusResponse()
 
 
 @asynccontextmanager

@@ -70,7 +70,7 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Dns:
-    """Every address of a host name, as a headless service of Kubernetes has them."""
+    """Every address of a host name."""
 
     host: str
     port: int

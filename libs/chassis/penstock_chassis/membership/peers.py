@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.ops.v1.operations_service_pb2 import GetServerInfoRequest
 from penstock.ops.v1.operations_service_pb2_grpc import OperationsServiceStub
 from penstock_chassis.aio.broadcast import Signal
-from penstock_chassis.members import Member, Source
+from penstock_chassis.membership.members import Member, Source
 
 PROBE_EVERY_S: Final = 1.0
 PROBE_S: Final = 1.5

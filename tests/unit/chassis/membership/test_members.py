@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_chassis import members
-from penstock_chassis.members import File, Member
+from penstock_chassis.membership import members
+from penstock_chassis.membership.members import File, Member
 
 
 async def test_a_list_has_its_members_in_the_setting() -> None:
@@ -86,5 +86,3 @@ def _write(path: Path, text: str) -> None:
 
 def _replace(path: Path, listed: Mapping[str, str]) -> None:
     _write(path, json.dumps(listed))
-
-
