@@ -268,7 +268,8 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         stack.enter_context(health.reported())
 
         async def drain(_seconds: float) -> None:
-            await driver.stop()
+            # What is not over when the time is, `driver.stop()` ends below.
+            await driver.manager.drain()
 
         try:
             await driver.recover()
