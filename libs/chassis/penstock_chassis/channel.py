@@ -52,13 +52,16 @@ class _Cancellable(Protocol):
 C = TypeVar("C", bound=_Cancellable)
 
 
-def connect(target: str, token: str | None = None, tls: ClientTls | None = None) -> grpc.aio.Channel:
+def connect(
+    target: str, token: str | None = None, tls: ClientTls | None = None, *, certified: str = ""
+) -> grpc.aio.Channel:
     """Opens a channel; it connects with the first call. Close it with `await channel.close()` or `async with`.
 
     Args:
         target: `host:port`.
         token: bearer token sent with each call; None sends none.
         tls: certificates; None is plaintext, for loopback.
+        certified: the name that the peer's certificate must have; empty = the host of `target`.
 
     Raises:
         InvalidArgument: `TOKEN_IN_CLEAR` for a token, no TLS and a target that is not loopback; `TLS_FILE`.
@@ -73,7 +76,8 @@ def connect(target: str, token: str | None = None, tls: ClientTls | None = None)
     credentials = tls.credentials()
     if token is not None:
         credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
-    return _TokenChannel(grpc.aio.secure_channel(target, credentials, options=OPTIONS), None)
+    options = (*OPTIONS, ("grpc.ssl_target_name_override", certified)) if certified else OPTIONS
+    return _TokenChannel(grpc.aio.secure_channel(target, credentials, options=options), None)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PenstockError:

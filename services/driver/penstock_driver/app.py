@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+import grpc
 import structlog
 from pydantic import SecretStr
 
@@ -17,20 +18,32 @@ from penstock_chassis.auth import Owned, Role
 from penstock_chassis.channel import connect
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
+from penstock_chassis.membership import members
+from penstock_chassis.membership.peers import following
 from penstock_chassis.server import Registration, Service
+from penstock_chassis.tls import ClientTls
 from penstock_driver.agents import registry
 from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.clients.gate import GrpcGate
 from penstock_driver.clients.sandboxes import GrpcSandboxes
-from penstock_driver.domain.ports import Gate, Sandboxes
+from penstock_driver.domain.ports import GateClient, GateReader, Sandboxes
 from penstock_driver.domain.records import new_id
-from penstock_driver.environments.forks import ThrottledForks
-from penstock_driver.environments.prepare import Environments
-from penstock_driver.rollouts.context import RunnerServices
+from penstock_driver.placement.everywhere import AllGates, AllSandboxes
+from penstock_driver.placement.fleet import (
+    GATE_PATIENCE_S,
+    FleetPlacement,
+    GateServices,
+    Members,
+    NodeServices,
+    gate_lost,
+    node_lost,
+)
+from penstock_driver.placement.placement import OnePlace, Placement
+from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
-from penstock_driver.rollouts.use_cases import Captures, RolloutUseCases
+from penstock_driver.rollouts.use_cases import RolloutUseCases
 from penstock_driver.rpc import rollout_service, terminal_service
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import RolloutServicer
@@ -50,6 +63,8 @@ MIGRATIONS: Final = (
     *(summaries.MIGRATION, records.MIGRATION_NAMESPACES, registry.MIGRATION_NAMESPACES),
     records.MIGRATION_HOME,
 )
+SETTLE_S: Final = 10.0
+"""How long a start waits for the first answers of the other services."""
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
 _READING: Final = {
     "penstock.driver.v1.AgentService": ("ListAgents", "GetAgent"),
@@ -66,10 +81,6 @@ ROLES: Final = dict.fromkeys(_READING, (Role.TRAINER,)) | {
 """A trainer may do everything here, an observer may only read."""
 
 _log = structlog.get_logger("penstock.driver")
-
-
-class GateClient(Gate, Captures, Protocol):
-    """The interception service, with the captures for readers of trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,8 @@ class Driver:
 async def wired(
     journal: Journal,
     sandboxes: Sandboxes,
-    gate: GateClient,
+    gate: GateReader,
+    placement: Placement,
     settings: DriverSettings,
     clock: Callable[[], float] = times.even_time,
 ) -> AsyncIterator[Driver]:
@@ -132,7 +144,7 @@ async def wired(
         manager = RolloutManager(
             driver_records,
             event_log,
-            runner_services(sandboxes, gate, settings),
+            placement,
             instance_id=instance_id,
             capacity=Capacity(
                 settings.max_running,
@@ -169,43 +181,95 @@ async def wired(
         await event_log.aclose()
 
 
-def runner_services(sandboxes: Sandboxes, gate: Gate, settings: DriverSettings) -> RunnerServices:
-    """What the attempts of all rollouts share."""
+def runner_services(node: NodeServices, gate: GateServices, settings: DriverSettings) -> RunnerServices:
+    """What the attempts at one sandbox service and one gate share."""
     return RunnerServices(
-        sandboxes,
-        gate,
-        Environments(sandboxes),
-        ThrottledForks(sandboxes),
+        node.sandboxes,
+        gate.gate,
+        node.environments,
+        node.forks,
         agent_port=settings.agent_port,
         spool=settings.spool_dir or settings.state_dir,
         max_changes_bytes=settings.max_changes_bytes,
+        openings=gate.openings,
+        is_node_lost=node.is_lost,
+        is_gate_lost=gate.is_lost,
     )
+
+
+def one_place(sandboxes: Sandboxes, gate: GateClient, settings: DriverSettings) -> OnePlace:
+    """The placement of a driver with one sandbox service and one gate."""
+    return OnePlace(runner_services(NodeServices.of(sandboxes), GateServices(gate), settings))
+
+
+@asynccontextmanager
+async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandboxes, GateReader, Placement]]:
+    """Clients of the sandbox services and the gates; with a placement where there may be several."""
+    tls = settings.client_tls()
+    sandbox_token, gate_token = _text(settings.sandbox_token), _text(settings.interception_token)
+
+    def dial(address: str, token: str) -> grpc.aio.Channel:
+        return connect(address, token or None, tls)
+
+    async with AsyncExitStack() as stack:
+        if not settings.sandbox_members:
+            sandbox = await stack.enter_async_context(connect(settings.sandbox_address, sandbox_token, tls))
+            channel = await stack.enter_async_context(connect(settings.interception_address, gate_token, tls))
+            sandboxes, gate = GrpcSandboxes(sandbox, dial), GrpcGate(channel)
+            yield sandboxes, gate, one_place(sandboxes, gate, settings)
+            return
+        nodes = Members[NodeServices](
+            await stack.enter_async_context(
+                following(
+                    "sandbox", members.parse(settings.sandbox_members), lambda member: _to(member, sandbox_token, tls)
+                )
+            ),
+            lambda peer: NodeServices.of(GrpcSandboxes(peer.channel, dial), lambda: peer.is_lost),
+            node_lost,
+            0.0,
+        )
+        gates = Members[GateServices](
+            await stack.enter_async_context(
+                following(
+                    "gate", members.parse(settings.interception_members), lambda member: _to(member, gate_token, tls)
+                )
+            ),
+            lambda peer: GateServices(GrpcGate(peer.channel), lambda: peer.is_lost),
+            gate_lost,
+            GATE_PATIENCE_S,
+        )
+        placement = FleetPlacement(nodes, gates, lambda node, gate: runner_services(node, gate, settings))
+        work = asyncio.create_task(placement.follow(), name="losses")
+        try:
+            await nodes.settled(SETTLE_S)
+            await gates.settled(SETTLE_S)
+            yield AllSandboxes(nodes), AllGates(gates), placement
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+
+
+def _to(member: members.Member, token: str | None, tls: ClientTls | None) -> grpc.aio.Channel:
+    return connect(member.address, token, tls, certified=member.certified)
 
 
 @asynccontextmanager
 async def build(settings: DriverSettings) -> AsyncIterator[Service]:
     """Open the driver's resources. Rollouts that ran when it last died are ended and released."""
     async with AsyncExitStack() as stack:
-        tls = settings.client_tls()
-        sandbox_channel = await stack.enter_async_context(
-            connect(settings.sandbox_address, _text(settings.sandbox_token), tls)
-        )
-        gate_channel = await stack.enter_async_context(
-            connect(settings.interception_address, _text(settings.interception_token), tls)
-        )
+        sandboxes, gate, placement = await stack.enter_async_context(other_services(settings))
         journal = await stack.enter_async_context(
             await Journal.open(
                 settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync, reads_apart=True
             )
         )
-        sandboxes = GrpcSandboxes(sandbox_channel, lambda address, token: connect(address, token or None, tls))
-        gate = GrpcGate(gate_channel)
-        driver = await stack.enter_async_context(wired(journal, sandboxes, gate, settings))
+        driver = await stack.enter_async_context(wired(journal, sandboxes, gate, placement, settings))
         health = Health(driver.manager, driver.terminals)
         stack.enter_context(health.reported())
 
         async def drain(_seconds: float) -> None:
-            await driver.stop()
+            # What is not over when the time is, `driver.stop()` ends below.
+            await driver.manager.drain()
 
         try:
             await driver.recover()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.tls import ClientTls
 from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES
@@ -22,8 +23,16 @@ class DriverSettings(ServiceSettings):
     port: int = Field(7702, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
     sandbox_address: str = Field("127.0.0.1:7701", description="host:port of the sandbox service")
     sandbox_token: SecretStr | None = Field(None, description="operator token of the sandbox service")
+    sandbox_members: str = Field(
+        "",
+        description="more than one sandbox service, instead of sandbox_address: static:NAME=HOST:PORT,..., "
+        "dns:HOST:PORT or file:/PATH (docs/guides/cluster.md)",
+    )
     interception_address: str = Field("127.0.0.1:7703", description="host:port of the interception service")
     interception_token: SecretStr | None = Field(None, description="operator token of the interception service")
+    interception_members: str = Field(
+        "", description="more than one interception service, instead of interception_address; as sandbox_members"
+    )
     services_ca: Path | None = Field(
         None, description="PEM file with the CA of the other services; if set, they are called over TLS"
     )
@@ -57,6 +66,19 @@ class DriverSettings(ServiceSettings):
     max_queued: int = Field(10_000, ge=0, description="most waiting rollouts; more are refused")
 
     max_terminals: int = Field(256, ge=1, le=10_000, description="most open terminal episodes; more are refused")
+
+    @field_validator("sandbox_members", "interception_members")
+    @classmethod
+    def _members_are_valid(cls, value: str) -> str:
+        if value:
+            members.parse(value)
+        return value
+
+    @model_validator(mode="after")
+    def _members_of_both(self) -> Self:
+        if bool(self.sandbox_members) != bool(self.interception_members):
+            raise ValueError("sandbox_members and interception_members must be set together")
+        return self
 
     def client_tls(self: Self) -> ClientTls | None:
         """TLS for calls to the other services; None is plaintext, on loopback only."""

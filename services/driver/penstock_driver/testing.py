@@ -12,8 +12,8 @@ from pydantic import SecretStr
 
 from penstock_chassis import times
 from penstock_chassis.journal import Journal
-from penstock_driver.app import MIGRATIONS, Driver, GateClient, runner_services, wired
-from penstock_driver.domain.ports import Sandboxes
+from penstock_driver.app import MIGRATIONS, Driver, one_place, wired
+from penstock_driver.domain.ports import GateClient, Sandboxes
 from penstock_driver.rollouts.event_limits import DEFAULT_LIMITS, EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
@@ -37,7 +37,7 @@ class OpenDriver:
         return RolloutManager(
             self.parts.records,
             self.parts.event_log,
-            runner_services(self.sandboxes, self.gate, self.settings),
+            one_place(self.sandboxes, self.gate, self.settings),
             instance_id=self.parts.instance_id,
             capacity=Capacity(self.settings.max_running, self.settings.max_queued, events),
         )
@@ -69,6 +69,6 @@ async def open_driver(
     chosen = DriverSettings(state_dir=directory, operator_token=SecretStr("t" * 32), **settings)
     async with (
         await Journal.open(directory / "driver.db", MIGRATIONS, reads_apart=True) as journal,
-        wired(journal, sandboxes, gate, chosen, clock) as parts,
+        wired(journal, sandboxes, gate, one_place(sandboxes, gate, chosen), chosen, clock) as parts,
     ):
         yield OpenDriver(parts, journal, sandboxes, gate, chosen)

@@ -232,7 +232,7 @@ class Places:
             yield await self.ended.get()
 
     async def capture(
-        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+        self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         if rollout_id not in self.captured:
             raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")

@@ -502,7 +502,7 @@ class HttpGate:
         self.deleted.append(rollout_id)
 
     async def capture(
-        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+        self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         for fragment in list[trajectory_pb2.Trajectory]():
             yield fragment

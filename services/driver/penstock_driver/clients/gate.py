@@ -166,7 +166,7 @@ class GrpcGate:
             await backoff.wait()
 
     async def capture(
-        self, rollout_id: str, *, include_bodies: bool, include_top: bool
+        self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """Yield the rollout's trajectory as the gate recorded it, in fragments; NotFound (ROLLOUT_UNKNOWN)."""
         request = rollout_gate_service_pb2.GetCaptureRequest(

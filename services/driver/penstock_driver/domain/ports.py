@@ -352,12 +352,8 @@ class CallEnded:
     spent: CallSpent = field(default_factory=CallSpent)
 
 
-class Gate(Protocol):
-    """The interception service, as far as the driver uses it."""
-
-    @property
-    def interruptions(self) -> int:
-        """How often so far the gate was found unreachable, or to have lost its connections, by whatever means."""
+class GateCheck(Protocol):
+    """What a gate says before a rollout is made."""
 
     async def check(
         self,
@@ -373,6 +369,14 @@ class Gate(Protocol):
         FailedPrecondition for a source that cannot be used.
         """
 
+
+class Gate(GateCheck, Protocol):
+    """The interception service, as far as the driver uses it."""
+
+    @property
+    def interruptions(self) -> int:
+        """How often so far the gate was found unreachable, or to have lost its connections, by whatever means."""
+
     async def open(self, spec: OpenRequest) -> GateOpening:
         """Open a rollout; from now on its agent may call."""
 
@@ -384,3 +388,23 @@ class Gate(Protocol):
 
     def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """Yield the calls of all rollouts with these labels as they end, from now on, without end."""
+
+
+class Captures(Protocol):
+    """What gates captured of rollouts. `gate` is the name of the rollout's gate; empty = unknown."""
+
+    def capture(
+        self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        """Yield the trajectory in fragments; NotFound (ROLLOUT_UNKNOWN)."""
+
+    async def delete(self, rollout_id: str) -> None:
+        """Remove it; idempotent."""
+
+
+class GateReader(GateCheck, Captures, Protocol):
+    """What is asked of gates beside the attempts there."""
+
+
+class GateClient(Gate, Captures, Protocol):
+    """One interception service, with the captures for readers of trajectories."""

@@ -17,6 +17,7 @@ from penstock_chassis.aio.retry import Backoff, Delays, retry
 from penstock_chassis.auth import acting_in
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock_chassis.journal import refusal
+from penstock_chassis.membership.peers import PeerLost
 
 DRIVER_LABEL: Final = "penstock_driver"
 """Label for the owner of a sandbox or of a rollout at the gate: the driver's instance id."""
@@ -46,6 +47,7 @@ class Cleanups:
     def __init__(self, release: Callable[[str], Awaitable[None]]) -> None:
         self._release = release
         self._owed: dict[str, Then] = {}
+        self._failed: set[str] = set()
         self._stopping = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
 
@@ -121,12 +123,16 @@ class Cleanups:
                 async with asyncio.timeout(RELEASE_LIMIT_S):
                     await self._release(holder_id)
                     await then()
-        except (PenstockError, TimeoutError) as error:
-            _log.warning("cannot release yet", holder=holder_id, error=repr(error))
+        except (PenstockError, PeerLost, TimeoutError) as error:
+            # A host may be away for long, with many holders: one line for each is enough.
+            log = _log.debug if holder_id in self._failed else _log.warning
+            self._failed.add(holder_id)
+            log("cannot release yet", holder=holder_id, error=repr(error))
             return error
         except Exception as error:  # noqa: BLE001 - also after a full disk the cleanup stays pending
             _log.exception("cannot release", holder=holder_id)
             return error
+        self._failed.discard(holder_id)
         return None
 
     async def _pause(self, seconds: float) -> None:

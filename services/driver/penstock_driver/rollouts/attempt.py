@@ -53,8 +53,9 @@ from penstock_driver.domain.rollout import (
 from penstock_driver.environments.prepare import PreparedEnvironment, SetupFailed, setup_of
 from penstock_driver.environments.throttle import patiently
 from penstock_driver.grading.grader import ROOT, Grader, check_system
+from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.agent_process import Fetched, fetch_artifacts, run_agent
-from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation, RunnerServices
+from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation
 from penstock_driver.rollouts.recorder import RolloutRecorder
 from penstock_driver.workdir.capture import WorkdirCapture
 
@@ -387,17 +388,23 @@ class Attempt:
 
     async def _release(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            if self._sandbox and self._forking is None:
+            if self._services.is_node_lost():
+                self._cleanup_pending |= self._gate_asked
+            elif self._sandbox and self._forking is None:
                 tasks.create_task(self._try_release("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id)))
             elif self._gate_asked:
                 # There may be two, and a fork whose response was lost may have created one: all carry these labels.
                 tasks.create_task(self._try_release("sandbox", self._sandboxes.delete_labelled(self._attempt.labels)))
-            if self._gate_asked and self._gate_closing is None:
+            if self._services.is_gate_lost():
+                self._cleanup_pending |= self._gate_asked
+            elif self._gate_asked and self._gate_closing is None:
                 closing = patiently(
                     lambda: self._gate.close(self._id, "ROLLOUT_ENDED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S
                 )
                 tasks.create_task(self._try_release("gate", closing))
-            if self._deleting:
+            if self._deleting and self._services.is_node_lost():
+                self._deleting.cancel()
+            elif self._deleting:
                 await self._deleting
         if self._grader:
             self._grader.close()

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Final
 
-from penstock_driver.domain.ports import Gate, Sandboxes
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Failure, Outcome, Phase, RolloutSpec
-from penstock_driver.environments.forks import ThrottledForks
-from penstock_driver.environments.prepare import Environments
-from penstock_driver.environments.throttle import AdaptiveThrottle
-from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES
 
 _CANCELLED: Final = Failure(Cause.CANCELLED, "CANCELLED", "the rollout was cancelled", False, Phase.QUEUED)
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerServices:
-    """What the attempts of all rollouts share; `openings` throttles the requests that open a rollout at the gate.
-
-    An agent finds its model endpoint at `agent_port` on its sandbox's own loopback. `spool` is the directory of the
-    temporary files of grading, each kind limited to `max_changes_bytes`.
-    """
-
-    sandboxes: Sandboxes
-    gate: Gate
-    environments: Environments
-    forks: ThrottledForks
-    agent_port: int
-    spool: Path | None = None
-    max_changes_bytes: int = DEFAULT_MAX_CHANGES_BYTES
-    openings: AdaptiveThrottle = field(default_factory=AdaptiveThrottle)
 
 
 @dataclass(frozen=True, slots=True)

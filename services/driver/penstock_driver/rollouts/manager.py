@@ -34,7 +34,7 @@ from penstock_driver.domain.rollout import (
     RolloutSpec,
 )
 from penstock_driver.environments.cleanup import DRIVER_LABEL, Cleanups
-from penstock_driver.rollouts.context import RunnerServices
+from penstock_driver.placement.placement import Placement
 from penstock_driver.rollouts.event_limits import DEFAULT_LIMITS, EventLimits
 from penstock_driver.rollouts.groups import GroupPolicy, GroupWatch
 from penstock_driver.rollouts.recorder import RolloutRecorder, count_end
@@ -82,11 +82,11 @@ class RolloutManager:
     """All rollouts of one driver. Start with `recover()` and `watch_calls()`, stop with `aclose()`."""
 
     def __init__(
-        self, records: Records, log: EventLog, services: RunnerServices, *, instance_id: str, capacity: Capacity
+        self, records: Records, log: EventLog, placement: Placement, *, instance_id: str, capacity: Capacity
     ) -> None:
         self._records = records
         self._event_log = log
-        self._services = services
+        self._placement = placement
         self._instance_id = instance_id
         self._slots = asyncio.Semaphore(capacity.max_running)
         self._quotas = {namespace: asyncio.Semaphore(quota) for namespace, quota in capacity.quotas.items()}
@@ -100,6 +100,7 @@ class RolloutManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: dict[str, GroupWatch] = {}
         self._stopping = False
+        self._draining = False
         self._calls: asyncio.Task[None] | None = None
 
     def watch_calls(self) -> None:
@@ -109,7 +110,7 @@ class RolloutManager:
     async def _record_calls(self) -> None:
         while True:
             try:
-                async for ended in self._services.gate.calls({DRIVER_LABEL: self._instance_id}):
+                async for ended in self._placement.calls({DRIVER_LABEL: self._instance_id}):
                     self._record_call(ended)
             except Exception:  # noqa: BLE001 - all rollouts depend on this one task
                 _log.exception("the watch of calls broke")
@@ -212,7 +213,7 @@ class RolloutManager:
             labels = self._labels(record.rollout_id)
             quota = self._quotas.get(record.namespace)
             slots = (self._slots,) if quota is None else (quota, self._slots)
-            runner = RolloutRunner(spec, recorder, self._services, labels, slots)
+            runner = RolloutRunner(spec, recorder, self._placement, labels, slots)
             self._live[record.rollout_id] = runner
             end = self._ends.setdefault(record.rollout_id, _End())
             self._own(self._supervise(runner))
@@ -236,7 +237,7 @@ class RolloutManager:
 
         Raise ResourceExhausted (ROLLOUT_LIMIT) if there is none; Unavailable when stopping.
         """
-        if self._stopping:
+        if self._draining or self._stopping:
             raise Unavailable("the driver is stopping", reason="DRAINING", retry_after_s=5.0)
         known = len(self._live) + self._claimed
         if known + count > self._max_live:
@@ -313,6 +314,13 @@ class RolloutManager:
     def is_running(self, rollout_id: str) -> bool:
         """Whether a rollout has not ended, or its end is not on disk yet."""
         return rollout_id in self._ends
+
+    async def drain(self) -> None:
+        """Take no new rollouts, and wait until those that run have ended."""
+        self._draining = True
+        while ends := list(self._ends.values()):
+            for end in ends:
+                await end.recorded.wait()
 
     async def aclose(self) -> None:
         """Cancel all running rollouts as DRIVER_STOPPED and wait until all of them are released."""
@@ -401,8 +409,7 @@ class RolloutManager:
         return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
 
     async def _release(self, rollout_id: str) -> None:
-        await self._services.sandboxes.delete_labelled(self._labels(rollout_id))
-        await self._services.gate.close(rollout_id, "ROLLOUT_ENDED")
+        await self._placement.release(rollout_id, self._labels(rollout_id))
 
     def _clean_up_later(self, rollout_id: str) -> None:
         self._cleanups.owe(rollout_id, partial(self._cleaned_up, rollout_id))

@@ -14,7 +14,7 @@ from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_host_tools
 from penstock_driver.agents.specs import PromptDelivery
-from penstock_driver.domain.ports import BackendFacts, Gate, Sandboxes, SandboxTerms
+from penstock_driver.domain.ports import BackendFacts, GateCheck, Sandboxes, SandboxTerms
 from penstock_driver.domain.rollout import RolloutSpec
 
 FRESH_S: Final = 2.0
@@ -24,7 +24,7 @@ FRESH_S: Final = 2.0
 class Preflight:
     """Checks specs against the capabilities that the sandbox service and the gate report."""
 
-    def __init__(self, sandboxes: Sandboxes, gate: Gate) -> None:
+    def __init__(self, sandboxes: Sandboxes, gate: GateCheck) -> None:
         self._sandboxes = sandboxes
         self._gate = gate
         self._backends: SingleFlight[None, Sequence[BackendFacts]] = SingleFlight(fresh_s=FRESH_S)

@@ -17,9 +17,10 @@ import structlog
 from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver.domain.failures import internal_failure
-from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutSpec
+from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
+from penstock_driver.placement.placement import Avoid, Placement
 from penstock_driver.rollouts.attempt import Attempt
-from penstock_driver.rollouts.context import AttemptSpec, Cancellation, RolloutResult, RunnerServices
+from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation, RolloutResult
 from penstock_driver.rollouts.recorder import RolloutRecorder
 
 FIRST_PAUSE_S: Final = 0.5
@@ -45,16 +46,18 @@ class RolloutRunner:
         self,
         spec: RolloutSpec,
         recorder: RolloutRecorder,
-        services: RunnerServices,
+        placement: Placement,
         labels: dict[str, str],
         slots: Sequence[asyncio.Semaphore],
     ) -> None:
         self.spec = spec.at(recorder.record.index)
         self.recorder = recorder
-        self._services = services
+        self._placement = placement
         self._labels = labels
         self._slots = slots
         self._cancellation = Cancellation()
+        self._attempt = Cancellation()
+        """Of the current attempt, which a loss of its place also ends."""
         self._cleanup_pending = False
         # The rollout starts here: a runner runs from its construction to `result`.
         self._task = asyncio.ensure_future(self._run())
@@ -63,6 +66,11 @@ class RolloutRunner:
         """End the rollout with this failure; only the first call counts."""
         if self._cancellation.failure is None:
             self._cancellation.failure = failure
+            self._end_attempt(failure)
+
+    def _end_attempt(self, failure: Failure) -> None:
+        if self._attempt.failure is None:
+            self._attempt.failure = failure
             self._task.cancel()
 
     async def result(self) -> RolloutResult:
@@ -85,10 +93,9 @@ class RolloutRunner:
             stack.enter_context(acting_in(record.namespace))
             for slots in self._slots:
                 await stack.enter_async_context(slots)
-            pause = FIRST_PAUSE_S
+            pause, avoid = FIRST_PAUSE_S, Avoid()
             while True:
-                spec = AttemptSpec(record, self.spec, progress.attempt, self._labels)
-                result = await Attempt(spec, self._services, self.recorder, self._cancellation).run()
+                result = await self._attempted(avoid)
                 self._cleanup_pending |= result.cleanup_pending
                 outcome = result.outcome
                 is_last = progress.attempt >= self.spec.max_attempts or self._cancellation.failure is not None
@@ -97,3 +104,19 @@ class RolloutRunner:
                 self.recorder.retry(outcome.failure)
                 await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
                 pause = min(2 * pause, MOST_PAUSE_S)
+
+    async def _attempted(self, avoid: Avoid) -> AttemptResult:
+        """Run one attempt at a place of its own, and add that place to `avoid`."""
+        try:
+            place = await self._placement.place(self.spec, avoid)
+        except RolloutFailed as error:
+            return AttemptResult(Outcome(failure=error.failure))
+        avoid.nodes.add(place.node)
+        avoid.gates.add(place.gate)
+        self._attempt = Cancellation()
+        spec = AttemptSpec(self.recorder.record, self.spec, self.recorder.progress.attempt, self._labels)
+        with self._placement.occupied(place, self._end_attempt):
+            result = await Attempt(spec, place.services, self.recorder, self._attempt).run()
+        if self._attempt.failure is not self._cancellation.failure:
+            self._task.uncancel()  # the loss ended this attempt alone
+        return result

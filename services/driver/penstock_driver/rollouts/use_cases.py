@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from penstock_chassis.homes import Home
 from penstock_driver.agents.registry import AgentRegistry
+from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey, new_records
 from penstock_driver.domain.rollout import RolloutSpec
 from penstock_driver.domain.validation import Violations, check_chosen_id, check_group
@@ -30,18 +31,6 @@ from penstock_driver.wire.to_proto import add_driver_fields
 
 CLEANUP_RETRY_S: Final = 5.0
 HEARTBEAT_S: Final = 10.0
-
-
-class Captures(Protocol):
-    """The gate's captures of rollouts."""
-
-    def capture(
-        self, rollout_id: str, *, include_bodies: bool, include_top: bool
-    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
-        """Yield the trajectory in fragments; NotFound (ROLLOUT_UNKNOWN)."""
-
-    async def delete(self, rollout_id: str) -> None:
-        """Remove it; idempotent."""
 
 
 class RolloutUseCases:
@@ -259,7 +248,10 @@ class RolloutUseCases:
         is_first = True
         try:
             fragments = self._captures.capture(
-                record.rollout_id, include_bodies=include_bodies, include_top=include_top
+                record.rollout_id,
+                gate=record.home.gate if record.home else "",
+                include_bodies=include_bodies,
+                include_top=include_top,
             )
             async for fragment in fragments:
                 yield add_driver_fields(fragment, record) if is_first else fragment

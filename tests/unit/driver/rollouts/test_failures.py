@@ -446,6 +446,18 @@ async def test_a_creation_whose_caller_goes_away_is_begun_all_the_same(driver: D
     assert (await driver.outcome(records[0])).failure.reason == "DRIVER_STOPPED"
 
 
+async def test_a_driver_that_drains_ends_what_runs_and_takes_nothing_new(driver: Driver) -> None:
+    """A rolling upgrade costs no rollout that ends in time."""
+    record = await driver.start(driver.spec())
+    draining = asyncio.ensure_future(driver.manager.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable) as caught, driver.manager.room(1):
+        pass
+    assert caught.value.reason == "DRAINING"
+    await draining
+    assert not (await driver.outcome(record)).HasField("failure")
+
+
 @pytest.mark.requirement("R49", "R50")
 async def test_a_cancelled_create_of_the_service_leaves_a_rollout_that_ends(driver: Driver) -> None:
     """A client's deadline while its rollout is being remembered."""
@@ -668,7 +680,7 @@ class _Captures:
         self.asked = 0
         self._slow = slow
 
-    def capture(self, rollout_id: str, *, include_bodies: bool, include_top: bool) -> Any:
+    def capture(self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool) -> Any:
         raise NotImplementedError
 
     async def delete(self, rollout_id: str) -> None:

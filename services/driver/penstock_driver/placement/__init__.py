@@ -1,0 +1,1 @@
+"""Where each attempt at a rollout runs: on which sandbox service and at which gate."""

@@ -1,0 +1,226 @@
+"""All sandbox services as one, and all gates as one, for callers that have no place of their own.
+
+Terminal episodes, checks before a rollout, and readers of trajectories use these. A sandbox and a snapshot name in
+their ids the service that has them, and a recorded rollout its gate. What has no such name is asked of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import BinaryIO, Final
+
+from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import ids
+from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_chassis.membership.peers import PeerLost, until_lost
+from penstock_driver.agents.launch import FileToWrite
+from penstock_driver.agents.specs import Toolbox
+from penstock_driver.domain.ports import (
+    BackendFacts,
+    Command,
+    CommandResult,
+    Exit,
+    Output,
+    PathKind,
+    PreparedToolbox,
+    Sandboxes,
+    SandboxFacts,
+    SandboxTerms,
+    SnapshotSpec,
+    SnapshotStep,
+)
+from penstock_driver.placement.choice import ranking
+from penstock_driver.placement.fleet import GateServices, Members, NodeServices, pinned, tried
+
+_WITH_TOOLBOXES: Final = "toolboxes"
+"""Key of what needs an installed toolbox: it is prepared where that is installed."""
+
+
+class AllSandboxes:
+    """See `ports.Sandboxes`: each call goes to the service that has the sandbox, or to one that takes new work."""
+
+    def __init__(self, nodes: Members[NodeServices]) -> None:
+        self._nodes = nodes
+
+    async def backends(self) -> Sequence[BackendFacts]:
+        """The backends of all services that answer; one that is available anywhere is available."""
+        found: dict[str, BackendFacts] = {}
+        last: BaseException | None = None
+        asked = [until_lost(node.peer, node.services.sandboxes.backends()) for node in self._nodes.ready()]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, PenstockError | PeerLost):
+                last = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                for facts in answer:
+                    if facts.name not in found or not found[facts.name].available:
+                        found[facts.name] = facts
+        if not found:
+            raise _no_node() from last
+        return list(found.values())
+
+    async def prepare_toolbox(
+        self, name: str, toolbox: Toolbox, backend: str, on_line: Callable[[str], None]
+    ) -> PreparedToolbox:
+        return await self._for(_WITH_TOOLBOXES).prepare_toolbox(name, toolbox, backend, on_line)
+
+    def prepare_snapshot(self, spec: SnapshotSpec) -> AsyncIterator[SnapshotStep]:
+        key = _WITH_TOOLBOXES if spec.toolbox_ids else hashlib.sha256(repr(spec).encode()).hexdigest()
+        return self._for(key).prepare_snapshot(spec)
+
+    async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
+        return await self._for(_WITH_TOOLBOXES).create(terms, lease_s, labels)
+
+    async def fork(
+        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+    ) -> SandboxFacts:
+        return await self._of(snapshot_id).fork(
+            snapshot_id, request_id=request_id, port=port, upstream=upstream, lease_s=lease_s, labels=labels
+        )
+
+    async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
+        await self._of(sandbox_id).write_files(sandbox_id, files)
+
+    async def put_layer(self, sandbox_id: str, path: str, tar: BinaryIO) -> None:
+        await self._of(sandbox_id).put_layer(sandbox_id, path, tar)
+
+    async def read_tree(self, sandbox_id: str, path: str, sink: BinaryIO, max_bytes: int) -> None:
+        await self._of(sandbox_id).read_tree(sandbox_id, path, sink, max_bytes)
+
+    async def diff(self, sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
+        return await self._of(sandbox_id).diff(sandbox_id, below, sink, max_bytes)
+
+    async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
+        return await self._of(sandbox_id).kind(sandbox_id, path)
+
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
+        return await self._of(sandbox_id).entries(sandbox_id, path, most)
+
+    async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
+        return await self._of(sandbox_id).read_file(sandbox_id, path, max_bytes)
+
+    async def start(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        stdin: bytes | None,
+        *,
+        output_ends: tuple[int, int] | None = None,
+    ) -> None:
+        await self._of(sandbox_id).start(sandbox_id, process_id, command, stdin, output_ends=output_ends)
+
+    def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
+        return self._of(sandbox_id).watch(sandbox_id, process_id)
+
+    async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
+        await self._of(sandbox_id).kill(sandbox_id, process_id, everything=everything)
+
+    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
+        return await self._of(sandbox_id).run(sandbox_id, process_id, command, output_limit)
+
+    async def ended_inside(self, sandbox_id: str) -> bool:
+        return await self._of(sandbox_id).ended_inside(sandbox_id)
+
+    async def delete(self, sandbox_id: str) -> None:
+        await self._of(sandbox_id).delete(sandbox_id)
+
+    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        """Delete them everywhere. Raises the error of a service that did not, once all have been asked."""
+        deleted: list[str] = []
+        failures = []
+        for node in self._nodes.all():
+            failure = await tried(node.peer, partial(_deleted, node.services.sandboxes, labels, deleted))
+            failures += [failure] if failure else []
+        if failures:
+            raise failures[0]
+        return deleted
+
+    def _for(self, key: str) -> Sandboxes:
+        ready = {node.name: node for node in self._nodes.ready()}
+        if not ready:
+            raise _no_node()
+        return ready[ranking(ready.keys(), key)[0]].services.sandboxes
+
+    def _of(self, resource_id: str) -> Sandboxes:
+        home = ids.home_of(resource_id)
+        for node in self._nodes.all():
+            if home is not None and home[1] == node.peer.own_name:
+                if node.peer.is_lost:
+                    message = f"the sandbox service {node.name}, which has this, does not answer"
+                    raise Unavailable(message, reason="NODE_LOST", retry_after_s=1.0)
+                return node.services.sandboxes
+        # Of a service that is no member any more: it went with its service.
+        raise NotFound(f"no sandbox service among the members has {resource_id}", reason="SANDBOX_LOST")
+
+
+class AllGates:
+    """See `ports.Captures`, and the check before a rollout."""
+
+    def __init__(self, gates: Members[GateServices]) -> None:
+        self._gates = gates
+
+    async def check(
+        self,
+        terms: rollout_gate_service_pb2.OpenRolloutRequest,
+        *,
+        rollout_id: str,
+        group_id: str | None,
+        labels: Mapping[str, str],
+    ) -> Sequence[str]:
+        """See ports.Gate. Any gate can say it, but of a run with budgets the one that counts them."""
+        if terms.HasField("run_budgets"):
+            chosen = pinned(self._gates, terms.run_id)
+            order = [] if chosen is None else [chosen]
+        else:
+            order = sorted(self._gates.ready(), key=lambda gate: (len(gate.occupants), gate.name))
+        names = await self._gates.first(
+            order,
+            lambda services: services.gate.check(terms, rollout_id=rollout_id, group_id=group_id, labels=labels),
+        )
+        if names is None:
+            raise _no_gate()
+        return names
+
+    async def capture(
+        self, rollout_id: str, *, gate: str, include_bodies: bool, include_top: bool
+    ) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
+        for member in self._gates.all():
+            if member.peer.own_name == gate or not gate:
+                if member.peer.is_lost:
+                    message = f"gate {member.name}, which has this trajectory, does not answer"
+                    raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
+                async for fragment in member.services.gate.capture(
+                    rollout_id, gate=gate, include_bodies=include_bodies, include_top=include_top
+                ):
+                    yield fragment
+                return
+        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+
+    async def delete(self, rollout_id: str) -> None:
+        """See ports.Captures: at all gates, since each attempt may have been at another one."""
+        for member in self._gates.all():
+            failure = await tried(member.peer, partial(member.services.gate.delete, rollout_id))
+            if failure is not None:
+                message = f"what gate {member.name} has of the rollout cannot be deleted now: {failure}"
+                raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
+
+
+async def _deleted(sandboxes: Sandboxes, labels: Mapping[str, str], deleted: list[str]) -> None:
+    deleted.extend(await sandboxes.delete_labelled(labels))
+
+
+def _no_node() -> Unavailable:
+    message = "no sandbox service takes new work: no member answers, or all are draining"
+    return Unavailable(message, reason="SANDBOX_UNREACHABLE", retry_after_s=1.0)
+
+
+def _no_gate() -> Unavailable:
+    message = "no gate takes new work: no member answers, or all are draining"
+    return Unavailable(message, reason="INTERCEPTION_UNREACHABLE", retry_after_s=1.0)

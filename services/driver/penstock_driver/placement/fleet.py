@@ -1,0 +1,332 @@
+"""Placement over any number of sandbox services and gates, whose members come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Generic, TypeVar
+
+import structlog
+
+from penstock_chassis.errors import PenstockError, Unavailable
+from penstock_chassis.membership.peers import Peer, PeerLost, Peers, State, until_lost
+from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Sandboxes
+from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
+from penstock_driver.environments.forks import ThrottledForks
+from penstock_driver.environments.prepare import Environments
+from penstock_driver.environments.throttle import AdaptiveThrottle
+from penstock_driver.placement.choice import choose, ranking
+from penstock_driver.placement.placement import Avoid, OnLoss, Place
+from penstock_driver.placement.services import RunnerServices
+
+PLACE_S: Final = 30.0
+"""How long an attempt waits for a sandbox service and a gate that can take it."""
+GATE_PATIENCE_S: Final = 30.0
+"""How long a gate may be away on a host that answers: one that restarts keeps its calls."""
+RELEASE_S: Final = 30.0
+RETRY_S: Final = 1.0
+
+_log = structlog.get_logger("penstock.driver")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def never() -> bool:
+    """Of a service whose absence is waited out."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeServices:
+    """A sandbox service, with the states that are prepared there."""
+
+    sandboxes: Sandboxes
+    environments: Environments
+    forks: ThrottledForks
+    is_lost: Callable[[], bool]
+
+    @classmethod
+    def of(cls, sandboxes: Sandboxes, is_lost: Callable[[], bool] = never) -> NodeServices:
+        """Nothing is prepared yet."""
+        return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), is_lost)
+
+
+@dataclass(frozen=True, slots=True)
+class GateServices:
+    """A gate, with the throttle of the requests that open rollouts there."""
+
+    gate: GateClient
+    is_lost: Callable[[], bool] = never
+    openings: AdaptiveThrottle = field(default_factory=AdaptiveThrottle)
+
+
+@dataclass(eq=False, slots=True)
+class Member(Generic[S]):
+    """One sandbox service or gate. `occupants` are called when it is lost."""
+
+    peer: Peer
+    services: S
+    occupants: dict[OnLoss, None] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name among the members."""
+        return self.peer.name
+
+
+class Members(Generic[S]):
+    """The members of one kind, with what the driver has of each, and the attempts that run there.
+
+    Args:
+        peers: who they are, and whether they answer.
+        open_services: makes the clients of a member .
+        failure: of the attempts at a member that is lost.
+        patience_s: how long a member whose host answers may be away before it counts as lost: its process may restart.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        open_services: Callable[[Peer], S],
+        failure: Callable[[str], Failure],
+        patience_s: float,
+    ) -> None:
+        self.changed = peers.changed
+        self._peers = peers
+        self._open = open_services
+        self._failure = failure
+        self._patience_s = patience_s
+        self._members: dict[Peer, Member[S]] = {}
+
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until every member has been asked once, at most `timeout_s` seconds."""
+        await self._peers.settled(timeout_s)
+
+    def all(self) -> Sequence[Member[S]]:
+        """Every member, in the order of their names."""
+        return [self._of(peer) for peer in self._peers.all()]
+
+    def ready(self) -> Sequence[Member[S]]:
+        """Those that take new work."""
+        return [member for member in self.all() if member.peer.state is State.SERVING]
+
+    def get(self, name: str) -> Member[S] | None:
+        """The member of this name."""
+        peer = self._peers.get(name)
+        return None if peer is None else self._of(peer)
+
+    async def follow(self) -> None:
+        """End the attempts at members that are lost. Never returns."""
+        while True:
+            number = self.changed.number
+            present = set(self._peers.all())
+            for peer, member in list(self._members.items()):
+                if peer not in present:
+                    del self._members[peer]
+                    self._end(member)
+                elif not peer.is_lost:
+                    self._stop_waiting(member)
+                elif member.timer is None and member.occupants:
+                    loop = asyncio.get_running_loop()
+                    member.timer = loop.call_later(self._patience_s, self._end, member)
+                if peer.is_lost and peer.is_silent:
+                    self._end(member)
+            await self.changed.wait(number)
+
+    async def first(self, order: Sequence[Member[S]], ask: Callable[[S], Awaitable[T]]) -> T | None:
+        """Return the answer of the first member that can be reached; None if there is none. Raises its error."""
+        last: Unavailable | None = None
+        for member in order:
+            try:
+                return await until_lost(member.peer, ask(member.services))
+            except PeerLost:
+                continue
+            except Unavailable as error:
+                last = error
+        if last is not None:
+            raise last
+        return None
+
+    @contextmanager
+    def occupied(self, name: str, on_loss: OnLoss) -> Iterator[None]:
+        """While the context is open, `on_loss` is called once if the member is lost."""
+        member = self.get(name)
+        if member is None:
+            on_loss(self._failure(name))
+            yield
+            return
+        member.occupants[on_loss] = None
+        if member.peer.is_lost:
+            self.changed.wake()
+        try:
+            yield
+        finally:
+            member.occupants.pop(on_loss, None)
+
+    def _of(self, peer: Peer) -> Member[S]:
+        if peer not in self._members:
+            self._members[peer] = Member(peer, self._open(peer))
+        return self._members[peer]
+
+    def _end(self, member: Member[S]) -> None:
+        self._stop_waiting(member)
+        ended, member.occupants = member.occupants, {}
+        for on_loss in ended:
+            on_loss(self._failure(member.name))
+
+    @staticmethod
+    def _stop_waiting(member: Member[S]) -> None:
+        if member.timer is not None:
+            member.timer.cancel()
+            member.timer = None
+
+
+class FleetPlacement:
+    """See Placement. `follow` runs beside it."""
+
+    def __init__(
+        self,
+        nodes: Members[NodeServices],
+        gates: Members[GateServices],
+        compose: Callable[[NodeServices, GateServices], RunnerServices],
+    ) -> None:
+        self._nodes = nodes
+        self._gates = gates
+        self._compose = compose
+
+    async def follow(self) -> None:
+        """End the attempts at sandbox services and gates that are lost. Never returns; cancel it."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._nodes.follow())
+            tasks.create_task(self._gates.follow())
+
+    async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
+        """See Placement."""
+        node = await self._chosen(self._nodes, _node_missing, lambda: self._node(spec, avoid))
+        gate = await self._chosen(self._gates, _gate_missing, lambda: self._gate(spec, avoid))
+        return Place(self._compose(node.services, gate.services), node.name, gate.name)
+
+    @contextmanager
+    def occupied(self, place: Place, on_loss: OnLoss) -> Iterator[None]:
+        """See Placement."""
+        with self._nodes.occupied(place.node, on_loss), self._gates.occupied(place.gate, on_loss):
+            yield
+
+    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
+        """See Placement. What a lost member has is released when it is back, or goes with it when it is removed."""
+        work: list[tuple[Peer, Callable[[], Awaitable[object]]]] = [
+            *((node.peer, partial(node.services.sandboxes.delete_labelled, labels)) for node in self._nodes.all()),
+            *((one.peer, partial(one.services.gate.close, rollout_id, "ROLLOUT_ENDED")) for one in self._gates.all()),
+        ]
+        async with asyncio.timeout(RELEASE_S):
+            results = await asyncio.gather(*(tried(peer, release) for peer, release in work))
+        failures = [failure for failure in results if failure is not None]
+        if failures:
+            raise failures[0]
+
+    async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
+        """See Placement."""
+        merged: asyncio.Queue[CallEnded] = asyncio.Queue(1024)
+        watching: dict[Peer, asyncio.Task[None]] = {}
+
+        async def watch(gate: Gate) -> None:
+            async for ended in gate.calls(labels):
+                await merged.put(ended)
+
+        async def follow() -> None:
+            while True:
+                number = self._gates.changed.number
+                present = {member.peer: member for member in self._gates.all()}
+                for peer in watching.keys() - present.keys():
+                    watching.pop(peer).cancel()
+                for peer, member in present.items():
+                    if peer not in watching or watching[peer].done():
+                        watching[peer] = asyncio.create_task(watch(member.services.gate))
+                await self._gates.changed.wait(number)
+
+        following = asyncio.create_task(follow())
+        try:
+            while True:
+                yield await merged.get()
+        finally:
+            following.cancel()
+            for task in watching.values():
+                task.cancel()
+            await asyncio.wait([following, *watching.values()])
+
+    async def _chosen(
+        self, members: Members[S], missing: Callable[[], Failure], choose_one: Callable[[], Member[S] | None]
+    ) -> Member[S]:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PLACE_S
+        while True:
+            number = members.changed.number
+            if (chosen := choose_one()) is not None:
+                return chosen
+            if loop.time() >= until:
+                raise RolloutFailed(missing())
+            await members.changed.wait(number, until - loop.time())
+
+    def _node(self, spec: RolloutSpec, avoid: Avoid) -> Member[NodeServices] | None:
+        ready = {node.name: node for node in self._nodes.ready()}
+        name = choose({name: len(node.occupants) for name, node in ready.items()}, spec.environment_key, avoid.nodes)
+        return None if name is None else ready[name]
+
+    def _gate(self, spec: RolloutSpec, avoid: Avoid) -> Member[GateServices] | None:
+        if spec.gate_terms.HasField("run_budgets"):
+            chosen = pinned(self._gates, spec.gate_terms.run_id)
+            if chosen is None or chosen.peer.state is not State.LOST:
+                return chosen
+            raise RolloutFailed(_run_gate_lost(chosen.name))
+        ready = {gate.name: gate for gate in self._gates.ready()}
+        loads = {name: len(gate.occupants) for name, gate in ready.items() if name not in avoid.gates}
+        loads = loads or {name: len(gate.occupants) for name, gate in ready.items()}
+        return ready[min(loads, key=lambda name: (loads[name], name))] if loads else None
+
+
+def pinned(gates: Members[GateServices], run_id: str) -> Member[GateServices] | None:
+    """The one gate that counts the budgets of a run: each rollout of the run is there. None = there is no gate."""
+    names = [gate.name for gate in gates.all()]
+    return gates.get(ranking(names, f"run {run_id}")[0]) if names else None
+
+
+def node_lost(name: str) -> Failure:
+    """The failure of attempts at a sandbox service that is lost."""
+    message = f"the sandbox service {name} does not answer any more"
+    return Failure(Cause.INFRASTRUCTURE, "NODE_LOST", message, True, Phase.QUEUED, component=Component.SANDBOX)
+
+
+def gate_lost(name: str) -> Failure:
+    """The failure of attempts at a gate that is lost."""
+    message = f"gate {name} does not answer any more"
+    return Failure(Cause.INFRASTRUCTURE, "GATE_LOST", message, True, Phase.QUEUED, component=Component.GATE)
+
+
+def _node_missing() -> Failure:
+    message = f"no sandbox service takes new work for {PLACE_S:g} s: none answers, or all are draining"
+    return Failure(Cause.INFRASTRUCTURE, "NODE_MISSING", message, True, Phase.QUEUED, component=Component.SANDBOX)
+
+
+def _gate_missing() -> Failure:
+    message = f"no gate takes new work for {PLACE_S:g} s: none answers, or all are draining"
+    return Failure(Cause.INFRASTRUCTURE, "GATE_MISSING", message, True, Phase.QUEUED, component=Component.GATE)
+
+
+def _run_gate_lost(name: str) -> Failure:
+    message = f"gate {name} counts this run's budgets and does not answer: repeat it when that gate is back"
+    return Failure(Cause.INFRASTRUCTURE, "RUN_GATE_LOST", message, True, Phase.QUEUED, component=Component.GATE)
+
+
+async def tried(peer: Peer, work: Callable[[], Awaitable[object]]) -> PenstockError | PeerLost | None:
+    """Do something at a peer; return its error. A lost peer is not asked."""
+    if peer.is_lost:
+        return PeerLost(f"{peer.name} does not answer: what it has is released later")
+    try:
+        await work()
+    except PenstockError as error:
+        return error
+    return None

@@ -1,0 +1,200 @@
+"""The services of a fleet, each on a host of its own, with TLS and tokens on every hop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import tomlkit
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.hosts import model
+from tests.hosts.network import HUB_ADDRESS, Host, Network
+from tests.support import toolboxes
+from tests.support.services.stack import disjoint_uids
+
+from penstock.cli.commands import credentials
+from penstock.client.transport.endpoints import Endpoints, Tls
+from penstock_chassis.channel import connect
+from penstock_chassis.tls import ClientTls
+
+START_S: Final = 120.0
+"""Guard on the start of all services, on a busy machine."""
+_PORTS: Final = {"sandbox": 7701, "driver": 7702, "interception": 7703, "inference": 7704}
+_INGRESS_PORT: Final = 7780
+_LETTERS: Final = {"sandbox": "n", "driver": "d", "interception": "g", "inference": "e"}
+_UIDS: Final = 512
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many hosts of each kind."""
+
+    sandboxes: int = 3
+    gates: int = 2
+    drivers: int = 2
+    engines: int = 1
+
+    def names(self, service: str) -> list[str]:
+        """Names of the hosts of one kind of service: n0, n1, ... for sandboxes, g for gates, d for drivers, e."""
+        count = {
+            "sandbox": self.sandboxes,
+            "interception": self.gates,
+            "driver": self.drivers,
+            "inference": self.engines,
+        }[service]
+        return [f"{_LETTERS[service]}{number}" for number in range(count)]
+
+
+@dataclass
+class Fleet:
+    """All services. `start` starts those that do not run; `settings` are more of each kind's."""
+
+    network: Network
+    folder: Path
+    size: Size
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def address(self, name: str) -> str:
+        """host:port of a service's gRPC server, by its name."""
+        return f"{self.network.hosts[name].address}:{_PORTS[self.kind(name)]}"
+
+    def kind(self, name: str) -> str:
+        """The kind of service of a host."""
+        return next(service for service, letter in _LETTERS.items() if name.startswith(letter))
+
+    def log(self, name: str) -> str:
+        """What a service has logged."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def endpoints(self, *, driver: str = "d0", gate: str = "g0", sandbox: str = "n0", engine: str = "e0") -> Endpoints:
+        """A trainer's connection to one service of each kind."""
+        token = (self.folder / "credentials" / "trainer.token").read_text().strip()
+        return Endpoints(
+            sandbox=self.address(sandbox),
+            driver=self.address(driver),
+            interception=self.address(gate),
+            inference=self.address(engine),
+            token=token,
+            tls=Tls(ca=self.folder / "credentials" / "ca.pem"),
+        )
+
+    def spawn(self, name: str) -> subprocess.Popen[bytes]:
+        """Start one service on its host."""
+        service = self.kind(name)
+        config = self.folder / f"{name}.toml"
+        config.write_text(tomlkit.dumps({service: self._table(name)}))
+        config.chmod(0o600)
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        env["PENSTOCK_CONFIG"] = str(config)
+        argv = [sys.executable, "-m", f"penstock_{service}"]
+        return self.network.hosts[name].spawn(argv, env, self.folder / f"{name}.log")
+
+    async def serving(self, name: str) -> None:
+        """Wait until a service serves. AssertionError with the end of its log, if it ends before that."""
+        channel_tls = ClientTls(self.folder / "credentials" / "ca.pem", None, None)
+        deadline = time.monotonic() + START_S
+        async with connect(self.address(name), None, channel_tls) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except Exception as error:  # noqa: BLE001 - not yet; the deadline speaks
+                    last = repr(error)
+                else:
+                    last = "not serving"
+                process = self.network.hosts[name].processes[-1]
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"{name} does not serve ({last}):\n{self.log(name)[-3000:]}")
+                await asyncio.sleep(0.1)
+
+    def _table(self, name: str) -> dict[str, Any]:
+        """The settings of one service: its kind's credentials, its addresses, and where the others are."""
+        service, host = self.kind(name), self.network.hosts[name]
+        kept = self.folder / "credentials"
+        table: dict[str, Any] = dict(tomlkit.parse((kept / f"{service}.toml").read_text())[service])
+        table |= {
+            "name": name,
+            "peers": {other: self.address(other) for other in self.size.names(service) if other != name},
+            "host": host.address,
+            "port": _PORTS[service],
+            "tls_cert": str(kept / f"{service}.pem"),
+            "tls_key": str(kept / f"{service}.key"),
+            "state_dir": str(self.folder / "state" / name),
+            "parent_pid": os.getpid(),
+        }
+        authority = str(kept / "ca.pem")
+        if service == "sandbox":
+            number, gates = int(name[1:]), self.size.names("interception")
+            table |= {
+                "allowed_upstreams": [f"tls:{self.network.hosts[gate].address}:{_INGRESS_PORT}" for gate in gates],
+                "upstream_ca": authority,
+                "first_uid": disjoint_uids() + _UIDS * number,
+                "uid_count": _UIDS,
+            }
+        elif service == "interception":
+            engines = self.size.names("inference")
+            table |= {
+                "ingress_host": host.address,
+                "ingress_address": f"tls:{host.address}:{_INGRESS_PORT}",
+                "ingress_tls_cert": str(kept / "interception.pem"),
+                "ingress_tls_key": str(kept / "interception.key"),
+                "inference_address": self.address(engines[0]),
+                "inference_ca": authority,
+            }
+        elif service == "driver":
+            table |= self._driver_reaches() | {"services_ca": authority}
+        else:
+            directory, script = self.folder / "model", self.folder / "script.yaml"
+            table |= {
+                "model_dir": str(directory),
+                "engine": "scripted",
+                "engine_options": {"script": str(script)},
+            }
+        return table | dict(self.settings.get(service, {}))
+
+    def _driver_reaches(self) -> dict[str, Any]:
+        table = {}
+        for service in ("sandbox", "interception"):
+            members = ",".join(f"{name}={self.address(name)}" for name in self.size.names(service))
+            table[f"{service}_members"] = f"static:{members}"
+        return table
+
+
+@contextmanager
+def fleet(folder: Path, size: Size, settings: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Fleet]:
+    """A fleet whose files are below `folder`, started. The caller is in a hub (`network.enter_hub`)."""
+    folder.chmod(0o755)
+    model.write(folder)
+    with Network() as network:
+        for service in _PORTS:
+            for name in size.names(service):
+                network.add(name)
+        addresses = [HUB_ADDRESS, *(host.address for host in network.hosts.values())]
+        credentials.make(folder / "credentials", addresses, days=1)
+        made = Fleet(network, folder, size, settings or {})
+        for name in size.names("sandbox"):
+            toolboxes.bring(folder / "state" / name)
+        order = ("inference", "sandbox", "interception", "driver")
+        asyncio.run(_started(made, [size.names(service) for service in order]))
+        yield made
+
+
+async def _started(made: Fleet, waves: Sequence[Sequence[str]]) -> None:
+    for names in waves:
+        for name in names:
+            made.spawn(name)
+        for name in names:
+            await made.serving(name)
+
+
+__all__ = ["Fleet", "Host", "Size", "fleet"]

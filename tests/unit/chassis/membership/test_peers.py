@@ -1,0 +1,135 @@
+"""Who answers: probes of real servers that come, drain, go and lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
+from penstock_chassis.channel import connect
+from penstock_chassis.health import Health
+from penstock_chassis.membership import peers as module
+from penstock_chassis.membership.members import Member
+from penstock_chassis.membership.peers import PeerLost, Peers, State, following, until_lost
+
+
+class Members:
+    """A source that the test changes."""
+
+    def __init__(self, *members: Member) -> None:
+        self._queue: asyncio.Queue[dict[str, Member]] = asyncio.Queue()
+        self.set(*members)
+
+    def set(self, *members: Member) -> None:
+        self._queue.put_nowait({member.name: member for member in members})
+
+    async def read(self) -> AsyncIterator[dict[str, Member]]:
+        while True:
+            yield await self._queue.get()
+
+
+class Operations(operations_service_pb2_grpc.OperationsServiceServicer):
+    """Says a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: operations_service_pb2.GetServerInfoRequest, context: object
+    ) -> operations_service_pb2.GetServerInfoResponse:
+        return operations_service_pb2.GetServerInfoResponse(server=operations_service_pb2.ServerInfo(name=self._name))
+
+    async def GetStatus(  # noqa: N802
+        self, request: operations_service_pb2.GetStatusRequest, context: object
+    ) -> operations_service_pb2.GetStatusResponse:
+        return operations_service_pb2.GetStatusResponse()
+
+
+@asynccontextmanager
+async def served(name: str, port: int = 0) -> AsyncIterator[tuple[str, Health]]:
+    server, health = grpc.aio.server(), Health()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    operations_service_pb2_grpc.add_OperationsServiceServicer_to_server(Operations(name), server)
+    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    health.serve((), health_pb2.HealthCheckResponse.SERVING)
+    await server.start()
+    try:
+        yield address, health
+    finally:
+        health.end()
+        await server.stop(0)
+
+
+@pytest.fixture(autouse=True)
+def _probes_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.01)
+
+
+async def until(peers: Peers, name: str, state: State) -> module.Peer:
+    while True:
+        number = peers.changed.number
+        peer = peers.get(name)
+        if peer is not None and peer.state is state:
+            return peer
+        await peers.changed.wait(number)
+
+
+async def test_a_peer_serves_drains_is_lost_and_comes_back() -> None:
+    async with AsyncExitStack() as stack:
+        source = Members()
+        peers = await stack.enter_async_context(following("sandbox", source, lambda member: connect(member.address)))
+        async with served("n0") as (address, health):
+            source.set(Member("n0", address))
+            peer = await until(peers, "n0", State.SERVING)
+            assert peer.own_name == "n0"
+            health.stop()
+            await until(peers, "n0", State.DRAINING)
+            assert not peer.is_lost, "a draining peer answers"
+            work = asyncio.ensure_future(until_lost(peer, asyncio.Event().wait()))
+        assert await until(peers, "n0", State.LOST) is peer
+        assert peer.absences == 1
+        assert not peer.is_silent, "its host refuses connections"
+        with pytest.raises(PeerLost):
+            await work
+        async with served("n0", int(address.rpartition(":")[2])):
+            await until(peers, "n0", State.SERVING)
+            assert not peer.is_lost
+
+
+async def test_a_member_that_is_removed_is_lost_for_ever() -> None:
+    async with served("n0") as (address, _):
+        source = Members(Member("n0", address))
+        async with following("sandbox", source, lambda member: connect(member.address)) as peers:
+            peer = await until(peers, "n0", State.SERVING)
+            source.set()
+            await peer.loss.wait()
+            assert not peers.all()
+
+
+async def test_a_second_member_that_takes_a_name_gets_no_work() -> None:
+    async with served("n0") as (first, _), served("n0") as (second, _):
+        source = Members(Member("n0", first))
+        async with following("sandbox", source, lambda member: connect(member.address)) as peers:
+            await until(peers, "n0", State.SERVING)
+            source.set(Member("n0", first), Member("n1", second))
+            await until(peers, "n1", State.LOST)
+            assert [peer.name for peer in peers.all() if peer.state is State.SERVING] == ["n0"]
+
+
+async def test_work_at_a_peer_that_stays_has_its_result_or_error() -> None:
+    async with served("n0") as (address, _):
+        source = Members(Member("n0", address))
+        async with following("sandbox", source, lambda member: connect(member.address)) as peers:
+            peer = await until(peers, "n0", State.SERVING)
+            assert await until_lost(peer, asyncio.sleep(0, 5)) == 5
+
+            async def fails() -> None:
+                raise RuntimeError("its own")
+
+            with pytest.raises(RuntimeError, match="its own"):
+                await until_lost(peer, fails())

@@ -1,0 +1,233 @@
+"""Attempts on several sandbox services and gates, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.unit.driver.conftest import write_then_stop
+from tests.unit.driver.world import Directories, HttpGate
+
+from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock_chassis.aio.broadcast import Signal
+from penstock_chassis.membership.members import Member
+from penstock_chassis.membership.peers import Peer, Peers, State
+from penstock_driver.app import runner_services
+from penstock_driver.domain.rollout import Failure, RolloutFailed
+from penstock_driver.placement import fleet as module
+from penstock_driver.placement.fleet import FleetPlacement, GateServices, Members, NodeServices, gate_lost, node_lost
+from penstock_driver.placement.placement import Avoid
+from penstock_driver.settings import DriverSettings
+
+
+@dataclass
+class Known:
+    """Peers whose states the test sets."""
+
+    changed: Signal = field(default_factory=Signal)
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    def add(self, *names: str) -> None:
+        for name in names:
+            self.peers[name] = Peer(Member(name, f"{name}:1"), cast(Any, None), own_name=name, state=State.SERVING)
+        self.changed.notify()
+
+    def lose(self, name: str, *, silent: bool = True) -> None:
+        peer = self.peers[name]
+        peer.state, peer.is_silent = State.LOST, silent
+        peer.loss.set()
+        self.changed.notify()
+
+    def find(self, name: str) -> None:
+        self.peers[name].state, self.peers[name].loss = State.SERVING, asyncio.Event()
+        self.changed.notify()
+
+    def all(self) -> Sequence[Peer]:
+        return [self.peers[name] for name in sorted(self.peers)]
+
+    def get(self, name: str) -> Peer | None:
+        return self.peers.get(name)
+
+
+@dataclass
+class World:
+    """Two sandbox services, two gates, and the placement over them."""
+
+    nodes: Known
+    gates: Known
+    placement: FleetPlacement
+    sandboxes: dict[str, Directories]
+    losses: list[Failure] = field(default_factory=list)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+@asynccontextmanager
+async def opened(folder: Path, patience_s: float = 60.0) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        nodes, gates = Known(), Known()
+        nodes.add("n0", "n1")
+        gates.add("g0", "g1")
+        sandboxes = {name: Directories(folder / name) for name in nodes.peers}
+        listening = {name: await stack.enter_async_context(HttpGate(write_then_stop)) for name in gates.peers}
+        settings = DriverSettings(anonymous=True, state_dir=folder)
+        placement = FleetPlacement(
+            Members(
+                cast(Peers, nodes),
+                lambda peer: NodeServices.of(sandboxes[peer.name], lambda: peer.is_lost),
+                node_lost,
+                0.0,
+            ),
+            Members(
+                cast(Peers, gates),
+                lambda peer: GateServices(listening[peer.name], lambda: peer.is_lost),
+                gate_lost,
+                patience_s,
+            ),
+            lambda node, gate: runner_services(node, gate, settings),
+        )
+        work = asyncio.create_task(placement.follow())
+        try:
+            yield World(nodes, gates, placement, sandboxes)
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+
+
+def spec(key: str = "k", **budgets: int) -> Any:
+    """What placement reads of a rollout."""
+
+    @dataclass
+    class Spec:
+        environment_key: str
+        gate_terms: rollout_gate_service_pb2.OpenRolloutRequest
+
+    terms = rollout_gate_service_pb2.OpenRolloutRequest(run_id="run")
+    if budgets:
+        terms.run_budgets.max_calls = 5
+    return Spec(key, terms)
+
+
+async def lost_once(world: World, known: Known, name: str, *, silent: bool) -> Failure:
+    """The failure of an attempt at a place, when one of its services is lost."""
+    place = await world.placement.place(spec(), Avoid())
+    reported: asyncio.Queue[Failure] = asyncio.Queue()
+    assert name in (place.node, place.gate)
+    with world.placement.occupied(place, reported.put_nowait):
+        known.lose(name, silent=silent)
+        failure = await reported.get()
+        known.changed.notify()
+        await asyncio.sleep(0)
+        assert reported.empty(), "reported once"
+        return failure
+
+
+async def test_an_attempt_ends_when_its_sandbox_service_is_lost(world: World) -> None:
+    place = await world.placement.place(spec(), Avoid())
+    failure = await lost_once(world, world.nodes, place.node, silent=False)
+    assert (failure.reason, failure.retriable) == ("NODE_LOST", True)
+    assert place.services.is_node_lost()
+    again = await world.placement.place(spec(), Avoid({place.node}, {place.gate}))
+    assert again.node != place.node
+    assert again.gate != place.gate
+
+
+async def test_an_attempt_ends_when_its_gates_host_is_silent(world: World) -> None:
+    place = await world.placement.place(spec(), Avoid())
+    failure = await lost_once(world, world.gates, place.gate, silent=True)
+    assert (failure.reason, failure.retriable) == ("GATE_LOST", True)
+
+
+async def test_a_gate_that_restarts_in_time_ends_no_attempt(tmp_path: Path) -> None:
+    async with opened(tmp_path, patience_s=3600.0) as world:
+        place = await world.placement.place(spec(), Avoid())
+        losses: list[Failure] = []
+        with world.placement.occupied(place, losses.append):
+            world.gates.lose(place.gate, silent=False)
+            await asyncio.sleep(0)
+            world.gates.find(place.gate)
+            await asyncio.sleep(0)
+        assert not losses
+
+
+async def test_a_gate_that_stays_away_ends_its_attempts(tmp_path: Path) -> None:
+    async with opened(tmp_path, patience_s=0.0) as world:
+        place = await world.placement.place(spec(), Avoid())
+        assert (await lost_once(world, world.gates, place.gate, silent=False)).reason == "GATE_LOST"
+
+
+async def test_a_removed_member_ends_its_attempts(world: World) -> None:
+    place = await world.placement.place(spec(), Avoid())
+    reported: asyncio.Queue[Failure] = asyncio.Queue()
+    with world.placement.occupied(place, reported.put_nowait):
+        removed = world.nodes.peers.pop(place.node)
+        removed.loss.set()
+        world.nodes.changed.notify()
+        assert (await reported.get()).reason == "NODE_LOST"
+
+
+async def test_a_draining_member_gets_no_new_attempt(world: World) -> None:
+    world.nodes.peers["n0"].state = State.DRAINING
+    places = [await world.placement.place(spec(str(number)), Avoid()) for number in range(8)]
+    assert {place.node for place in places} == {"n1"}
+
+
+async def test_equal_states_meet_and_others_spread(world: World) -> None:
+    places = [await world.placement.place(spec(str(number)), Avoid()) for number in range(32)]
+    assert {place.node for place in places} == {"n0", "n1"}
+    assert len({(await world.placement.place(spec("one"), Avoid())).node for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("nodes", "NODE_MISSING"), ("gates", "GATE_MISSING")])
+async def test_without_a_place_an_attempt_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+) -> None:
+    known: Known = getattr(world, kind)
+    for name in list(known.peers):
+        known.lose(name)
+    monkeypatch.setattr(module, "PLACE_S", 0.0)
+    with pytest.raises(RolloutFailed) as caught:
+        await world.placement.place(spec(), Avoid())
+    assert (caught.value.failure.reason, caught.value.failure.retriable) == (reason, True)
+
+
+async def test_an_attempt_waits_for_a_place(world: World) -> None:
+    for name in ("n0", "n1"):
+        world.nodes.lose(name)
+    waiting = asyncio.ensure_future(world.placement.place(spec(), Avoid()))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    world.nodes.find("n1")
+    assert (await waiting).node == "n1"
+
+
+async def test_a_run_with_budgets_has_one_gate(world: World) -> None:
+    places = [await world.placement.place(spec(str(number), max_calls=5), Avoid()) for number in range(6)]
+    (gate,) = {place.gate for place in places}
+    world.gates.lose(gate)
+    with pytest.raises(RolloutFailed) as caught:
+        await world.placement.place(spec(max_calls=5), Avoid())
+    assert caught.value.failure.reason == "RUN_GATE_LOST"
+    assert (await world.placement.place(spec(), Avoid())).gate != gate, "others go on"
+
+
+async def test_a_release_fails_while_a_lost_service_may_hold_something(world: World) -> None:
+    labels = {"rollout": "r"}
+    for sandboxes in world.sandboxes.values():
+        sandboxes._new(labels)
+    world.nodes.lose("n0")
+    with pytest.raises(Exception, match="n0 does not answer"):
+        await world.placement.release("r", labels)
+    assert not world.sandboxes["n1"].boxes, "what answers is released all the same"
+    world.nodes.find("n0")
+    await world.placement.release("r", labels)
+    assert not world.sandboxes["n0"].boxes
