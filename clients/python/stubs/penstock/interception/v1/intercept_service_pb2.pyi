@@ -13,6 +13,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.chat.v1 import chat_pb2 as _chat_pb2
 from penstock.chat.v1 import completion_pb2 as _completion_pb2
+from penstock.interception.v1 import interception_pb2 as _interception_pb2
 from penstock.ops.v1 import operations_service_pb2 as _operations_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
@@ -60,6 +61,7 @@ class CallSelector(_message.Message):
     ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    POLICY_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """An empty string that is set matches rollouts that were opened with an empty one, not those that have none."""
     group_id: _builtins.str
@@ -70,6 +72,10 @@ class CallSelector(_message.Message):
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def policy_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Calls for these policies only (RolloutModel.policy_id). Empty = for any."""
+
     def __init__(
         self,
         *,
@@ -78,10 +84,11 @@ class CallSelector(_message.Message):
         rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         all_namespaces: _builtins.bool = ...,
+        policy_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_id", b"run_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "all_namespaces", b"all_namespaces", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "all_namespaces", b"all_namespaces", "group_id", b"group_id", "labels", b"labels", "policy_ids", b"policy_ids", "rollout_ids", b"rollout_ids", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -199,6 +206,7 @@ class Hello(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """The session's name for people, shown in listings and logs."""
     policy_version: _builtins.int
@@ -213,6 +221,8 @@ class Hello(_message.Message):
     libraries. A call that is larger comes without its view. If it is still larger, it ends as FAILED
     (SESSION_MESSAGE_LIMIT), whatever other sessions accept: state the same limit in all sessions of a selector.
     """
+    trainer_id: _builtins.str
+    """Client-chosen, the same in all sessions of one trainer, at every gate. Credits are of one session."""
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
     @_builtins.property
@@ -247,10 +257,11 @@ class Hello(_message.Message):
         held: Global___HeldCalls | None = ...,
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         max_message_bytes: _builtins.int | None = ...,
+        trainer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "required_features", b"required_features", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "required_features", b"required_features", "resume_session_id", b"resume_session_id", "selector", b"selector", "trainer_id", b"trainer_id", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
@@ -298,6 +309,7 @@ class CallView(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
     SUFFIX_ONLY_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     messages: _builtins.bool
     body: _builtins.bool
     suffix_only: _builtins.bool
@@ -306,16 +318,19 @@ class CallView(_message.Message):
     it was sent a call of last (ModelCall.branch_id). A service without the feature `call_view.suffix_only` sends whole
     prompts.
     """
+    media: _builtins.bool
+    """The bytes of images, videos and sounds. Without it, ModelCall.media has their digests and positions only."""
     def __init__(
         self,
         *,
         messages: _builtins.bool = ...,
         body: _builtins.bool = ...,
         suffix_only: _builtins.bool = ...,
+        media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "messages", b"messages", "suffix_only", b"suffix_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "media", b"media", "messages", b"messages", "suffix_only", b"suffix_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +370,7 @@ class CallResult(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     DELEGATION_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
@@ -371,6 +387,14 @@ class CallResult(_message.Message):
     def delegation(self) -> Global___Delegation: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def progress(self) -> _completion_pb2.PartialAnswer:
+        """A piece of the answer. The call stays leased and its lease and expire_time are extended by their original lengths.
+        What is acknowledged survives the session: it is ModelCall.partial of the next lease, and a streaming agent is sent
+        it. The final completion has all tokens, these included. A piece must begin where the pieces before it end
+        (REASON_INVALID); a repeated one is accepted again.
+        """
+
     def __init__(
         self,
         *,
@@ -380,13 +404,14 @@ class CallResult(_message.Message):
         failure: Global___CallFailure | None = ...,
         delegation: Global___Delegation | None = ...,
         release: Global___Release | None = ...,
+        progress: _completion_pb2.PartialAnswer | None = ...,
         rollout_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delegation", b"delegation", "failure", b"failure", "release", b"release", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delegation", b"delegation", "failure", b"failure", "progress", b"progress", "release", b"release", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "completion", b"completion", "delegation", b"delegation", "failure", b"failure", "lease_id", b"lease_id", "release", b"release", "result", b"result", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "completion", b"completion", "delegation", b"delegation", "failure", b"failure", "lease_id", b"lease_id", "progress", b"progress", "release", b"release", "result", b"result", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["completion", "failure", "delegation", "release"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["completion", "failure", "delegation", "release", "progress"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -447,20 +472,32 @@ class Delegation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    EXACT_VERSION_FIELD_NUMBER: _builtins.int
+    exact_version: _builtins.int
+    """The only version of the weights that may answer. Unset = as ModelCall.min_policy_version."""
     @_builtins.property
     def sampling_override(self) -> _chat_pb2.Sampling:
         """Replaces fields of the agent's sampling."""
+
+    @_builtins.property
+    def source(self) -> _interception_pb2.ModelSource:
+        """What shall answer instead of the rollout's model source, with a tokenizer equal to the source's. Not a Tokenizer."""
 
     def __init__(
         self,
         *,
         sampling_override: _chat_pb2.Sampling | None = ...,
+        source: _interception_pb2.ModelSource | None = ...,
+        exact_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_override", b"sampling_override"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "exact_version", b"exact_version", "sampling_override", b"sampling_override", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampling_override", b"sampling_override"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "exact_version", b"exact_version", "sampling_override", b"sampling_override", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
+    _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_version) -> _WhichOneofReturnType__exact_version | None: ...
 
 Global___Delegation: _TypeAlias = Delegation  # noqa: Y015
 
@@ -537,15 +574,19 @@ class PolicyAnnounced(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
+    policy_id: _builtins.str
+    """The policy that the version is of. Empty = the rollouts' only one."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
+        policy_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,6 +798,7 @@ class Welcome(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     HELD_CALL_IDS_FIELD_NUMBER: _builtins.int
     SERVER_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     queued_calls: _builtins.int
     """Calls that now wait for this selector."""
@@ -784,6 +826,10 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def server(self) -> _operations_service_pb2.ServerInfo: ...
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]:
+        """The other gates that may have rollouts of this selector now, for sessions with each. Empty = this is the only gate."""
+
     def __init__(
         self,
         *,
@@ -795,14 +841,41 @@ class Welcome(_message.Message):
         resumed: _builtins.bool = ...,
         held_call_ids: _abc.Iterable[_builtins.str] | None = ...,
         server: _operations_service_pb2.ServerInfo | None = ...,
+        peers: _abc.Iterable[Global___Peer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window", "server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "held_call_ids", b"held_call_ids", "queued_calls", b"queued_calls", "resume_window", b"resume_window", "resumed", b"resumed", "server", b"server", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "held_call_ids", b"held_call_ids", "peers", b"peers", "queued_calls", b"queued_calls", "resume_window", b"resume_window", "resumed", b"resumed", "server", b"server", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Peer(_message.Message):
+    """Peer is another gate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its `name` setting, as in records that name a home."""
+    address: _builtins.str
+    """"host:port" of its gRPC server."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
 class Calls(_message.Message):
@@ -886,6 +959,9 @@ class ModelCall(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     OMITTED_PREFIX_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_SHA256_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     rollout_id: _builtins.str
@@ -938,6 +1014,8 @@ class ModelCall(_message.Message):
     """SHA-256 of the whole prompt as little-endian int32, to check it after it was put together. Empty without suffix_only
     and without tokens.
     """
+    policy_id: _builtins.str
+    """The policy that shall answer, by the model that the agent requested. Empty = the rollout's only one."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -959,6 +1037,16 @@ class ModelCall(_message.Message):
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the call EXPIRES."""
+
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
+        """Images, videos and sounds of the prompt, in the order of their tokens."""
+
+    @_builtins.property
+    def partial(self) -> _completion_pb2.PartialAnswer:
+        """What an earlier holder of this call had sampled, as one piece from the answer's first token on. The prompt does not have
+        it. An answer may go on after it or begin again.
+        """
 
     def __init__(
         self,
@@ -997,10 +1085,13 @@ class ModelCall(_message.Message):
         namespace: _builtins.str = ...,
         omitted_prefix_count: _builtins.int = ...,
         prompt_sha256: _builtins.bytes = ...,
+        policy_id: _builtins.str = ...,
+        media: _abc.Iterable[_chat_pb2.Media] | None = ...,
+        partial: _completion_pb2.PartialAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "partial", b"partial", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "omitted_prefix_count", b"omitted_prefix_count", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_sha256", b"prompt_sha256", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "media", b"media", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "omitted_prefix_count", b"omitted_prefix_count", "parent_call_id", b"parent_call_id", "partial", b"partial", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_sha256", b"prompt_sha256", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015

@@ -6,10 +6,12 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
-import type { Message as Message$1, Sampling, Tool, ToolChoice } from "../../chat/v1/chat_pb.js";
+import type { Media, Message as Message$1, Sampling, Tool, ToolChoice } from "../../chat/v1/chat_pb.js";
 import { file_penstock_chat_v1_chat } from "../../chat/v1/chat_pb.js";
-import type { Completion } from "../../chat/v1/completion_pb.js";
+import type { Completion, PartialAnswer } from "../../chat/v1/completion_pb.js";
 import { file_penstock_chat_v1_completion } from "../../chat/v1/completion_pb.js";
+import type { ModelSource } from "./interception_pb.js";
+import { file_penstock_interception_v1_interception } from "./interception_pb.js";
 import type { ServerInfo } from "../../ops/v1/operations_service_pb.js";
 import { file_penstock_ops_v1_operations_service } from "../../ops/v1/operations_service_pb.js";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
@@ -21,7 +23,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file penstock/interception/v1/intercept_service.proto.
  */
 export const file_penstock_interception_v1_intercept_service: GenFile = /*@__PURE__*/
-  fileDesc("CjBwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0X3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSLyAQoMQ2FsbFNlbGVjdG9yEhMKBnJ1bl9pZBgBIAEoCUgAiAEBEhUKCGdyb3VwX2lkGAIgASgJSAGIAQESEwoLcm9sbG91dF9pZHMYAyADKAkSQgoGbGFiZWxzGAQgAygLMjIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3Rvci5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgFIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgkKB19ydW5faWRCCwoJX2dyb3VwX2lkIjYKB0NyZWRpdHMSDQoFY2FsbHMYASABKAUSEgoFYnl0ZXMYAiABKANIAIgBAUIICgZfYnl0ZXMilQQKEEludGVyY2VwdFJlcXVlc3QSMAoFaGVsbG8YASABKAsyHy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVsbG9IABI0CgdyZXN1bHRzGAIgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNIABI0CgdjcmVkaXRzGAMgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNyZWRpdHNIABI1CgVwYXVzZRgEIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5QYXVzZUNhbGxzSAASNwoGcmVzdW1lGAUgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VtZUNhbGxzSAASOAoJaGVhcnRiZWF0GAYgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlYXJ0YmVhdEgAEjsKBnBvbGljeRgHIAEoCzIpLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lBbm5vdW5jZWRIABI9Cgx0b29sX3Jlc3VsdHMYCCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbFJlc3VsdHNIABI0Cgdnb29kYnllGAkgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdvb2RieWVIAEIHCgVmcmFtZSKjAwoFSGVsbG8SOAoIc2VsZWN0b3IYASABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEjIKB2NyZWRpdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0cxIQCghpZGVudGl0eRgDIAEoCRIbCg5wb2xpY3lfdmVyc2lvbhgEIAEoA0gAiAEBEjAKBHZpZXcYBSABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFZpZXcSHgoRcmVzdW1lX3Nlc3Npb25faWQYBiABKAlIAYgBARIxCgRoZWxkGAcgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhlbGRDYWxscxIZChFyZXF1aXJlZF9mZWF0dXJlcxgIIAMoCRIeChFtYXhfbWVzc2FnZV9ieXRlcxgJIAEoA0gCiAEBQhEKD19wb2xpY3lfdmVyc2lvbkIUChJfcmVzdW1lX3Nlc3Npb25faWRCFAoSX21heF9tZXNzYWdlX2J5dGVzIh0KCUhlbGRDYWxscxIQCghjYWxsX2lkcxgBIAMoCSI/CghDYWxsVmlldxIQCghtZXNzYWdlcxgBIAEoCBIMCgRib2R5GAIgASgIEhMKC3N1ZmZpeF9vbmx5GAMgASgIIkAKB1Jlc3VsdHMSNQoHcmVzdWx0cxgBIAMoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmVzdWx0Iq0CCgpDYWxsUmVzdWx0Eg8KB2NhbGxfaWQYASABKAkSEAoIbGVhc2VfaWQYAiABKAkSMgoKY29tcGxldGlvbhgDIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgAEjgKB2ZhaWx1cmUYBCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbEZhaWx1cmVIABI6CgpkZWxlZ2F0aW9uGAUgASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkRlbGVnYXRpb25IABI0CgdyZWxlYXNlGAYgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlbGVhc2VIABISCgpyb2xsb3V0X2lkGAcgASgJQggKBnJlc3VsdCIJCgdSZWxlYXNlIkEKC0NhbGxGYWlsdXJlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEhEKCXJldHJpYWJsZRgDIAEoCCJDCgpEZWxlZ2F0aW9uEjUKEXNhbXBsaW5nX292ZXJyaWRlGAEgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZyJNCgpQYXVzZUNhbGxzEg4KBnJlYXNvbhgBIAEoCRIvCgxtYXhfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iDQoLUmVzdW1lQ2FsbHMiCwoJSGVhcnRiZWF0IikKD1BvbGljeUFubm91bmNlZBIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAyJICgtUb29sUmVzdWx0cxI5CgdyZXN1bHRzGAEgAygLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhvc3RUb29sUmVzdWx0InUKDkhvc3RUb29sUmVzdWx0EhQKDHRvb2xfY2FsbF9pZBgBIAEoCRInCgZyZXN1bHQYAiABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhAKCGlzX2Vycm9yGAMgASgIEhIKCnJvbGxvdXRfaWQYBCABKAkiGQoHR29vZGJ5ZRIOCgZyZWFzb24YASABKAkikwYKEUludGVyY2VwdFJlc3BvbnNlEjQKB3dlbGNvbWUYASABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2VsY29tZUgAEjAKBWNhbGxzGAIgASgLMh8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzSAASRQoMYWNrbm93bGVkZ2VkGAMgASgLMi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNBY2tub3dsZWRnZWRIABI9CgljYW5jZWxsZWQYBCABKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNDYW5jZWxsZWRIABJDCg9yb2xsb3V0c19jbG9zZWQYBSABKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUm9sbG91dHNDbG9zZWRIABI5Cgp0b29sX2NhbGxzGAYgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRvb2xDYWxsc0gAEjgKCWhlYXJ0YmVhdBgHIAEoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5IZWFydGJlYXRIABIzCgdnb19hd2F5GAggASgLMiAucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdvQXdheUgAEjcKBnBhdXNlZBgJIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsc1BhdXNlZEgAEjkKB3Jlc3VtZWQYCiABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNSZXN1bWVkSAASTAoUdG9vbF9jYWxsc19jYW5jZWxsZWQYCyABKAsyLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbENhbGxzQ2FuY2VsbGVkSAASVgoZdG9vbF9yZXN1bHRzX2Fja25vd2xlZGdlZBgMIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sUmVzdWx0c0Fja25vd2xlZGdlZEgAQgcKBWZyYW1lIiEKC0NhbGxzUGF1c2VkEhIKCm9wZW5fY2FsbHMYASABKAUiDgoMQ2FsbHNSZXN1bWVkIqUCCgdXZWxjb21lEhIKCnNlc3Npb25faWQYASABKAkSMgoHY3JlZGl0cxgCIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DcmVkaXRzEjUKEmhlYXJ0YmVhdF9pbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIwCg1yZXN1bWVfd2luZG93GAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhQKDHF1ZXVlZF9jYWxscxgFIAEoBRIPCgdyZXN1bWVkGAYgASgIEhUKDWhlbGRfY2FsbF9pZHMYByADKAkSKwoGc2VydmVyGAggASgLMhsucGVuc3RvY2sub3BzLnYxLlNlcnZlckluZm8iOwoFQ2FsbHMSMgoFY2FsbHMYASADKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsIpQJCglNb2RlbENhbGwSDwoHY2FsbF9pZBgBIAEoCRIQCghsZWFzZV9pZBgCIAEoCRISCgpyb2xsb3V0X2lkGAMgASgJEhUKCGdyb3VwX2lkGAQgASgJSACIAQESEwoGcnVuX2lkGAUgASgJSAGIAQESPwoGbGFiZWxzGAYgAygLMi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsQ2FsbC5MYWJlbHNFbnRyeRINCgVpbmRleBgHIAEoBRI1CgpjYWxsX2NsYXNzGAggASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAkgASgJEhsKDnBhcmVudF9jYWxsX2lkGAogASgJSAKIAQESGAoQcHJvbXB0X3Rva2VuX2lkcxgLIAEoDBIUCgxwcm9tcHRfY291bnQYDCABKA0SGwoTc2hhcmVkX3ByZWZpeF9jb3VudBgNIAEoDRIsCghzYW1wbGluZxgOIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSHwoSbWluX3BvbGljeV92ZXJzaW9uGA8gASgDSAOIAQESKwoIbWVzc2FnZXMYECADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYESADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSMQoLdG9vbF9jaG9pY2UYEiABKAsyHC5wZW5zdG9jay5jaGF0LnYxLlRvb2xDaG9pY2USFAoMcmVxdWVzdF9ib2R5GBMgASgMEjAKB2RpYWxlY3QYFCABKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSFQoNbGVhc2VfYXR0ZW1wdBgVIAEoBRIwCgxyZWNlaXZlX3RpbWUYFiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGBcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIOCgZzdHJlYW0YGCABKAgSFAoHdGFza19pZBgZIAEoCUgEiAEBEhgKC2dyb3VwX2luZGV4GBogASgFSAWIAQESGAoQdG9rZW5pemVyX3NoYTI1NhgbIAEoDBIcChRjaGF0X3RlbXBsYXRlX3NoYTI1NhgcIAEoDBINCgVtb2RlbBgdIAEoCRIWCg52aWV3X3RydW5jYXRlZBgeIAEoCBIUCgx0cmFjZV9wYXJlbnQYHyABKAkSEQoJbmFtZXNwYWNlGCAgASgJEhwKFG9taXR0ZWRfcHJlZml4X2NvdW50GCEgASgNEhUKDXByb21wdF9zaGEyNTYYIiABKAwaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUILCglfZ3JvdXBfaWRCCQoHX3J1bl9pZEIRCg9fcGFyZW50X2NhbGxfaWRCFQoTX21pbl9wb2xpY3lfdmVyc2lvbkIKCghfdGFza19pZEIOCgxfZ3JvdXBfaW5kZXgibAoTUmVzdWx0c0Fja25vd2xlZGdlZBIZChFhY2NlcHRlZF9jYWxsX2lkcxgBIAMoCRI6CghyZWplY3RlZBgCIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRSZWplY3RlZCK8AgoOUmVzdWx0UmVqZWN0ZWQSDwoHY2FsbF9pZBgBIAEoCRI/CgZyZWFzb24YAiABKA4yLy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0UmVqZWN0ZWQuUmVhc29uEg8KB21lc3NhZ2UYAyABKAkSEgoKdmlvbGF0aW9ucxgEIAMoCSKyAQoGUmVhc29uEhYKElJFQVNPTl9VTlNQRUNJRklFRBAAEhcKE1JFQVNPTl9VTktOT1dOX0NBTEwQARIcChhSRUFTT05fQUxSRUFEWV9ERUxJVkVSRUQQAhIVChFSRUFTT05fQ0FMTF9FTkRFRBADEhUKEVJFQVNPTl9OT1RfTEVBU0VEEAQSEgoOUkVBU09OX0lOVkFMSUQQBRIXChNSRUFTT05fU1RBTEVfUE9MSUNZEAYiMgoOQ2FsbHNDYW5jZWxsZWQSEAoIY2FsbF9pZHMYASADKAkSDgoGcmVhc29uGAIgASgJIiUKDlJvbGxvdXRzQ2xvc2VkEhMKC3JvbGxvdXRfaWRzGAEgAygJIkIKCVRvb2xDYWxscxI1CgVjYWxscxgBIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbENhbGwigwQKDEhvc3RUb29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRIMCgRuYW1lGAMgASgJEioKCWFyZ3VtZW50cxgEIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3QSFgoOYXJndW1lbnRzX2pzb24YBSABKAkSFQoIZ3JvdXBfaWQYBiABKAlIAIgBARITCgZydW5faWQYByABKAlIAYgBARJCCgZsYWJlbHMYCCADKAsyMi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSG9zdFRvb2xDYWxsLkxhYmVsc0VudHJ5EhQKB3Rhc2tfaWQYCSABKAlIAogBARIYCgtncm91cF9pbmRleBgKIAEoBUgDiAEBEjAKDHJlY2VpdmVfdGltZRgLIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLZXhwaXJlX3RpbWUYDCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCW5hbWVzcGFjZRgNIAEoCRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgoKCF90YXNrX2lkQg4KDF9ncm91cF9pbmRleCI7ChJUb29sQ2FsbHNDYW5jZWxsZWQSFQoNdG9vbF9jYWxsX2lkcxgBIAMoCRIOCgZyZWFzb24YAiABKAkidQoXVG9vbFJlc3VsdHNBY2tub3dsZWRnZWQSHgoWYWNjZXB0ZWRfdG9vbF9jYWxsX2lkcxgBIAMoCRI6CghyZWplY3RlZBgCIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRSZWplY3RlZCJyCgZHb0F3YXkSDgoGcmVhc29uGAEgASgJEigKBWdyYWNlGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KC3JldHJ5X2FmdGVyGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIokDChFMZWFzZUNhbGxzUmVxdWVzdBI4CghzZWxlY3RvchgBIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsU2VsZWN0b3ISEAoIaWRlbnRpdHkYAiABKAkSEQoJbWF4X2NhbGxzGAMgASgFEicKBHdhaXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKAoFbGVhc2UYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMAoEdmlldxgGIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsVmlldxISCgpyZXF1ZXN0X2lkGAcgASgJEhsKDnBvbGljeV92ZXJzaW9uGAggASgDSACIAQESHgoRbWF4X21lc3NhZ2VfYnl0ZXMYCSABKANIAYgBARIWCg5rbm93bl9jYWxsX2lkcxgKIAMoCUIRCg9fcG9saWN5X3ZlcnNpb25CFAoSX21heF9tZXNzYWdlX2J5dGVzIkgKEkxlYXNlQ2FsbHNSZXNwb25zZRIyCgVjYWxscxgBIAMoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbENhbGwiewoUQ29tcGxldGVDYWxsc1JlcXVlc3QSNQoHcmVzdWx0cxgBIAMoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmVzdWx0EhgKEGV4dGVuZF9sZWFzZV9pZHMYAiADKAkSEgoKcm9sbG91dF9pZBgDIAEoCSJ0ChVDb21wbGV0ZUNhbGxzUmVzcG9uc2USQwoMYWNrbm93bGVkZ2VkGAEgASgLMi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdHNBY2tub3dsZWRnZWQSFgoObG9zdF9sZWFzZV9pZHMYAiADKAkiiwEKFFJlZ2lzdGVyVG9vbHNSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSOAoIc2VsZWN0b3IYAiABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEiUKBXRvb2xzGAMgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sIhcKFVJlZ2lzdGVyVG9vbHNSZXNwb25zZSJNChBMaXN0Q2FsbHNSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSEQoJcGFnZV9zaXplGAIgASgFEhIKCnBhZ2VfdG9rZW4YAyABKAkiWQoRTGlzdENhbGxzUmVzcG9uc2USKwoFY2FsbHMYASADKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIksKDkdldENhbGxSZXF1ZXN0Eg8KB2NhbGxfaWQYASABKAkSFAoMaW5jbHVkZV9ib2R5GAIgASgIEhIKCnJvbGxvdXRfaWQYAyABKAkiVwoPR2V0Q2FsbFJlc3BvbnNlEioKBGNhbGwYASABKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSGAoQcHJvbXB0X3Rva2VuX2lkcxgCIAEoDDLZCAoQSW50ZXJjZXB0U2VydmljZRKIAgoJSW50ZXJjZXB0EioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkludGVyY2VwdFJlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSW50ZXJjZXB0UmVzcG9uc2UinQGyuxgzChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSGmhlbGxvLnNlbGVjdG9yLnJvbGxvdXRfaWRzsrsYLgoTeC1wZW5zdG9jay1ncm91cC1pZBIXaGVsbG8uc2VsZWN0b3IuZ3JvdXBfaWSyuxgwChV4LXBlbnN0b2NrLXNlc3Npb24taWQSF2hlbGxvLnJlc3VtZV9zZXNzaW9uX2lkKAEwARLGAQoKTGVhc2VDYWxscxIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MZWFzZUNhbGxzUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MZWFzZUNhbGxzUmVzcG9uc2UiXbK7GC0KFXgtcGVuc3RvY2stcm9sbG91dC1pZBIUc2VsZWN0b3Iucm9sbG91dF9pZHOyuxgoChN4LXBlbnN0b2NrLWdyb3VwLWlkEhFzZWxlY3Rvci5ncm91cF9pZBKZAQoNQ29tcGxldGVDYWxscxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Db21wbGV0ZUNhbGxzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Db21wbGV0ZUNhbGxzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKZAQoNUmVnaXN0ZXJUb29scxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2Vzc2lvbi1pZBIKc2Vzc2lvbl9pZBKNAQoJTGlzdENhbGxzEioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RDYWxsc1JlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdENhbGxzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKoAQoHR2V0Q2FsbBIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVxdWVzdBopLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVzcG9uc2UiSLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLK7GB0KEngtcGVuc3RvY2stY2FsbC1pZBIHY2FsbF9pZELEAQoYcGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxQhVJbnRlcmNlcHRTZXJ2aWNlUHJvdG9QAVo8cGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vaW50ZXJjZXB0aW9uL3YxO2ludGVyY2VwdGlvbnYxqgIYUGVuc3RvY2suSW50ZXJjZXB0aW9uLlYxygIYUGVuc3RvY2tcSW50ZXJjZXB0aW9uXFYx6gIaUGVuc3RvY2s6OkludGVyY2VwdGlvbjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_ops_v1_operations_service, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CjBwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0X3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSKMAgoMQ2FsbFNlbGVjdG9yEhMKBnJ1bl9pZBgBIAEoCUgAiAEBEhUKCGdyb3VwX2lkGAIgASgJSAGIAQESEwoLcm9sbG91dF9pZHMYAyADKAkSQgoGbGFiZWxzGAQgAygLMjIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3Rvci5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgFIAEoCBIYCgpwb2xpY3lfaWRzGAYgAygJQgS4uxgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWQiNgoHQ3JlZGl0cxINCgVjYWxscxgBIAEoBRISCgVieXRlcxgCIAEoA0gAiAEBQggKBl9ieXRlcyKVBAoQSW50ZXJjZXB0UmVxdWVzdBIwCgVoZWxsbxgBIAEoCzIfLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5IZWxsb0gAEjQKB3Jlc3VsdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0c0gAEjQKB2NyZWRpdHMYAyABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0c0gAEjUKBXBhdXNlGAQgASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBhdXNlQ2FsbHNIABI3CgZyZXN1bWUYBSABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdW1lQ2FsbHNIABI4CgloZWFydGJlYXQYBiABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVhcnRiZWF0SAASOwoGcG9saWN5GAcgASgLMikucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBvbGljeUFubm91bmNlZEgAEj0KDHRvb2xfcmVzdWx0cxgIIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sUmVzdWx0c0gAEjQKB2dvb2RieWUYCSABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR29vZGJ5ZUgAQgcKBWZyYW1lIr0DCgVIZWxsbxI4CghzZWxlY3RvchgBIAEoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsU2VsZWN0b3ISMgoHY3JlZGl0cxgCIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DcmVkaXRzEhAKCGlkZW50aXR5GAMgASgJEhsKDnBvbGljeV92ZXJzaW9uGAQgASgDSACIAQESMAoEdmlldxgFIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsVmlldxIeChFyZXN1bWVfc2Vzc2lvbl9pZBgGIAEoCUgBiAEBEjEKBGhlbGQYByABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVsZENhbGxzEhkKEXJlcXVpcmVkX2ZlYXR1cmVzGAggAygJEh4KEW1heF9tZXNzYWdlX2J5dGVzGAkgASgDSAKIAQESGAoKdHJhaW5lcl9pZBgKIAEoCUIEuLsYAUIRCg9fcG9saWN5X3ZlcnNpb25CFAoSX3Jlc3VtZV9zZXNzaW9uX2lkQhQKEl9tYXhfbWVzc2FnZV9ieXRlcyIdCglIZWxkQ2FsbHMSEAoIY2FsbF9pZHMYASADKAkiVAoIQ2FsbFZpZXcSEAoIbWVzc2FnZXMYASABKAgSDAoEYm9keRgCIAEoCBITCgtzdWZmaXhfb25seRgDIAEoCBITCgVtZWRpYRgEIAEoCEIEuLsYASJACgdSZXN1bHRzEjUKB3Jlc3VsdHMYASADKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFJlc3VsdCLoAgoKQ2FsbFJlc3VsdBIPCgdjYWxsX2lkGAEgASgJEhAKCGxlYXNlX2lkGAIgASgJEjIKCmNvbXBsZXRpb24YAyABKAsyHC5wZW5zdG9jay5jaGF0LnYxLkNvbXBsZXRpb25IABI4CgdmYWlsdXJlGAQgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxGYWlsdXJlSAASOgoKZGVsZWdhdGlvbhgFIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EZWxlZ2F0aW9uSAASNAoHcmVsZWFzZRgGIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWxlYXNlSAASOQoIcHJvZ3Jlc3MYCCABKAsyHy5wZW5zdG9jay5jaGF0LnYxLlBhcnRpYWxBbnN3ZXJCBLi7GAFIABISCgpyb2xsb3V0X2lkGAcgASgJQggKBnJlc3VsdCIJCgdSZWxlYXNlIkEKC0NhbGxGYWlsdXJlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEhEKCXJldHJpYWJsZRgDIAEoCCK0AQoKRGVsZWdhdGlvbhI1ChFzYW1wbGluZ19vdmVycmlkZRgBIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSOwoGc291cmNlGAIgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsU291cmNlQgS4uxgBEiAKDWV4YWN0X3ZlcnNpb24YAyABKANCBLi7GAFIAIgBAUIQCg5fZXhhY3RfdmVyc2lvbiJNCgpQYXVzZUNhbGxzEg4KBnJlYXNvbhgBIAEoCRIvCgxtYXhfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iDQoLUmVzdW1lQ2FsbHMiCwoJSGVhcnRiZWF0IkIKD1BvbGljeUFubm91bmNlZBIWCg5wb2xpY3lfdmVyc2lvbhgBIAEoAxIXCglwb2xpY3lfaWQYAiABKAlCBLi7GAEiSAoLVG9vbFJlc3VsdHMSOQoHcmVzdWx0cxgBIAMoCzIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ib3N0VG9vbFJlc3VsdCJ1Cg5Ib3N0VG9vbFJlc3VsdBIUCgx0b29sX2NhbGxfaWQYASABKAkSJwoGcmVzdWx0GAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIQCghpc19lcnJvchgDIAEoCBISCgpyb2xsb3V0X2lkGAQgASgJIhkKB0dvb2RieWUSDgoGcmVhc29uGAEgASgJIpMGChFJbnRlcmNlcHRSZXNwb25zZRI0Cgd3ZWxjb21lGAEgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldlbGNvbWVIABIwCgVjYWxscxgCIAEoCzIfLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsc0gAEkUKDGFja25vd2xlZGdlZBgDIAEoCzItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRzQWNrbm93bGVkZ2VkSAASPQoJY2FuY2VsbGVkGAQgASgLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzQ2FuY2VsbGVkSAASQwoPcm9sbG91dHNfY2xvc2VkGAUgASgLMigucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRzQ2xvc2VkSAASOQoKdG9vbF9jYWxscxgGIAEoCzIjLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub29sQ2FsbHNIABI4CgloZWFydGJlYXQYByABKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSGVhcnRiZWF0SAASMwoHZ29fYXdheRgIIAEoCzIgLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Hb0F3YXlIABI3CgZwYXVzZWQYCSABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbHNQYXVzZWRIABI5CgdyZXN1bWVkGAogASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxzUmVzdW1lZEgAEkwKFHRvb2xfY2FsbHNfY2FuY2VsbGVkGAsgASgLMiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlRvb2xDYWxsc0NhbmNlbGxlZEgAElYKGXRvb2xfcmVzdWx0c19hY2tub3dsZWRnZWQYDCABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9vbFJlc3VsdHNBY2tub3dsZWRnZWRIAEIHCgVmcmFtZSIhCgtDYWxsc1BhdXNlZBISCgpvcGVuX2NhbGxzGAEgASgFIg4KDENhbGxzUmVzdW1lZCLaAgoHV2VsY29tZRISCgpzZXNzaW9uX2lkGAEgASgJEjIKB2NyZWRpdHMYAiABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ3JlZGl0cxI1ChJoZWFydGJlYXRfaW50ZXJ2YWwYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMAoNcmVzdW1lX3dpbmRvdxgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIUCgxxdWV1ZWRfY2FsbHMYBSABKAUSDwoHcmVzdW1lZBgGIAEoCBIVCg1oZWxkX2NhbGxfaWRzGAcgAygJEisKBnNlcnZlchgIIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEjMKBXBlZXJzGAkgAygLMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBlZXJCBLi7GAEiJQoEUGVlchIMCgRuYW1lGAEgASgJEg8KB2FkZHJlc3MYAiABKAkiOwoFQ2FsbHMSMgoFY2FsbHMYASADKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsIpMKCglNb2RlbENhbGwSDwoHY2FsbF9pZBgBIAEoCRIQCghsZWFzZV9pZBgCIAEoCRISCgpyb2xsb3V0X2lkGAMgASgJEhUKCGdyb3VwX2lkGAQgASgJSACIAQESEwoGcnVuX2lkGAUgASgJSAGIAQESPwoGbGFiZWxzGAYgAygLMi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsQ2FsbC5MYWJlbHNFbnRyeRINCgVpbmRleBgHIAEoBRI1CgpjYWxsX2NsYXNzGAggASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAkgASgJEhsKDnBhcmVudF9jYWxsX2lkGAogASgJSAKIAQESGAoQcHJvbXB0X3Rva2VuX2lkcxgLIAEoDBIUCgxwcm9tcHRfY291bnQYDCABKA0SGwoTc2hhcmVkX3ByZWZpeF9jb3VudBgNIAEoDRIsCghzYW1wbGluZxgOIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmcSHwoSbWluX3BvbGljeV92ZXJzaW9uGA8gASgDSAOIAQESKwoIbWVzc2FnZXMYECADKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2USJQoFdG9vbHMYESADKAsyFi5wZW5zdG9jay5jaGF0LnYxLlRvb2wSMQoLdG9vbF9jaG9pY2UYEiABKAsyHC5wZW5zdG9jay5jaGF0LnYxLlRvb2xDaG9pY2USFAoMcmVxdWVzdF9ib2R5GBMgASgMEjAKB2RpYWxlY3QYFCABKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSFQoNbGVhc2VfYXR0ZW1wdBgVIAEoBRIwCgxyZWNlaXZlX3RpbWUYFiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGBcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIOCgZzdHJlYW0YGCABKAgSFAoHdGFza19pZBgZIAEoCUgEiAEBEhgKC2dyb3VwX2luZGV4GBogASgFSAWIAQESGAoQdG9rZW5pemVyX3NoYTI1NhgbIAEoDBIcChRjaGF0X3RlbXBsYXRlX3NoYTI1NhgcIAEoDBINCgVtb2RlbBgdIAEoCRIWCg52aWV3X3RydW5jYXRlZBgeIAEoCBIUCgx0cmFjZV9wYXJlbnQYHyABKAkSEQoJbmFtZXNwYWNlGCAgASgJEhwKFG9taXR0ZWRfcHJlZml4X2NvdW50GCEgASgNEhUKDXByb21wdF9zaGEyNTYYIiABKAwSFwoJcG9saWN5X2lkGCMgASgJQgS4uxgBEiwKBW1lZGlhGCQgAygLMhcucGVuc3RvY2suY2hhdC52MS5NZWRpYUIEuLsYARI2CgdwYXJ0aWFsGCUgASgLMh8ucGVuc3RvY2suY2hhdC52MS5QYXJ0aWFsQW5zd2VyQgS4uxgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCEQoPX3BhcmVudF9jYWxsX2lkQhUKE19taW5fcG9saWN5X3ZlcnNpb25CCgoIX3Rhc2tfaWRCDgoMX2dyb3VwX2luZGV4ImwKE1Jlc3VsdHNBY2tub3dsZWRnZWQSGQoRYWNjZXB0ZWRfY2FsbF9pZHMYASADKAkSOgoIcmVqZWN0ZWQYAiADKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0UmVqZWN0ZWQivAIKDlJlc3VsdFJlamVjdGVkEg8KB2NhbGxfaWQYASABKAkSPwoGcmVhc29uGAIgASgOMi8ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJlc3VsdFJlamVjdGVkLlJlYXNvbhIPCgdtZXNzYWdlGAMgASgJEhIKCnZpb2xhdGlvbnMYBCADKAkisgEKBlJlYXNvbhIWChJSRUFTT05fVU5TUEVDSUZJRUQQABIXChNSRUFTT05fVU5LTk9XTl9DQUxMEAESHAoYUkVBU09OX0FMUkVBRFlfREVMSVZFUkVEEAISFQoRUkVBU09OX0NBTExfRU5ERUQQAxIVChFSRUFTT05fTk9UX0xFQVNFRBAEEhIKDlJFQVNPTl9JTlZBTElEEAUSFwoTUkVBU09OX1NUQUxFX1BPTElDWRAGIjIKDkNhbGxzQ2FuY2VsbGVkEhAKCGNhbGxfaWRzGAEgAygJEg4KBnJlYXNvbhgCIAEoCSIlCg5Sb2xsb3V0c0Nsb3NlZBITCgtyb2xsb3V0X2lkcxgBIAMoCSJCCglUb29sQ2FsbHMSNQoFY2FsbHMYASADKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSG9zdFRvb2xDYWxsIoMECgxIb3N0VG9vbENhbGwSFAoMdG9vbF9jYWxsX2lkGAEgASgJEhIKCnJvbGxvdXRfaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIqCglhcmd1bWVudHMYBCABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhYKDmFyZ3VtZW50c19qc29uGAUgASgJEhUKCGdyb3VwX2lkGAYgASgJSACIAQESEwoGcnVuX2lkGAcgASgJSAGIAQESQgoGbGFiZWxzGAggAygLMjIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhvc3RUb29sQ2FsbC5MYWJlbHNFbnRyeRIUCgd0YXNrX2lkGAkgASgJSAKIAQESGAoLZ3JvdXBfaW5kZXgYCiABKAVIA4gBARIwCgxyZWNlaXZlX3RpbWUYCyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGAwgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIRCgluYW1lc3BhY2UYDSABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUILCglfZ3JvdXBfaWRCCQoHX3J1bl9pZEIKCghfdGFza19pZEIOCgxfZ3JvdXBfaW5kZXgiOwoSVG9vbENhbGxzQ2FuY2VsbGVkEhUKDXRvb2xfY2FsbF9pZHMYASADKAkSDgoGcmVhc29uGAIgASgJInUKF1Rvb2xSZXN1bHRzQWNrbm93bGVkZ2VkEh4KFmFjY2VwdGVkX3Rvb2xfY2FsbF9pZHMYASADKAkSOgoIcmVqZWN0ZWQYAiADKAsyKC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmVzdWx0UmVqZWN0ZWQicgoGR29Bd2F5Eg4KBnJlYXNvbhgBIAEoCRIoCgVncmFjZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCgtyZXRyeV9hZnRlchgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKJAwoRTGVhc2VDYWxsc1JlcXVlc3QSOAoIc2VsZWN0b3IYASABKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFNlbGVjdG9yEhAKCGlkZW50aXR5GAIgASgJEhEKCW1heF9jYWxscxgDIAEoBRInCgR3YWl0GAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBWxlYXNlGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjAKBHZpZXcYBiABKAsyIi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFZpZXcSEgoKcmVxdWVzdF9pZBgHIAEoCRIbCg5wb2xpY3lfdmVyc2lvbhgIIAEoA0gAiAEBEh4KEW1heF9tZXNzYWdlX2J5dGVzGAkgASgDSAGIAQESFgoOa25vd25fY2FsbF9pZHMYCiADKAlCEQoPX3BvbGljeV92ZXJzaW9uQhQKEl9tYXhfbWVzc2FnZV9ieXRlcyJIChJMZWFzZUNhbGxzUmVzcG9uc2USMgoFY2FsbHMYASADKAsyIy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxDYWxsInsKFENvbXBsZXRlQ2FsbHNSZXF1ZXN0EjUKB3Jlc3VsdHMYASADKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFJlc3VsdBIYChBleHRlbmRfbGVhc2VfaWRzGAIgAygJEhIKCnJvbGxvdXRfaWQYAyABKAkidAoVQ29tcGxldGVDYWxsc1Jlc3BvbnNlEkMKDGFja25vd2xlZGdlZBgBIAEoCzItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXN1bHRzQWNrbm93bGVkZ2VkEhYKDmxvc3RfbGVhc2VfaWRzGAIgAygJIosBChRSZWdpc3RlclRvb2xzUmVxdWVzdBISCgpzZXNzaW9uX2lkGAEgASgJEjgKCHNlbGVjdG9yGAIgASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxTZWxlY3RvchIlCgV0b29scxgDIAMoCzIWLnBlbnN0b2NrLmNoYXQudjEuVG9vbCIXChVSZWdpc3RlclRvb2xzUmVzcG9uc2UiTQoQTGlzdENhbGxzUmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoBRISCgpwYWdlX3Rva2VuGAMgASgJIlkKEUxpc3RDYWxsc1Jlc3BvbnNlEisKBWNhbGxzGAEgAygLMhwucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJLCg5HZXRDYWxsUmVxdWVzdBIPCgdjYWxsX2lkGAEgASgJEhQKDGluY2x1ZGVfYm9keRgCIAEoCBISCgpyb2xsb3V0X2lkGAMgASgJIlcKD0dldENhbGxSZXNwb25zZRIqCgRjYWxsGAEgASgLMhwucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsEhgKEHByb21wdF90b2tlbl9pZHMYAiABKAwyiAkKEEludGVyY2VwdFNlcnZpY2USiAIKCUludGVyY2VwdBIqLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5JbnRlcmNlcHRSZXF1ZXN0GisucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkludGVyY2VwdFJlc3BvbnNlIp0BsrsYMwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEhpoZWxsby5zZWxlY3Rvci5yb2xsb3V0X2lkc7K7GC4KE3gtcGVuc3RvY2stZ3JvdXAtaWQSF2hlbGxvLnNlbGVjdG9yLmdyb3VwX2lksrsYMAoVeC1wZW5zdG9jay1zZXNzaW9uLWlkEhdoZWxsby5yZXN1bWVfc2Vzc2lvbl9pZCgBMAESxgEKCkxlYXNlQ2FsbHMSKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGVhc2VDYWxsc1JlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGVhc2VDYWxsc1Jlc3BvbnNlIl2yuxgtChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSFHNlbGVjdG9yLnJvbGxvdXRfaWRzsrsYKAoTeC1wZW5zdG9jay1ncm91cC1pZBIRc2VsZWN0b3IuZ3JvdXBfaWQSyAEKDUNvbXBsZXRlQ2FsbHMSLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ29tcGxldGVDYWxsc1JlcXVlc3QaLy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ29tcGxldGVDYWxsc1Jlc3BvbnNlIlayuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWSyuxgrChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSEnJlc3VsdHMucm9sbG91dF9pZBKZAQoNUmVnaXN0ZXJUb29scxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZWdpc3RlclRvb2xzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2Vzc2lvbi1pZBIKc2Vzc2lvbl9pZBKNAQoJTGlzdENhbGxzEioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RDYWxsc1JlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdENhbGxzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKoAQoHR2V0Q2FsbBIoLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVxdWVzdBopLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYWxsUmVzcG9uc2UiSLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLK7GB0KEngtcGVuc3RvY2stY2FsbC1pZBIHY2FsbF9pZELEAQoYcGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxQhVJbnRlcmNlcHRTZXJ2aWNlUHJvdG9QAVo8cGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vaW50ZXJjZXB0aW9uL3YxO2ludGVyY2VwdGlvbnYxqgIYUGVuc3RvY2suSW50ZXJjZXB0aW9uLlYxygIYUGVuc3RvY2tcSW50ZXJjZXB0aW9uXFYx6gIaUGVuc3RvY2s6OkludGVyY2VwdGlvbjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_interception_v1_interception, file_penstock_ops_v1_operations_service, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * CallSelector selects rollouts in gate mode whose calls a session receives. A rollout must match every condition that is
@@ -61,6 +63,13 @@ export type CallSelector = Message<"penstock.interception.v1.CallSelector"> & {
    * @generated from field: bool all_namespaces = 5;
    */
   allNamespaces: boolean;
+
+  /**
+   * Calls for these policies only (RolloutModel.policy_id). Empty = for any.
+   *
+   * @generated from field: repeated string policy_ids = 6;
+   */
+  policyIds: string[];
 };
 
 /**
@@ -248,6 +257,13 @@ export type Hello = Message<"penstock.interception.v1.Hello"> & {
    * @generated from field: optional int64 max_message_bytes = 9;
    */
   maxMessageBytes?: bigint | undefined;
+
+  /**
+   * Client-chosen, the same in all sessions of one trainer, at every gate. Credits are of one session.
+   *
+   * @generated from field: string trainer_id = 10;
+   */
+  trainerId: string;
 };
 
 /**
@@ -301,6 +317,13 @@ export type CallView = Message<"penstock.interception.v1.CallView"> & {
    * @generated from field: bool suffix_only = 3;
    */
   suffixOnly: boolean;
+
+  /**
+   * The bytes of images, videos and sounds. Without it, ModelCall.media has their digests and positions only.
+   *
+   * @generated from field: bool media = 4;
+   */
+  media: boolean;
 };
 
 /**
@@ -375,6 +398,17 @@ export type CallResult = Message<"penstock.interception.v1.CallResult"> & {
      */
     value: Release;
     case: "release";
+  } | {
+    /**
+     * A piece of the answer. The call stays leased and its lease and expire_time are extended by their original lengths.
+     * What is acknowledged survives the session: it is ModelCall.partial of the next lease, and a streaming agent is sent
+     * it. The final completion has all tokens, these included. A piece must begin where the pieces before it end
+     * (REASON_INVALID); a repeated one is accepted again.
+     *
+     * @generated from field: penstock.chat.v1.PartialAnswer progress = 8;
+     */
+    value: PartialAnswer;
+    case: "progress";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -453,6 +487,20 @@ export type Delegation = Message<"penstock.interception.v1.Delegation"> & {
    * @generated from field: penstock.chat.v1.Sampling sampling_override = 1;
    */
   samplingOverride?: Sampling | undefined;
+
+  /**
+   * What shall answer instead of the rollout's model source, with a tokenizer equal to the source's. Not a Tokenizer.
+   *
+   * @generated from field: penstock.interception.v1.ModelSource source = 2;
+   */
+  source?: ModelSource | undefined;
+
+  /**
+   * The only version of the weights that may answer. Unset = as ModelCall.min_policy_version.
+   *
+   * @generated from field: optional int64 exact_version = 3;
+   */
+  exactVersion?: bigint | undefined;
 };
 
 /**
@@ -533,6 +581,13 @@ export type PolicyAnnounced = Message<"penstock.interception.v1.PolicyAnnounced"
    * @generated from field: int64 policy_version = 1;
    */
   policyVersion: bigint;
+
+  /**
+   * The policy that the version is of. Empty = the rollouts' only one.
+   *
+   * @generated from field: string policy_id = 2;
+   */
+  policyId: string;
 };
 
 /**
@@ -812,6 +867,13 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
    * @generated from field: penstock.ops.v1.ServerInfo server = 8;
    */
   server?: ServerInfo | undefined;
+
+  /**
+   * The other gates that may have rollouts of this selector now, for sessions with each. Empty = this is the only gate.
+   *
+   * @generated from field: repeated penstock.interception.v1.Peer peers = 9;
+   */
+  peers: Peer[];
 };
 
 /**
@@ -820,6 +882,34 @@ export type Welcome = Message<"penstock.interception.v1.Welcome"> & {
  */
 export const WelcomeSchema: GenMessage<Welcome> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_intercept_service, 21);
+
+/**
+ * Peer is another gate.
+ *
+ * @generated from message penstock.interception.v1.Peer
+ */
+export type Peer = Message<"penstock.interception.v1.Peer"> & {
+  /**
+   * Its `name` setting, as in records that name a home.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * "host:port" of its gRPC server.
+   *
+   * @generated from field: string address = 2;
+   */
+  address: string;
+};
+
+/**
+ * Describes the message penstock.interception.v1.Peer.
+ * Use `create(PeerSchema)` to create a new message.
+ */
+export const PeerSchema: GenMessage<Peer> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_intercept_service, 22);
 
 /**
  * Calls are calls to answer: one, or several in at most 4 MiB. Never more than Hello.max_message_bytes.
@@ -838,7 +928,7 @@ export type Calls = Message<"penstock.interception.v1.Calls"> & {
  * Use `create(CallsSchema)` to create a new message.
  */
 export const CallsSchema: GenMessage<Calls> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 22);
+  messageDesc(file_penstock_interception_v1_intercept_service, 23);
 
 /**
  * ModelCall is one model call, ready for an engine.
@@ -1059,6 +1149,28 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
    * @generated from field: bytes prompt_sha256 = 34;
    */
   promptSha256: Uint8Array;
+
+  /**
+   * The policy that shall answer, by the model that the agent requested. Empty = the rollout's only one.
+   *
+   * @generated from field: string policy_id = 35;
+   */
+  policyId: string;
+
+  /**
+   * Images, videos and sounds of the prompt, in the order of their tokens.
+   *
+   * @generated from field: repeated penstock.chat.v1.Media media = 36;
+   */
+  media: Media[];
+
+  /**
+   * What an earlier holder of this call had sampled, as one piece from the answer's first token on. The prompt does not have
+   * it. An answer may go on after it or begin again.
+   *
+   * @generated from field: penstock.chat.v1.PartialAnswer partial = 37;
+   */
+  partial?: PartialAnswer | undefined;
 };
 
 /**
@@ -1066,7 +1178,7 @@ export type ModelCall = Message<"penstock.interception.v1.ModelCall"> & {
  * Use `create(ModelCallSchema)` to create a new message.
  */
 export const ModelCallSchema: GenMessage<ModelCall> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 23);
+  messageDesc(file_penstock_interception_v1_intercept_service, 24);
 
 /**
  * ResultsAcknowledged states which results were accepted.
@@ -1092,7 +1204,7 @@ export type ResultsAcknowledged = Message<"penstock.interception.v1.ResultsAckno
  * Use `create(ResultsAcknowledgedSchema)` to create a new message.
  */
 export const ResultsAcknowledgedSchema: GenMessage<ResultsAcknowledged> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 24);
+  messageDesc(file_penstock_interception_v1_intercept_service, 25);
 
 /**
  * ResultRejected is why a result was rejected.
@@ -1126,7 +1238,7 @@ export type ResultRejected = Message<"penstock.interception.v1.ResultRejected"> 
  * Use `create(ResultRejectedSchema)` to create a new message.
  */
 export const ResultRejectedSchema: GenMessage<ResultRejected> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 25);
+  messageDesc(file_penstock_interception_v1_intercept_service, 26);
 
 /**
  * Reason is the closed set of reasons.
@@ -1186,7 +1298,7 @@ export enum ResultRejected_Reason {
  * Describes the enum penstock.interception.v1.ResultRejected.Reason.
  */
 export const ResultRejected_ReasonSchema: GenEnum<ResultRejected_Reason> = /*@__PURE__*/
-  enumDesc(file_penstock_interception_v1_intercept_service, 25, 0);
+  enumDesc(file_penstock_interception_v1_intercept_service, 26, 0);
 
 /**
  * CallsCancelled lists calls of this session that need no answer any more.
@@ -1212,7 +1324,7 @@ export type CallsCancelled = Message<"penstock.interception.v1.CallsCancelled"> 
  * Use `create(CallsCancelledSchema)` to create a new message.
  */
 export const CallsCancelledSchema: GenMessage<CallsCancelled> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 26);
+  messageDesc(file_penstock_interception_v1_intercept_service, 27);
 
 /**
  * RolloutsClosed lists rollouts of this session's selector that were closed.
@@ -1231,7 +1343,7 @@ export type RolloutsClosed = Message<"penstock.interception.v1.RolloutsClosed"> 
  * Use `create(RolloutsClosedSchema)` to create a new message.
  */
 export const RolloutsClosedSchema: GenMessage<RolloutsClosed> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 27);
+  messageDesc(file_penstock_interception_v1_intercept_service, 28);
 
 /**
  * ToolCalls are agents' calls of host tools. Credits do not count them: the operator limits how many a rollout may have
@@ -1251,7 +1363,7 @@ export type ToolCalls = Message<"penstock.interception.v1.ToolCalls"> & {
  * Use `create(ToolCallsSchema)` to create a new message.
  */
 export const ToolCallsSchema: GenMessage<ToolCalls> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 28);
+  messageDesc(file_penstock_interception_v1_intercept_service, 29);
 
 /**
  * HostToolCall is one call of a host tool. Its arguments are valid against the tool's schema.
@@ -1340,7 +1452,7 @@ export type HostToolCall = Message<"penstock.interception.v1.HostToolCall"> & {
  * Use `create(HostToolCallSchema)` to create a new message.
  */
 export const HostToolCallSchema: GenMessage<HostToolCall> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 29);
+  messageDesc(file_penstock_interception_v1_intercept_service, 30);
 
 /**
  * ToolCallsCancelled lists host tool calls of this session that need no result any more. Work on them may stop.
@@ -1366,7 +1478,7 @@ export type ToolCallsCancelled = Message<"penstock.interception.v1.ToolCallsCanc
  * Use `create(ToolCallsCancelledSchema)` to create a new message.
  */
 export const ToolCallsCancelledSchema: GenMessage<ToolCallsCancelled> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 30);
+  messageDesc(file_penstock_interception_v1_intercept_service, 31);
 
 /**
  * ToolResultsAcknowledged states which results of host tools were accepted.
@@ -1394,7 +1506,7 @@ export type ToolResultsAcknowledged = Message<"penstock.interception.v1.ToolResu
  * Use `create(ToolResultsAcknowledgedSchema)` to create a new message.
  */
 export const ToolResultsAcknowledgedSchema: GenMessage<ToolResultsAcknowledged> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 31);
+  messageDesc(file_penstock_interception_v1_intercept_service, 32);
 
 /**
  * GoAway announces that the service stops. Answer the calls that you hold, expect no more, and reconnect elsewhere or
@@ -1426,7 +1538,7 @@ export type GoAway = Message<"penstock.interception.v1.GoAway"> & {
  * Use `create(GoAwaySchema)` to create a new message.
  */
 export const GoAwaySchema: GenMessage<GoAway> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 32);
+  messageDesc(file_penstock_interception_v1_intercept_service, 33);
 
 /**
  * See LeaseCalls.
@@ -1506,7 +1618,7 @@ export type LeaseCallsRequest = Message<"penstock.interception.v1.LeaseCallsRequ
  * Use `create(LeaseCallsRequestSchema)` to create a new message.
  */
 export const LeaseCallsRequestSchema: GenMessage<LeaseCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 33);
+  messageDesc(file_penstock_interception_v1_intercept_service, 34);
 
 /**
  * See LeaseCalls.
@@ -1527,7 +1639,7 @@ export type LeaseCallsResponse = Message<"penstock.interception.v1.LeaseCallsRes
  * Use `create(LeaseCallsResponseSchema)` to create a new message.
  */
 export const LeaseCallsResponseSchema: GenMessage<LeaseCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 34);
+  messageDesc(file_penstock_interception_v1_intercept_service, 35);
 
 /**
  * See CompleteCalls.
@@ -1561,7 +1673,7 @@ export type CompleteCallsRequest = Message<"penstock.interception.v1.CompleteCal
  * Use `create(CompleteCallsRequestSchema)` to create a new message.
  */
 export const CompleteCallsRequestSchema: GenMessage<CompleteCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 35);
+  messageDesc(file_penstock_interception_v1_intercept_service, 36);
 
 /**
  * See CompleteCalls.
@@ -1587,7 +1699,7 @@ export type CompleteCallsResponse = Message<"penstock.interception.v1.CompleteCa
  * Use `create(CompleteCallsResponseSchema)` to create a new message.
  */
 export const CompleteCallsResponseSchema: GenMessage<CompleteCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 36);
+  messageDesc(file_penstock_interception_v1_intercept_service, 37);
 
 /**
  * See RegisterTools.
@@ -1626,7 +1738,7 @@ export type RegisterToolsRequest = Message<"penstock.interception.v1.RegisterToo
  * Use `create(RegisterToolsRequestSchema)` to create a new message.
  */
 export const RegisterToolsRequestSchema: GenMessage<RegisterToolsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 37);
+  messageDesc(file_penstock_interception_v1_intercept_service, 38);
 
 /**
  * See RegisterTools.
@@ -1641,7 +1753,7 @@ export type RegisterToolsResponse = Message<"penstock.interception.v1.RegisterTo
  * Use `create(RegisterToolsResponseSchema)` to create a new message.
  */
 export const RegisterToolsResponseSchema: GenMessage<RegisterToolsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 38);
+  messageDesc(file_penstock_interception_v1_intercept_service, 39);
 
 /**
  * See ListCalls.
@@ -1672,7 +1784,7 @@ export type ListCallsRequest = Message<"penstock.interception.v1.ListCallsReques
  * Use `create(ListCallsRequestSchema)` to create a new message.
  */
 export const ListCallsRequestSchema: GenMessage<ListCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 39);
+  messageDesc(file_penstock_interception_v1_intercept_service, 40);
 
 /**
  * See ListCalls.
@@ -1698,7 +1810,7 @@ export type ListCallsResponse = Message<"penstock.interception.v1.ListCallsRespo
  * Use `create(ListCallsResponseSchema)` to create a new message.
  */
 export const ListCallsResponseSchema: GenMessage<ListCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 40);
+  messageDesc(file_penstock_interception_v1_intercept_service, 41);
 
 /**
  * See GetCall.
@@ -1729,7 +1841,7 @@ export type GetCallRequest = Message<"penstock.interception.v1.GetCallRequest"> 
  * Use `create(GetCallRequestSchema)` to create a new message.
  */
 export const GetCallRequestSchema: GenMessage<GetCallRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 41);
+  messageDesc(file_penstock_interception_v1_intercept_service, 42);
 
 /**
  * See GetCall.
@@ -1757,7 +1869,7 @@ export type GetCallResponse = Message<"penstock.interception.v1.GetCallResponse"
  * Use `create(GetCallResponseSchema)` to create a new message.
  */
 export const GetCallResponseSchema: GenMessage<GetCallResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_intercept_service, 42);
+  messageDesc(file_penstock_interception_v1_intercept_service, 43);
 
 /**
  * InterceptService serves trainers: they receive calls and answer them.
