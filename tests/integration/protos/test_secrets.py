@@ -61,7 +61,7 @@ NO_CREDENTIALS: Final = {
         "RevokeTokensResponse.tokens", "token_expire_time",
     },
     "a name in a file, or of a snapshot's content": {"McpConfig.key", "Snapshot.key"},
-    "names of headers": {"session_headers"},
+    "names of headers": {"session_headers", "Route.header"},
     "an environment that is shown: secrets go into secret_env": {
         "AgentSpec.env", "AgentSpec.skip_permissions_env", "Task.env", "Stdio.env", "Command.env", "SandboxSpec.env",
     },
