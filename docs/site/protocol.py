@@ -32,7 +32,7 @@ ABOUT: Mapping[str, str] = {
     "penstock.inference.v1": "the engine: tokens in, tokens and logprobs out; weights, versions, adapters",
     "penstock.interception.v1": "the gate: model calls to trainers and back; rollouts, captures, host tools",
     "penstock.ops.v1": "what every service says of itself: how it fares, and what is wrong",
-    "penstock.options.v1": "what the protos say of their own RPCs and fields: which headers route them, which are credentials",
+    "penstock.options.v1": "what the protos say of their own RPCs and fields: headers that route, credentials",
     "penstock.sandbox.v1": "sandboxes, processes, files, toolboxes",
     "penstock.trajectory.v1": "what comes out: calls, branches, samples, grades",
 }
