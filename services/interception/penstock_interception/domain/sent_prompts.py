@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from penstock_interception.domain.calls import RolloutState
-
-if TYPE_CHECKING:
-    from penstock_interception.domain.state import Call
+from penstock_interception.graph.values import Plan
 
 MOST_BRANCHES = 16
 """Branches of a rollout whose last prompt a trainer keeps."""
@@ -27,24 +23,22 @@ class SentPrompts:
         self._known = known or {}
         self._rollouts: dict[str, OrderedDict[str, tuple[str, int]]] = {}
 
-    def omitted(self, call: Call) -> int:
-        """Returns how many tokens at the start of the call's prompt the trainer has: those of its parent's prompt."""
-        plan = call.plan
+    def omitted(self, plan: Plan | None) -> int:
+        """Returns how many tokens at the start of a call's prompt the trainer has: those of its parent's prompt."""
         if plan is None or plan.parent_call_id is None:
             return 0
         count = self._known.get(plan.parent_call_id, 0)
-        for call_id, length in self._rollouts.get(call.rollout.id, {}).values():
+        for call_id, length in self._rollouts.get(plan.rollout_id, {}).values():
             if call_id == plan.parent_call_id:
                 count = length
         return min(count, plan.shared_prefix_len)
 
-    def add(self, call: Call) -> None:
-        """Notes that the call was sent."""
-        plan = call.plan
-        if plan is None or not plan.exact or call.rollout.state is RolloutState.CLOSED:
+    def add(self, call_id: str, plan: Plan) -> None:
+        """Notes that a call was sent."""
+        if not plan.exact:
             return
-        branches = self._rollouts.setdefault(call.rollout.id, OrderedDict())
-        branches[plan.branch_id] = (call.id, int(plan.prompt_ids.size))
+        branches = self._rollouts.setdefault(plan.rollout_id, OrderedDict())
+        branches[plan.branch_id] = (call_id, int(plan.prompt_ids.size))
         branches.move_to_end(plan.branch_id)
         if len(branches) > MOST_BRANCHES:
             branches.popitem(last=False)

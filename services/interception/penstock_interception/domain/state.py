@@ -232,7 +232,7 @@ class Session:
         return self.has_credit and (not self.held or self.held_bytes + self._size_of(call) <= self.credit.bytes)
 
     def _size_of(self, call: Call) -> int:
-        return self.view.size_of(call, 0 if self.sent_prompts is None else self.sent_prompts.omitted(call))
+        return self.view.size_of(call, 0 if self.sent_prompts is None else self.sent_prompts.omitted(call.plan))
 
     def hold(self, call: Call) -> None:
         """Charges a leased call to the session's credit."""

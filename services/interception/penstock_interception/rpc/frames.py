@@ -11,7 +11,7 @@ from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
 from penstock_interception import telemetry
-from penstock_interception.domain.calls import Dialect
+from penstock_interception.domain.calls import Dialect, RolloutState
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.sent_prompts import SentPrompts
@@ -115,7 +115,7 @@ def _call_frames(
 ) -> Iterator[pb.InterceptResponse]:
     frame, size = pb.InterceptResponse(), 0
     for call in calls:
-        if call.plan is None:
+        if (plan := call.plan) is None:
             continue  # it ended while an earlier frame was sent
         added = writer.add(frame.calls.calls, call, view, sent_prompts)
         if not added:
@@ -126,8 +126,8 @@ def _call_frames(
             frame, size = pb.InterceptResponse(), 0
             writer.add(frame.calls.calls, call, view, sent_prompts)
         size += added
-        if sent_prompts is not None:
-            sent_prompts.add(call)
+        if sent_prompts is not None and call.rollout.state is not RolloutState.CLOSED:
+            sent_prompts.add(call.id, plan)
     if size:
         yield frame
 
@@ -163,7 +163,7 @@ def _fields(call: Call, sent_prompts: SentPrompts | None) -> dict[str, Any]:
         fields["call_class"] = convert.CLASSES[plan.call_class]
         fields["branch_id"] = plan.branch_id
         fields["parent_call_id"] = plan.parent_call_id
-        omitted = 0 if sent_prompts is None else sent_prompts.omitted(call)
+        omitted = 0 if sent_prompts is None else sent_prompts.omitted(plan)
         fields["prompt_token_ids"] = convert.ids_to(plan.prompt_ids[omitted:])
         fields["prompt_count"] = int(plan.prompt_ids.size)
         if sent_prompts is not None and plan.exact:

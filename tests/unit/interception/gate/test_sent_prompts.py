@@ -213,7 +213,7 @@ async def _any_history(directory: Path, steps: list[tuple[str, int, int]]) -> No
 
 
 @pytest.mark.requirement("R22", "R32")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(STEPS)
 def test_every_trainer_puts_every_prompt_together_as_the_gate_has_it(steps: list[Any]) -> None:
     """Whatever branches, edits, retries and repeated leases there are, and however sessions come and go."""
