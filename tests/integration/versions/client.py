@@ -130,6 +130,12 @@ def sample(samples: Any) -> Json:
     }
 
 
+def counts(completion: Completion) -> bool:
+    """Whether each token that was sampled has a logprob."""
+    ids, logprobs = completion.token_ids, completion.logprobs
+    return ids is not None and logprobs is not None and len(ids) == len(logprobs) > 0
+
+
 async def engine(ps: Penstock, weights: Path) -> Json:
     """A completion before and after a push of weights."""
     before = await ps.inference.generate([3, 4, 5])
@@ -137,7 +143,7 @@ async def engine(ps: Penstock, weights: Path) -> Json:
         update = await ps.inference.update_weights(1, dict(tensors))
     after = await ps.inference.generate([3, 4, 5])
     return {
-        "counts": [np.size(item.token_ids) == np.size(item.logprobs) > 0 for item in (before, after)],
+        "counts": [counts(item) for item in (before, after)],
         "version": [
             before.policy_version,
             update.policy_version,

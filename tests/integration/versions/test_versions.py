@@ -18,7 +18,7 @@ from tests.support.services.stack import disjoint_uids
 
 from penstock_inference.testing import random_config, random_tensors, write_model
 
-pytestmark = pytest.mark.timeout(300)  # a guard: wheels are built here
+pytestmark = pytest.mark.timeout(600)  # a guard: wheels are built and eight services started
 
 CLIENT: Final = Path(__file__).with_name("client.py")
 REPLIES: Final = (policy.bash("cp note.txt out.txt"), "The word is copied.")
@@ -106,3 +106,9 @@ async def test_baseline_and_todays_version_serve_each_others_clients(tmp_path: P
     for name, services, client in (("older-services", before, now), ("older-client", now, before)):
         (tmp_path / name).mkdir()
         is_whole(await used(services, client, tmp_path / name))
+
+
+def test_a_clone_without_the_baseline_says_what_to_run() -> None:
+    """As continuous integration's may be, where it fetches one commit only."""
+    with pytest.raises(AssertionError, match="git fetch --unshallow"):
+        wheels.of_commit("0" * 40)
