@@ -55,17 +55,20 @@ def texts(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _PROSE.search(node.value):
             yield node.value
-    yield from (
-        item.string for item in tokenize.generate_tokens(io.StringIO(source).readline) if item.type == tokenize.COMMENT
-    )
+    # Most of the work is tokenizing, and few files need it.
+    if any(words.search(line) for line in re.findall(r"#.*", source) for words in _WORDS):
+        yield from _tokens(source, tokenize.COMMENT)
 
 
 def names(path: Path) -> Iterator[str]:
-    """Each name in a module's code, once."""
+    """Each name in a module's code that may be one that is not used, once."""
     source = path.read_text(encoding="utf-8")
-    yield from sorted(
-        {item.string for item in tokenize.generate_tokens(io.StringIO(source).readline) if item.type == tokenize.NAME}
-    )
+    if any(words.fullmatch(name) for name in set(re.findall(r"\w+", source)) for words in _NAMES):
+        yield from sorted(set(_tokens(source, tokenize.NAME)))
+
+
+def _tokens(source: str, kind: int) -> Iterator[str]:
+    return (item.string for item in tokenize.generate_tokens(io.StringIO(source).readline) if item.type == kind)
 
 
 def found() -> list[str]:

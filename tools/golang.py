@@ -114,6 +114,9 @@ def install() -> None:
         f"replace {_ERROR_DETAILS_MODULE} => {json.dumps(str(HOME / 'error-details'))}\n",
         encoding="utf-8",
     )
+    # Here, where no test waits for it or reads of downloads. Whether the client compiles is for its tests to say.
+    command = [str(HOME / "go" / "bin" / "go"), "build", "-race", "./..."]
+    subprocess.run(command, cwd=ROOT, env=_environment(HOME / "go.work"), check=False)
     (HOME / ".installed").touch()
 
 
