@@ -7,6 +7,7 @@ The output depends on the protos and the pinned generators only. Everything in a
 generated: a file that no proto accounts for is removed. A further language is a function and its line in `LANGUAGES`.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from typing import Final
 
 import google.rpc.status_pb2
 import grpc_tools
+from google.protobuf import descriptor_pb2
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from clients import nodejs
 from tools import golang
@@ -33,6 +36,8 @@ _INCLUDES = (
 )
 GO_MODULE: Final = names()["go"]
 """The Go client's module, as in its go.mod and in each proto's `go_package`."""
+_PROVISIONAL: Final = 50103
+"""Number of the option `provisional_method`."""
 _ERROR_DETAILS: Final = "google/rpc/error_details.proto"
 
 
@@ -92,7 +97,10 @@ def python(target: Path) -> None:
     plugins = {name: Path(sys.executable).with_name(name) for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")}
     with tempfile.TemporaryDirectory() as scratch:
         outputs = ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:")
-        compile_protos(plugins, [f"--{output}{scratch}" for output in outputs])
+        described = Path(scratch) / "described"
+        compile_protos(plugins, [f"--{output}{scratch}" for output in outputs] + [f"--descriptor_set_out={described}"])
+        for path, methods in _not_served(described).items():
+            _need_not_be_defined(Path(scratch) / path, methods)
         shutil.copytree(Path(scratch) / "penstock", target, dirs_exist_ok=True)
     for package in sorted({path.parent for path in target.rglob("*_pb2.py")}):
         name = ".".join(("penstock", *package.relative_to(target).parts))
@@ -100,6 +108,38 @@ def python(target: Path) -> None:
         # The area is a package of its own too; `penstock` above it never is (it is shared by several distributions).
         (package.parent / "__init__.py").write_text('"""Generated."""\n', encoding="utf-8")
         (package.parent / "py.typed").touch()
+
+
+def _not_served(described: Path) -> dict[str, set[str]]:
+    """The provisional RPCs by the file of types that has their servicer."""
+    files = descriptor_pb2.FileDescriptorSet.FromString(described.read_bytes()).file
+    return {
+        file.name.removesuffix(".proto") + "_pb2_grpc.pyi": names
+        for file in files
+        if (
+            names := {
+                method.name
+                for service in file.service
+                for method in service.method
+                # The option is an extension that this program does not know.
+                if _PROVISIONAL in _unknown(method.options)
+            }
+        )
+    }
+
+
+def _unknown(options: descriptor_pb2.MethodOptions) -> set[int]:
+    """The numbers of the fields that this program does not know."""
+    fields = UnknownFieldSet(options)
+    return {fields[index].field_number for index in range(len(fields))}
+
+
+def _need_not_be_defined(path: Path, methods: set[str]) -> None:
+    """Take the mark of an abstract method off those that no service defines: the base class refuses them."""
+    text = path.read_text(encoding="utf-8")
+    for name in methods:
+        text = re.sub(rf"    @_abc_1\.abstractmethod\n(    def {name}\()", r"\1", text)
+    path.write_text(text, encoding="utf-8")
 
 
 def typescript(target: Path) -> None:

@@ -342,7 +342,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
         """
 
-    @_abc_1.abstractmethod
     def PauseRollout(
         self,
         request: _rollout_service_pb2.PauseRolloutRequest,
@@ -354,7 +353,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
         """
 
-    @_abc_1.abstractmethod
     def ResumeRollout(
         self,
         request: _rollout_service_pb2.ResumeRolloutRequest,
@@ -364,7 +362,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
         """
 
-    @_abc_1.abstractmethod
     def ForkRollout(
         self,
         request: _rollout_service_pb2.ForkRolloutRequest,
@@ -456,7 +453,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         was opened).
         """
 
-    @_abc_1.abstractmethod
     def AnnotateTrajectory(
         self,
         request: _rollout_service_pb2.AnnotateTrajectoryRequest,

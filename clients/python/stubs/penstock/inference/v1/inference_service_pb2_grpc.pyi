@@ -294,7 +294,6 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         (FIELD_INVALID, ADAPTER_UNKNOWN).
         """
 
-    @_abc_1.abstractmethod
     def ScoreBatch(
         self,
         request: _inference_service_pb2.ScoreBatchRequest,
