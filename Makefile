@@ -8,8 +8,8 @@ PYTHON ?= python3
 SEED ?= 1
 EXTRAS ?= docker,node
 # Processes that share the tests between them, each with services and engines of its own; what shares some stays in one.
-# More than twice as many as processors: more than half of a test's time goes by in waiting for what it started.
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 2 ? 8 : 2 * cores + 2)))
+# Twice as many as processors: more than half of a test's time goes by in waiting for what it started.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 4 : cores > 4 ? 8 : 2 * cores)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
