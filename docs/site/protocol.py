@@ -39,7 +39,7 @@ ABOUT: Mapping[str, str] = {
 }
 ROLES = RoleTable({**sandbox.ROLES, **driver.ROLES, **interception.ROLES, **inference.ROLES, **operations.ROLES})
 
-_PROVISIONAL = "**[Provisional](../compatibility.md#provisional)**: not served yet"
+_PROVISIONAL = "**[Provisional](../compatibility.md#provisional)**: not served yet. Feature: `{}`"
 _TYPES = {
     value: name.removeprefix("TYPE_").lower()
     for name, value in FieldDescriptorProto.Type.items()  # scalars are named there as protos name them
@@ -146,8 +146,8 @@ def _page(package: str, files: list[FileDescriptorProto], link: Links) -> Iterat
                 yield f"### {method.name} {{ #{_anchor(f'{service.name}.{method.name}')} }}\n"
                 yield _signature(method, link)
                 yield f"Roles: {_roles(package, service.name, method.name)}.\n"
-                if method.options.Extensions[options_pb2.provisional_method]:
-                    yield f"{_PROVISIONAL}.\n"
+                if feature := method.options.Extensions[options_pb2.provisional_method]:
+                    yield f"{_PROVISIONAL.format(feature)}.\n"
                 yield link(_paragraphs(said.get((*path, descriptors.METHOD, position), "")))
     for kind, title in ((DescriptorProto, "Messages"), (EnumDescriptorProto, "Enums")):
         found = [(file, named) for file in files for named in _declared(file) if isinstance(named.item, kind)]
@@ -170,8 +170,8 @@ def _message(file: FileDescriptorProto, named: Named, link: Links) -> Iterator[s
         yield "| field | type | number | meaning |\n|---|---|---|---|"
         for index, field in enumerate(named.item.field):
             meaning = link(_cell(said.get((*named.path, descriptors.FIELD, index), "")))
-            if field.options.Extensions[options_pb2.provisional]:
-                meaning = f"{_PROVISIONAL}. {meaning}"
+            if feature := field.options.Extensions[options_pb2.provisional]:
+                meaning = f"{_PROVISIONAL.format(feature)}. {meaning}"
             yield f"| `{field.name}` | {_type(named.item, field, link)} | {field.number} | {meaning} |"
         for index, choice in enumerate(named.item.oneof_decl):
             if comment := said.get((*named.path, descriptors.ONEOF, index)):

@@ -33,7 +33,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from penstock.values.provisional import is_provisional_method, takes_provisional
+from penstock.values.provisional import feature_of_method, takes_provisional
 from penstock.values.routes import declared
 from penstock_chassis import journal, rpc_status
 from penstock_chassis.auth import HEALTH, Authenticator, Caller, Hidden, Owned, Role, RoleTable, authorize, serve_for
@@ -150,10 +150,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         """Raises PermissionDenied, or Unsupported `RPC_NOT_SERVED`."""
         if caller is not None:
             authorize(caller.role, method.name, self._roles)
-        if is_provisional_method(method.name):
+        if feature := feature_of_method(method.name):
             raise Unsupported(
                 f"{method.name} is not served yet: nothing was done. The protos declare it as provisional, so it may "
-                "still change.",
+                f"still change. Its feature will be {feature}.",
                 reason="RPC_NOT_SERVED",
             )
         wrapped = self._wrap(method.name, method.handler, caller)

@@ -127,10 +127,13 @@ def refuse_provisional(message: Message, but: frozenset[str] = frozenset()) -> N
     found = provisional_set(message, but)
     if found:
         raise InvalidArgument(
-            f"Not served yet: {', '.join(found[:_LISTED])}. The protos declare it as provisional, so it may still "
-            "change. Leave it out.",
+            f"Not served yet: {', '.join([*found][:_LISTED])}. The protos declare it as provisional, so it may still "
+            "change. Leave it out until GetServerInfo names its feature.",
             reason="FIELD_NOT_SERVED",
-            violations=[Violation(path, "is provisional and not served yet: leave it out") for path in found],
+            violations=[
+                Violation(path, f"is provisional: leave it out until the service has the feature {feature}")
+                for path, feature in found.items()
+            ],
         )
 
 

@@ -9,8 +9,8 @@ import pytest
 from protos.breaking import BASELINE, ROOT, breaking, compared
 
 SERVICE = Path("protos/penstock/interception/v1/intercept_service.proto")
-PROVISIONAL = " [(penstock.options.v1.provisional) = true]"
-RPC_PROVISIONAL = "option (penstock.options.v1.provisional_method) = true;"
+PROVISIONAL = ' [(penstock.options.v1.provisional) = "stage.new"]'
+RPC_PROVISIONAL = 'option (penstock.options.v1.provisional_method) = "stage.new";'
 WITH_PROVISIONAL = f"""syntax = "proto3";
 package penstock.stage.v1;
 import "penstock/options/v1/options.proto";
@@ -87,7 +87,7 @@ def test_deleted_field_breaks(tree: Path) -> None:
 @pytest.mark.requirement("R111")
 def test_changed_type_breaks(tree: Path) -> None:
     """An old client would read another number."""
-    assert "changed type" in changed(tree, "int32 calls = 1;\n  // Serialised", "string calls = 1;\n  // Serialised")
+    assert "changed type" in changed(tree, "int32 calls = 1;\n  // Bytes of", "string calls = 1;\n  // Bytes of")
 
 
 @pytest.mark.requirement("R111")

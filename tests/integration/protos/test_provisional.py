@@ -23,7 +23,13 @@ from tests.unit.docs.pages import tables
 from penstock.client import Task
 from penstock.interception.v1 import intercept_service_pb2 as intercept
 from penstock.interception.v1.intercept_service_pb2_grpc import InterceptServiceStub
-from penstock.values.provisional import is_provisional, is_provisional_method, provisional_set
+from penstock.values.provisional import (
+    feature_of,
+    feature_of_method,
+    is_provisional,
+    is_provisional_method,
+    provisional_set,
+)
 from penstock_chassis.channel import error_from_rpc
 from penstock_interception.rpc.results import JUDGED_ALONE
 
@@ -78,6 +84,11 @@ def path_of(way: Way) -> str:
     return ".".join([*map(step, way[:-1]), way[-1].name])
 
 
+def not_served(feature: str) -> str:
+    """What a violation says."""
+    return f"is provisional: leave it out until the service has the feature {feature}"
+
+
 FIELDS: Final = [(method, way) for method in METHODS for way in ways(METHODS[method].input_type)]
 RPCS: Final = [name for name in DECLARED if is_provisional_method(name)]
 
@@ -94,8 +105,8 @@ async def refused(stack: Running, server: Any, name: str, request: Message) -> g
 async def test_a_provisional_field_of_a_request_is_refused_by_its_path(stack: Running, method: str) -> None:
     """Ignored, it would seem to take effect. A result among others is rejected by itself."""
     for way in (way for name, way in FIELDS if name == method):
-        request, path = request_with(method, way), path_of(way)
-        assert provisional_set(request) == [path]
+        request, path, feature = request_with(method, way), path_of(way), feature_of(way[-1])
+        assert provisional_set(request) == {path: feature}
         alone = next((index for index, step in enumerate(way) if _name(kind_of(step)) in JUDGED_ALONE), None)
         for server in rpcs.servers(method):
             if alone is not None and method.endswith("/CompleteCalls"):
@@ -103,7 +114,7 @@ async def test_a_provisional_field_of_a_request_is_refused_by_its_path(stack: Ru
                 answers = await rpcs.call(address, stack.stack.operator_token, method, request)
                 (rejected,) = answers[0].acknowledged.rejected
                 assert rejected.reason == intercept.ResultRejected.REASON_INVALID
-                assert rejected.violations[0].startswith(f"{path_of(way[alone + 1 :])}: is provisional")
+                assert rejected.violations[0] == f"{path_of(way[alone + 1 :])}: {not_served(feature)}"
                 continue
             if alone is not None:  # of a session: see the next test
                 assert method.endswith("/Intercept")
@@ -111,7 +122,7 @@ async def test_a_provisional_field_of_a_request_is_refused_by_its_path(stack: Ru
             error = await refused(stack, server, method, request)
             typed = error_from_rpc(error)
             assert (error.code(), typed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "FIELD_NOT_SERVED"), path
-            assert [item.field for item in typed.violations] == [path]
+            assert [(item.field, item.description) for item in typed.violations] == [(path, not_served(feature))]
 
 
 @pytest.mark.requirement("R106")
@@ -130,9 +141,7 @@ async def test_a_result_with_a_provisional_field_is_rejected_beside_a_good_one(s
         await session.write(intercept.InterceptRequest(results=intercept.Results(results=[ahead, released])))
         answers = [frame async for frame in _until(session, "acknowledged")]
         invalid, unknown = answers[-1].acknowledged.rejected
-        assert list(invalid.violations) == [
-            "completion.usage.draft_tokens: is provisional and not served yet: leave it out"
-        ]
+        assert list(invalid.violations) == [f"completion.usage.draft_tokens: {not_served('usage.draft_tokens')}"]
         assert (invalid.reason, unknown.reason) == (
             intercept.ResultRejected.REASON_INVALID,
             intercept.ResultRejected.REASON_UNKNOWN_CALL,
@@ -165,6 +174,7 @@ async def test_a_provisional_rpc_is_refused_by_name(stack: Running, name: str) -
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
         assert error_from_rpc(error).reason == "RPC_NOT_SERVED"
         assert name in (error.details() or "")
+        assert feature_of_method(name) in (error.details() or "")
 
 
 @pytest.mark.requirement("R106")
@@ -201,30 +211,37 @@ async def test_a_whole_rollout_shows_no_provisional_field(stack: Running) -> Non
     (calls,) = [answer for answer in answers if answer.DESCRIPTOR.name == "ListCallsResponse"]
     assert len(calls.calls) >= 1  # type: ignore[attr-defined]
     assert [path for answer in answers for path in provisional_set(answer)] == []
-    fields = [
-        field
-        for module in rpcs.modules()
-        for kind in module.DESCRIPTOR.message_types_by_name.values()
-        for field in kind.fields
-    ]
-    names = {field.name for field in fields if is_provisional(field)} - {
-        field.name for field in fields if not is_provisional(field)
-    }
+    names = {feature for _, feature in declared()}
     for server in rpcs.SERVICES:
         info = "penstock.ops.v1.OperationsService/GetServerInfo"
         request = GetMessageClass(METHODS[info].input_type)()
         (answer,) = await rpcs.call(stack.stack.address(server), stack.stack.operator_token, info, request)  # type: ignore[arg-type]
-        assert not {part for feature in answer.server.features for part in feature.split(".")} & names
+        assert not {*answer.server.features} & names
 
 
 @pytest.mark.requirement("R111")
 def test_the_page_lists_what_is_provisional_and_nothing_else() -> None:
-    """Each by its message or service."""
-    rows = [row["fields and RPCs"] for row in tables("docs/compatibility.md")["Provisional"]]
-    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    """Each by its message or service, with its feature."""
+    rows = tables("docs/compatibility.md")["Provisional"]
+    listed = [
+        (name, feature)
+        for row in rows
+        for name in re.findall(r"`([^`]+)`", row["fields and RPCs"])
+        for feature in re.findall(r"`([^`]+)`", row["feature"])
+    ]
+    assert sorted(listed) == sorted(declared())
+
+
+def declared() -> list[tuple[str, str]]:
+    """Each provisional field and RPC, with its feature."""
     kinds = [kind for module in rpcs.modules() for kind in module.DESCRIPTOR.message_types_by_name.values()]
-    fields = [f"{kind.name}.{field.name}" for kind in kinds for field in kind.fields if is_provisional(field)]
-    assert sorted(listed) == sorted(fields + [name.rpartition(".")[2] for name in RPCS])
+    fields = [
+        (f"{kind.name}.{field.name}", feature_of(field))
+        for kind in kinds
+        for field in kind.fields
+        if is_provisional(field)
+    ]
+    return fields + [(name.rpartition(".")[2], feature_of_method(name)) for name in RPCS]
 
 
 def test_there_are_provisional_fields_and_rpcs_to_test() -> None:

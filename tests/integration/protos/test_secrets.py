@@ -55,6 +55,7 @@ NO_CREDENTIALS: Final = {
     },
     "ids of tokens of the model, or whether an engine takes them": {
         "token_ids", "stop_token_ids", "stop_token_id", "top_token_ids", "prompt_token_ids", "prompt_suffix_token_ids",
+        "placeholder_token_id",
         "control_tokens",
     },
     "numbers for tokens of the model": {"token_tensors", "token_rewards", "token_values"},

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from penstock.options.v1 import options_pb2
 from penstock.sandbox.v1 import sandbox_service_pb2
-from penstock.values.provisional import is_provisional, is_provisional_method, provisional_set, takes_provisional
+from penstock.values.provisional import (
+    feature_of_method,
+    is_provisional,
+    is_provisional_method,
+    provisional_set,
+    takes_provisional,
+)
 
 Field = FieldDescriptorProto
 
@@ -51,7 +57,7 @@ def _tree() -> type[Message]:
         if kind == Field.TYPE_MESSAGE:
             field.type_name = ".penstock.tests.Tree"
         if name.startswith("new_"):
-            field.options.Extensions[options_pb2.provisional] = True
+            field.options.Extensions[options_pb2.provisional] = "trees.new"
     kinds = {"number": 20, "type": Field.TYPE_MESSAGE, "label": many}
     tree.field.add(name="by_name", type_name=".penstock.tests.Tree.ByNameEntry", **kinds)
     entry.field.add(name="value", number=2, type=Field.TYPE_MESSAGE, label=one, type_name=".penstock.tests.Tree")
@@ -109,9 +115,9 @@ def _inside(message: Any, but: frozenset[str], path: str) -> set[str]:
 @pytest.mark.requirement("R106")
 @given(tree=TREES, but=st.sampled_from([frozenset[str](), frozenset({"penstock.tests.Tree"})]))
 def test_the_fields_found_are_those_of_a_slow_reading(tree: Message, but: frozenset[str]) -> None:
-    """In fields, lists, maps and oneofs, at any depth; each once."""
+    """In fields, lists, maps and oneofs, at any depth; each with its feature."""
     found = provisional_set(tree, but)
-    assert len(found) == len(set(found))
+    assert set(found.values()) <= {"trees.new"}
     assert set(found) == slowly(tree, but)
 
 
@@ -122,7 +128,7 @@ def test_a_path_names_the_way_to_the_field() -> None:
         by_name={"a": TREE(new_child=TREE(new_text="inside"))},
         new_word="",
     )
-    assert provisional_set(tree) == [
+    assert list(provisional_set(tree)) == [
         "children[1].child.new_text",
         "children[1].new_numbers",
         "new_word",
@@ -137,7 +143,7 @@ def test_a_message_that_cannot_have_such_fields_is_not_read() -> None:
         DESCRIPTOR = sandbox_service_pb2.CreateSandboxRequest.DESCRIPTOR
 
     unread: Any = Unread()
-    assert provisional_set(unread) == []
+    assert provisional_set(unread) == {}
     assert not takes_provisional("penstock.sandbox.v1.SandboxService/CreateSandbox")
     assert takes_provisional("/penstock.driver.v1.RolloutService/CreateGroup")
 
@@ -145,6 +151,7 @@ def test_a_message_that_cannot_have_such_fields_is_not_read() -> None:
 def test_only_rpcs_of_the_protos_can_be_provisional() -> None:
     """Reflection and health have none."""
     assert is_provisional_method("/penstock.driver.v1.RolloutService/PauseRollout")
+    assert feature_of_method("penstock.driver.v1.RolloutService/PauseRollout") == "rollouts.pause"
     assert not is_provisional_method("/penstock.driver.v1.RolloutService/GetRollout")
     assert not is_provisional_method("/grpc.health.v1.Health/Check")
     assert not takes_provisional("/grpc.health.v1.Health/Check")

@@ -39,6 +39,8 @@ const (
 	RolloutService_DeleteGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/DeleteGroup"
 	RolloutService_GetTrajectory_FullMethodName      = "/penstock.driver.v1.RolloutService/GetTrajectory"
 	RolloutService_AnnotateTrajectory_FullMethodName = "/penstock.driver.v1.RolloutService/AnnotateTrajectory"
+	RolloutService_GetTensor_FullMethodName          = "/penstock.driver.v1.RolloutService/GetTensor"
+	RolloutService_GetMedia_FullMethodName           = "/penstock.driver.v1.RolloutService/GetMedia"
 	RolloutService_ExportTrajectories_FullMethodName = "/penstock.driver.v1.RolloutService/ExportTrajectories"
 )
 
@@ -80,17 +82,21 @@ type RolloutServiceClient interface {
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
-	// PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-	// is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-	// Idempotent.
+	// PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+	// leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+	// calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+	// services. Idempotent; a repeat replaces the duration, counted anew.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
 	PauseRollout(ctx context.Context, in *PauseRolloutRequest, opts ...grpc.CallOption) (*PauseRolloutResponse, error)
 	// ResumeRollout ends a pause. Idempotent.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
 	ResumeRollout(ctx context.Context, in *ResumeRolloutRequest, opts ...grpc.CallOption) (*ResumeRolloutResponse, error)
 	// ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-	// that point. The paused one can be resumed too.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+	// that point. The paused one can be resumed too. All forks are made or none is.
+	//
+	// Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+	// open call is open in each fork under a new call_id.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
 	// CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
 	ForkRollout(ctx context.Context, in *ForkRolloutRequest, opts ...grpc.CallOption) (*ForkRolloutResponse, error)
 	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
@@ -119,9 +125,19 @@ type RolloutServiceClient interface {
 	// was opened).
 	GetTrajectory(ctx context.Context, in *GetTrajectoryRequest, opts ...grpc.CallOption) (RolloutService_GetTrajectoryClient, error)
 	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-	// none is.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+	// none is. Idempotent by name, author and call.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+	// RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
 	AnnotateTrajectory(ctx context.Context, in *AnnotateTrajectoryRequest, opts ...grpc.CallOption) (*AnnotateTrajectoryResponse, error)
+	// GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+	// that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+	// trajectory's sha256.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+	// TRAJECTORY_ABSENT).
+	GetTensor(ctx context.Context, in *GetTensorRequest, opts ...grpc.CallOption) (RolloutService_GetTensorClient, error)
+	// GetMedia returns the file of one Media of an ended rollout's trajectory.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+	GetMedia(ctx context.Context, in *GetMediaRequest, opts ...grpc.CallOption) (RolloutService_GetMediaClient, error)
 	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
 	ExportTrajectories(ctx context.Context, in *ExportTrajectoriesRequest, opts ...grpc.CallOption) (RolloutService_ExportTrajectoriesClient, error)
 }
@@ -426,9 +442,75 @@ func (c *rolloutServiceClient) AnnotateTrajectory(ctx context.Context, in *Annot
 	return out, nil
 }
 
+func (c *rolloutServiceClient) GetTensor(ctx context.Context, in *GetTensorRequest, opts ...grpc.CallOption) (RolloutService_GetTensorClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &RolloutService_ServiceDesc.Streams[4], RolloutService_GetTensor_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &rolloutServiceGetTensorClient{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+type RolloutService_GetTensorClient interface {
+	Recv() (*GetTensorResponse, error)
+	grpc.ClientStream
+}
+
+type rolloutServiceGetTensorClient struct {
+	grpc.ClientStream
+}
+
+func (x *rolloutServiceGetTensorClient) Recv() (*GetTensorResponse, error) {
+	m := new(GetTensorResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func (c *rolloutServiceClient) GetMedia(ctx context.Context, in *GetMediaRequest, opts ...grpc.CallOption) (RolloutService_GetMediaClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &RolloutService_ServiceDesc.Streams[5], RolloutService_GetMedia_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &rolloutServiceGetMediaClient{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+type RolloutService_GetMediaClient interface {
+	Recv() (*GetMediaResponse, error)
+	grpc.ClientStream
+}
+
+type rolloutServiceGetMediaClient struct {
+	grpc.ClientStream
+}
+
+func (x *rolloutServiceGetMediaClient) Recv() (*GetMediaResponse, error) {
+	m := new(GetMediaResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 func (c *rolloutServiceClient) ExportTrajectories(ctx context.Context, in *ExportTrajectoriesRequest, opts ...grpc.CallOption) (RolloutService_ExportTrajectoriesClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &RolloutService_ServiceDesc.Streams[4], RolloutService_ExportTrajectories_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &RolloutService_ServiceDesc.Streams[6], RolloutService_ExportTrajectories_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -497,17 +579,21 @@ type RolloutServiceServer interface {
 	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
-	// PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-	// is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-	// Idempotent.
+	// PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+	// leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+	// calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+	// services. Idempotent; a repeat replaces the duration, counted anew.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
 	PauseRollout(context.Context, *PauseRolloutRequest) (*PauseRolloutResponse, error)
 	// ResumeRollout ends a pause. Idempotent.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
 	ResumeRollout(context.Context, *ResumeRolloutRequest) (*ResumeRolloutResponse, error)
 	// ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-	// that point. The paused one can be resumed too.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+	// that point. The paused one can be resumed too. All forks are made or none is.
+	//
+	// Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+	// open call is open in each fork under a new call_id.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
 	// CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
 	ForkRollout(context.Context, *ForkRolloutRequest) (*ForkRolloutResponse, error)
 	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
@@ -536,9 +622,19 @@ type RolloutServiceServer interface {
 	// was opened).
 	GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error
 	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-	// none is.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+	// none is. Idempotent by name, author and call.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+	// RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
 	AnnotateTrajectory(context.Context, *AnnotateTrajectoryRequest) (*AnnotateTrajectoryResponse, error)
+	// GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+	// that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+	// trajectory's sha256.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+	// TRAJECTORY_ABSENT).
+	GetTensor(*GetTensorRequest, RolloutService_GetTensorServer) error
+	// GetMedia returns the file of one Media of an ended rollout's trajectory.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+	GetMedia(*GetMediaRequest, RolloutService_GetMediaServer) error
 	// ExportTrajectories streams the trajectories of every matching ended rollout, one after another.
 	ExportTrajectories(*ExportTrajectoriesRequest, RolloutService_ExportTrajectoriesServer) error
 	mustEmbedUnimplementedRolloutServiceServer()
@@ -607,6 +703,12 @@ func (UnimplementedRolloutServiceServer) GetTrajectory(*GetTrajectoryRequest, Ro
 }
 func (UnimplementedRolloutServiceServer) AnnotateTrajectory(context.Context, *AnnotateTrajectoryRequest) (*AnnotateTrajectoryResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method AnnotateTrajectory not implemented")
+}
+func (UnimplementedRolloutServiceServer) GetTensor(*GetTensorRequest, RolloutService_GetTensorServer) error {
+	return status.Errorf(codes.Unimplemented, "method GetTensor not implemented")
+}
+func (UnimplementedRolloutServiceServer) GetMedia(*GetMediaRequest, RolloutService_GetMediaServer) error {
+	return status.Errorf(codes.Unimplemented, "method GetMedia not implemented")
 }
 func (UnimplementedRolloutServiceServer) ExportTrajectories(*ExportTrajectoriesRequest, RolloutService_ExportTrajectoriesServer) error {
 	return status.Errorf(codes.Unimplemented, "method ExportTrajectories not implemented")
@@ -996,6 +1098,48 @@ func _RolloutService_AnnotateTrajectory_Handler(srv interface{}, ctx context.Con
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RolloutService_GetTensor_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(GetTensorRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(RolloutServiceServer).GetTensor(m, &rolloutServiceGetTensorServer{ServerStream: stream})
+}
+
+type RolloutService_GetTensorServer interface {
+	Send(*GetTensorResponse) error
+	grpc.ServerStream
+}
+
+type rolloutServiceGetTensorServer struct {
+	grpc.ServerStream
+}
+
+func (x *rolloutServiceGetTensorServer) Send(m *GetTensorResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
+func _RolloutService_GetMedia_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(GetMediaRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(RolloutServiceServer).GetMedia(m, &rolloutServiceGetMediaServer{ServerStream: stream})
+}
+
+type RolloutService_GetMediaServer interface {
+	Send(*GetMediaResponse) error
+	grpc.ServerStream
+}
+
+type rolloutServiceGetMediaServer struct {
+	grpc.ServerStream
+}
+
+func (x *rolloutServiceGetMediaServer) Send(m *GetMediaResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
 func _RolloutService_ExportTrajectories_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(ExportTrajectoriesRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -1108,6 +1252,16 @@ var RolloutService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "GetTrajectory",
 			Handler:       _RolloutService_GetTrajectory_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "GetTensor",
+			Handler:       _RolloutService_GetTensor_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "GetMedia",
+			Handler:       _RolloutService_GetMedia_Handler,
 			ServerStreams: true,
 		},
 		{

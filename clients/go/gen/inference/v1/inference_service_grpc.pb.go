@@ -72,8 +72,9 @@ type InferenceServiceClient interface {
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
 	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
-	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
-	// Errors: those of Score; each ends the stream.
+	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
+	// score, or its own failure for one of the reasons of Score.
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
 	ScoreBatch(ctx context.Context, in *ScoreBatchRequest, opts ...grpc.CallOption) (InferenceService_ScoreBatchClient, error)
 	// Abort aborts generations. Idempotent.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
@@ -524,8 +525,9 @@ type InferenceServiceServer interface {
 	// Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE: `exact_version` is not in force), INVALID_ARGUMENT
 	// (FIELD_INVALID, ADAPTER_UNKNOWN).
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
-	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
-	// Errors: those of Score; each ends the stream.
+	// ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
+	// score, or its own failure for one of the reasons of Score.
+	// Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
 	ScoreBatch(*ScoreBatchRequest, InferenceService_ScoreBatchServer) error
 	// Abort aborts generations. Idempotent.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)

@@ -17,27 +17,37 @@ class _Step(NamedTuple):
     """A field of a message that is provisional, or whose messages may have such fields."""
 
     name: str
-    is_provisional: bool
+    feature: str
     has_presence: bool
     is_map: bool
     inside: Descriptor | None
 
 
 @functools.cache
+def feature_of(field: FieldDescriptor) -> str:
+    """Returns the feature that will serve the field, as in ServerInfo.features. Empty = it is served."""
+    return field.GetOptions().Extensions[options_pb2.provisional]
+
+
 def is_provisional(field: FieldDescriptor) -> bool:
     """Whether the field is declared and not served yet."""
-    return bool(field.GetOptions().Extensions[options_pb2.provisional])
+    return feature_of(field) != ""
 
 
 @functools.cache
-def is_provisional_method(method: str) -> bool:
-    """Whether the RPC is declared and not served yet.
+def feature_of_method(method: str) -> str:
+    """Returns the feature that will serve the RPC. Empty = it is served, or not an RPC of the protos.
 
     Args:
         method: "package.Service/Method", with or without a slash before it. Its generated module is imported.
     """
     found = _method(method)
-    return found is not None and bool(found.GetOptions().Extensions[options_pb2.provisional_method])
+    return "" if found is None else found.GetOptions().Extensions[options_pb2.provisional_method]
+
+
+def is_provisional_method(method: str) -> bool:
+    """Whether the RPC is declared and not served yet. See `feature_of_method`."""
+    return feature_of_method(method) != ""
 
 
 def takes_provisional(method: str, but: frozenset[str] = _NONE) -> bool:
@@ -46,8 +56,8 @@ def takes_provisional(method: str, but: frozenset[str] = _NONE) -> bool:
     return found is not None and bool(_steps(found.input_type, but))
 
 
-def provisional_set(message: Message, but: frozenset[str] = _NONE) -> list[str]:
-    """Returns the paths of the provisional fields that are set in the message and in messages inside.
+def provisional_set(message: Message, but: frozenset[str] = _NONE) -> dict[str, str]:
+    """Returns the provisional fields that are set in the message and in messages inside, each as path: feature.
 
     A field inside a provisional one is not listed. Messages that cannot have such fields are not read, so that the
     cost does not depend on the length of texts, tokens or conversations. Of a message that sets none it is 1 to 3 us.
@@ -57,8 +67,8 @@ def provisional_set(message: Message, but: frozenset[str] = _NONE) -> list[str]:
         but: full names of messages that are not read.
     """
     if not _test(message.DESCRIPTOR, but)(message):
-        return []
-    return list(_found(message, _steps(message.DESCRIPTOR, but), but, ""))
+        return {}
+    return dict(_found(message, _steps(message.DESCRIPTOR, but), but, ""))
 
 
 def _method(name: str) -> MethodDescriptor | None:
@@ -68,8 +78,8 @@ def _method(name: str) -> MethodDescriptor | None:
         return None
 
 
-def _found(message: Any, steps: tuple[_Step, ...], but: frozenset[str], path: str) -> Iterator[str]:
-    for name, provisional, has_presence, is_map, inside in steps:
+def _found(message: Any, steps: tuple[_Step, ...], but: frozenset[str], path: str) -> Iterator[tuple[str, str]]:
+    for name, feature, has_presence, is_map, inside in steps:
         if has_presence:
             if not message.HasField(name):
                 continue
@@ -78,8 +88,8 @@ def _found(message: Any, steps: tuple[_Step, ...], but: frozenset[str], path: st
             value = getattr(message, name)
             if not value:
                 continue
-        if provisional or inside is None:
-            yield path + name
+        if feature or inside is None:
+            yield path + name, feature
             continue
         deeper = _steps(inside, but)
         if has_presence:
@@ -102,10 +112,10 @@ def _test(descriptor: Descriptor, but: frozenset[str]) -> Callable[[Any], bool]:
     while to_make:
         made = to_make.pop()
         tests = []
-        for name, provisional, has_presence, is_map, inside in _steps(made, but):
+        for name, feature, has_presence, is_map, inside in _steps(made, but):
             value = f"it.{name}"
             test = f"it.HasField({name!r})" if has_presence else value
-            if inside is not None and not provisional:
+            if inside is not None and not feature:
                 if inside.full_name not in names:
                     names[inside.full_name] = f"test_{len(names)}"
                     to_make.append(inside)
@@ -126,7 +136,7 @@ def _steps(descriptor: Descriptor, but: frozenset[str]) -> tuple[_Step, ...]:
         inside = _inside(field)
         if is_provisional(field) or (inside is not None and _reaches(inside, but, set())):
             is_map = inside is not None and inside is not field.message_type
-            steps.append(_Step(field.name, is_provisional(field), field.has_presence, is_map, inside))
+            steps.append(_Step(field.name, feature_of(field), field.has_presence, is_map, inside))
     return tuple(steps)
 
 

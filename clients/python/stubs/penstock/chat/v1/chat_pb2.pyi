@@ -292,7 +292,7 @@ Global___ToolResult: _TypeAlias = ToolResult  # noqa: Y015
 
 @_typing.final
 class Media(_message.Message):
-    """Media is an image, a video or a sound of a prompt: what an engine needs beside the tokens that stand for it."""
+    """Media is an image of a prompt: what an engine needs beside the tokens that stand for it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -302,17 +302,33 @@ class Media(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     TOKEN_START_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PLACEHOLDER_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
+    PROCESSOR_SHA256_FIELD_NUMBER: _builtins.int
     modality: _builtins.str
-    """"image", "video" or "audio"."""
+    """"image". Others may follow."""
     media_type: _builtins.str
     """IANA media type, for example image/png."""
     sha256: _builtins.bytes
     """SHA-256 of the file's bytes. The hash chain covers it."""
     data: _builtins.bytes
-    """The file's bytes, as the agent sent them. Empty = left out: the reader did not ask for them, or the engine has them."""
+    """The file's bytes, as the agent sent them. Empty = left out, because the reader did not ask for them
+    (RolloutService.GetMedia). Never empty in a request.
+    """
     token_start: _builtins.int
-    """The tokens that stand for it are [token_start, token_start + token_count) of the prompt, or of the sample."""
+    """The tokens that stand for it are [token_start, token_start + token_count) of the prompt, or of the sample. Of the range,
+    positions that hold placeholder_token_id take embeddings. Others, such as separators of rows, do not. Begin and end
+    tokens are outside it. An engine that expands placeholders by itself collapses the range first and must arrive at the
+    same tokens, else FAILED_PRECONDITION (MEDIA_MISMATCH).
+    """
     token_count: _builtins.int
+    placeholder_token_id: _builtins.int
+    processor_sha256: _builtins.bytes
+    """SHA-256 of the preprocessor's configuration, which fixes token_count. Empty = unknown."""
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The patches of its embeddings before they are merged: time, height, width. Empty = the model has no grid."""
+
     def __init__(
         self,
         *,
@@ -322,10 +338,13 @@ class Media(_message.Message):
         data: _builtins.bytes = ...,
         token_start: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        placeholder_token_id: _builtins.int = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
+        processor_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "modality", b"modality", "sha256", b"sha256", "token_count", b"token_count", "token_start", b"token_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "grid", b"grid", "media_type", b"media_type", "modality", b"modality", "placeholder_token_id", b"placeholder_token_id", "processor_sha256", b"processor_sha256", "sha256", b"sha256", "token_count", b"token_count", "token_start", b"token_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,7 +501,8 @@ class Sampling(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """Ask for the logprobs of the prompt's tokens (Completion.prompt_logprobs), and for this many of the likeliest tokens at
-    each position: 0 to 128, 0 = the logprobs only. Unset = none.
+    each position: 0 to 128, 0 = the logprobs only. Unset = none. Such a request bypasses the engine's prefix cache. The
+    logprobs are not kept in trajectories.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -495,7 +515,7 @@ class Sampling(_message.Message):
     @_builtins.property
     def token_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the tensors to return with the completion (Completion.tensors), for example "routed_experts". An engine
-        without one refuses it (EngineCapabilities.token_tensors).
+        without one refuses it (EngineCapabilities.token_tensors). An override replaces the list if it is not empty.
         """
 
     def __init__(

@@ -142,12 +142,14 @@ Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 class TokenTensor(_message.Message):
     """TokenTensor is what an engine computed beside tokens, one row for each token. Names:
     - "routed_experts": which experts of a mixture-of-experts model computed each token, so that a trainer can replay the
-      routing. A row has the shape [layers, experts per token], numbered from 0 within a layer. The last sampled token has no
-      row, because the model was not run on it. A row of -1 was not captured (signed types only).
-    - "indexer_topk": which earlier positions sparse attention chose for each token: [layers with an indexer, positions], int32,
-      -1 = none. The last sampled token has no row.
-    - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Sampled tokens
-      only. Its rows differ in length.
+      routing. Row i is of the pass with token i as input. The last sampled token has no row, because the model was not run on
+      it. A row has the shape [layers, experts per token]. It has logical expert ids, from 0 within a layer, before load
+      balancing and without shared experts; mixture-of-experts layers only, in model order, without prediction (MTP) layers.
+    - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Row i is of the
+      choice of token i: sampled tokens only. Its rows differ in length; the length -1 = not captured, without data.
+
+    Several tensors with one name are allowed, for example to keep each below the limit of a message. Their rows do not overlap.
+    Tokens in none of them were not captured.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -167,9 +169,11 @@ class TokenTensor(_message.Message):
     sample's. The rows are of consecutive tokens.
     """
     data: _builtins.bytes
-    """Little-endian, row after row. Empty = left out, because the reader did not ask for it."""
+    """Little-endian, row after row. Empty in trajectories: RolloutService.GetTensor returns it."""
     row_lengths: _builtins.bytes
-    """Rows that differ in length: the elements of each, little-endian int32. Empty = all rows have the same shape."""
+    """Rows that differ in length: the elements of each, little-endian int32. Empty = all rows have the same shape. Left out
+    wherever data is.
+    """
     sha256: _builtins.bytes
     """SHA-256 of data, then row_lengths. Set by the gate, ignored from an answerer. The hash chain covers it."""
     @_builtins.property
@@ -206,6 +210,8 @@ class PromptLogprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_COUNT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """The first token that has one, at least 1: nothing comes before the prompt's first token."""
     logprobs: _builtins.bytes
@@ -215,6 +221,10 @@ class PromptLogprobs(_message.Message):
     top_logprobs: _builtins.bytes
     top_count: _builtins.int
     """0 to 128."""
+    logprobs_mode: Global___LogprobsMode.ValueType
+    """The distribution of all these logprobs."""
+    policy_version: _builtins.int
+    """The weights that computed all of them."""
     def __init__(
         self,
         *,
@@ -223,10 +233,12 @@ class PromptLogprobs(_message.Message):
         top_token_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
         top_count: _builtins.int = ...,
+        logprobs_mode: Global___LogprobsMode.ValueType = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start", b"start", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "policy_version", b"policy_version", "start", b"start", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,10 +257,12 @@ class PartialAnswer(_message.Message):
     """Tokens of the answer before this piece."""
     @_builtins.property
     def span(self) -> Global___TokenSpan:
-        """The piece. At least 1 token."""
+        """The piece. It may have tensors and no tokens."""
 
     @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenTensor]: ...
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenTensor]:
+        """Those that are ready. Those of acknowledged pieces are not repeated in the Completion."""
+
     def __init__(
         self,
         *,
@@ -339,7 +353,9 @@ class Completion(_message.Message):
     def usage(self) -> _chat_pb2.Usage: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenTensor]:
-        """As Sampling.token_tensors asked. Rows of the prompt's shared prefix may be left out: an earlier call has them."""
+        """As Sampling.token_tensors asked. Rows before shared_prefix_count - 1 may be left out: earlier calls have them, but for
+        the parent's last sampled token.
+        """
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:

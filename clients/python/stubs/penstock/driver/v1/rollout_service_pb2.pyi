@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from penstock.chat.v1 import completion_pb2 as _completion_pb2
 from penstock.driver.v1 import rollout_pb2 as _rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
@@ -533,18 +534,24 @@ class PauseRolloutRequest(_message.Message):
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     reason: _builtins.str
     """For the record."""
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """Required: 1 s to 1 day. The pause ends after it."""
+
     def __init__(
         self,
         *,
         rollout_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration", "reason", b"reason", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -557,16 +564,20 @@ class PauseRolloutResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    SANDBOX_PAUSED_FIELD_NUMBER: _builtins.int
+    sandbox_paused: _builtins.bool
+    """Whether its sandbox is paused. False = the backend cannot pause: the agent runs on, up to its next model call."""
     @_builtins.property
     def rollout(self) -> _rollout_pb2.Rollout: ...
     def __init__(
         self,
         *,
         rollout: _rollout_pb2.Rollout | None = ...,
+        sandbox_paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout", "sandbox_paused", b"sandbox_paused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -637,7 +648,9 @@ class ForkRolloutRequest(_message.Message):
     """1 to 256."""
     @_builtins.property
     def fork_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Client-chosen identifiers of the new rollouts, `count` of them. Empty = the service assigns them."""
+        """Client-chosen identifiers of the new rollouts: `count` of them or none. None = ORIGIN-fN: the rollout's id, and the number
+        of the fork among all forks of it, from 0.
+        """
 
     def __init__(
         self,
@@ -1076,7 +1089,6 @@ class GetTrajectoryRequest(_message.Message):
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     SAMPLES_ONLY_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
-    INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
     INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
@@ -1085,8 +1097,6 @@ class GetTrajectoryRequest(_message.Message):
     """Only samples, without calls and branches, for a trainer that needs no more."""
     include_top: _builtins.bool
     """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
-    include_tensors: _builtins.bool
-    """Whether tensors of completions and samples have data."""
     include_media: _builtins.bool
     """Whether media of calls and samples have data."""
     def __init__(
@@ -1096,12 +1106,11 @@ class GetTrajectoryRequest(_message.Message):
         include_bodies: _builtins.bool = ...,
         samples_only: _builtins.bool = ...,
         include_top: _builtins.bool = ...,
-        include_tensors: _builtins.bool = ...,
         include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "include_media", b"include_media", "include_tensors", b"include_tensors", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1174,6 +1183,115 @@ class AnnotateTrajectoryResponse(_message.Message):
 Global___AnnotateTrajectoryResponse: _TypeAlias = AnnotateTrajectoryResponse  # noqa: Y015
 
 @_typing.final
+class GetTensorRequest(_message.Message):
+    """See GetTensor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    call_id: _builtins.str
+    """A tensor of the call's completion."""
+    sample_id: _builtins.str
+    """A tensor of the sample."""
+    name: _builtins.str
+    """TokenTensor.name and TokenTensor.start, which identify it within its holder."""
+    start: _builtins.int
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+        sample_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "holder", b"holder", "sample_id", b"sample_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "holder", b"holder", "name", b"name", "rollout_id", b"rollout_id", "sample_id", b"sample_id", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_holder: _TypeAlias = _typing.Literal["call_id", "sample_id"]  # noqa: Y015
+    _WhichOneofArgType_holder: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_holder) -> _WhichOneofReturnType_holder | None: ...
+
+Global___GetTensorRequest: _TypeAlias = GetTensorRequest  # noqa: Y015
+
+@_typing.final
+class GetTensorResponse(_message.Message):
+    """See GetTensor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensor(self) -> _completion_pb2.TokenTensor:
+        """Without sha256."""
+
+    def __init__(
+        self,
+        *,
+        tensor: _completion_pb2.TokenTensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTensorResponse: _TypeAlias = GetTensorResponse  # noqa: Y015
+
+@_typing.final
+class GetMediaRequest(_message.Message):
+    """See GetMedia."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    sha256: _builtins.bytes
+    """Media.sha256."""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout_id", b"rollout_id", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMediaRequest: _TypeAlias = GetMediaRequest  # noqa: Y015
+
+@_typing.final
+class GetMediaResponse(_message.Message):
+    """See GetMedia."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """At most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMediaResponse: _TypeAlias = GetMediaResponse  # noqa: Y015
+
+@_typing.final
 class ExportTrajectoriesRequest(_message.Message):
     """See ExportTrajectories."""
 
@@ -1182,14 +1300,12 @@ class ExportTrajectoriesRequest(_message.Message):
     FILTER_FIELD_NUMBER: _builtins.int
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
-    INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
     INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     include_bodies: _builtins.bool
     include_top: _builtins.bool
     """As in GetTrajectoryRequest."""
-    include_tensors: _builtins.bool
-    """As in GetTrajectoryRequest."""
     include_media: _builtins.bool
+    """As in GetTrajectoryRequest."""
     @_builtins.property
     def filter(self) -> Global___RolloutFilter: ...
     def __init__(
@@ -1198,12 +1314,11 @@ class ExportTrajectoriesRequest(_message.Message):
         filter: Global___RolloutFilter | None = ...,
         include_bodies: _builtins.bool = ...,
         include_top: _builtins.bool = ...,
-        include_tensors: _builtins.bool = ...,
         include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_tensors", b"include_tensors", "include_top", b"include_top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

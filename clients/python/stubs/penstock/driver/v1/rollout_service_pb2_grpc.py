@@ -140,6 +140,16 @@ class RolloutServiceStub(object):
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryResponse.FromString,
                 _registered_method=True)
+        self.GetTensor = channel.unary_stream(
+                '/penstock.driver.v1.RolloutService/GetTensor',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTensorRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTensorResponse.FromString,
+                _registered_method=True)
+        self.GetMedia = channel.unary_stream(
+                '/penstock.driver.v1.RolloutService/GetMedia',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetMediaRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetMediaResponse.FromString,
+                _registered_method=True)
         self.ExportTrajectories = channel.unary_stream(
                 '/penstock.driver.v1.RolloutService/ExportTrajectories',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ExportTrajectoriesRequest.SerializeToString,
@@ -231,9 +241,10 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PauseRollout(self, request, context):
-        """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-        is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-        Idempotent.
+        """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+        leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+        calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+        services. Idempotent; a repeat replaces the duration, counted anew.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -250,8 +261,11 @@ class RolloutServiceServicer(object):
 
     def ForkRollout(self, request, context):
         """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-        that point. The paused one can be resumed too.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+        that point. The paused one can be resumed too. All forks are made or none is.
+
+        Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+        open call is open in each fork under a new call_id.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
         CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -325,8 +339,28 @@ class RolloutServiceServicer(object):
 
     def AnnotateTrajectory(self, request, context):
         """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-        none is.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        none is. Idempotent by name, author and call.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+        RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTensor(self, request, context):
+        """GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+        that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+        trajectory's sha256.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+        TRAJECTORY_ABSENT).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMedia(self, request, context):
+        """GetMedia returns the file of one Media of an ended rollout's trajectory.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -441,6 +475,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AnnotateTrajectory,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryResponse.SerializeToString,
+            ),
+            'GetTensor': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTensor,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTensorRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTensorResponse.SerializeToString,
+            ),
+            'GetMedia': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetMedia,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetMediaRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetMediaResponse.SerializeToString,
             ),
             'ExportTrajectories': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportTrajectories,
@@ -994,6 +1038,60 @@ class RolloutService(object):
             '/penstock.driver.v1.RolloutService/AnnotateTrajectory',
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryRequest.SerializeToString,
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.AnnotateTrajectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTensor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/GetTensor',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTensorRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetTensorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMedia(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/GetMedia',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetMediaRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetMediaResponse.FromString,
             options,
             channel_credentials,
             insecure,

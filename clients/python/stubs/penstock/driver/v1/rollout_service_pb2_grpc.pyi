@@ -81,9 +81,10 @@ class RolloutServiceStub:
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     PauseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]
-    """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-    is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-    Idempotent.
+    """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+    leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+    calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+    services. Idempotent; a repeat replaces the duration, counted anew.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
     """
     ResumeRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeRolloutRequest, _rollout_service_pb2.ResumeRolloutResponse]
@@ -92,8 +93,11 @@ class RolloutServiceStub:
     """
     ForkRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ForkRolloutRequest, _rollout_service_pb2.ForkRolloutResponse]
     """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-    that point. The paused one can be resumed too.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+    that point. The paused one can be resumed too. All forks are made or none is.
+
+    Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+    open call is open in each fork under a new call_id.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
     CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
     """
     CreateGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]
@@ -130,8 +134,20 @@ class RolloutServiceStub:
     """
     AnnotateTrajectory: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]
     """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-    none is.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+    none is. Idempotent by name, author and call.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+    RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+    """
+    GetTensor: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetTensorRequest, _rollout_service_pb2.GetTensorResponse]
+    """GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+    that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+    trajectory's sha256.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+    TRAJECTORY_ABSENT).
+    """
+    GetMedia: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetMediaRequest, _rollout_service_pb2.GetMediaResponse]
+    """GetMedia returns the file of one Media of an ended rollout's trajectory.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
     """
     ExportTrajectories: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]
     """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
@@ -189,9 +205,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
     """
     PauseRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]  # type: ignore[assignment]
-    """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-    is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-    Idempotent.
+    """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+    leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+    calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+    services. Idempotent; a repeat replaces the duration, counted anew.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
     """
     ResumeRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeRolloutRequest, _rollout_service_pb2.ResumeRolloutResponse]  # type: ignore[assignment]
@@ -200,8 +217,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     ForkRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ForkRolloutRequest, _rollout_service_pb2.ForkRolloutResponse]  # type: ignore[assignment]
     """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-    that point. The paused one can be resumed too.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+    that point. The paused one can be resumed too. All forks are made or none is.
+
+    Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+    open call is open in each fork under a new call_id.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
     CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
     """
     CreateGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateGroupRequest, _rollout_service_pb2.CreateGroupResponse]  # type: ignore[assignment]
@@ -238,8 +258,20 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     AnnotateTrajectory: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]  # type: ignore[assignment]
     """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-    none is.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+    none is. Idempotent by name, author and call.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+    RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+    """
+    GetTensor: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetTensorRequest, _rollout_service_pb2.GetTensorResponse]  # type: ignore[assignment]
+    """GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+    that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+    trajectory's sha256.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+    TRAJECTORY_ABSENT).
+    """
+    GetMedia: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetMediaRequest, _rollout_service_pb2.GetMediaResponse]  # type: ignore[assignment]
+    """GetMedia returns the file of one Media of an ended rollout's trajectory.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
     """
     ExportTrajectories: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.ExportTrajectoriesRequest, _rollout_service_pb2.ExportTrajectoriesResponse]  # type: ignore[assignment]
     """ExportTrajectories streams the trajectories of every matching ended rollout, one after another."""
@@ -347,9 +379,10 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.PauseRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.PauseRolloutResponse, _abc.Awaitable[_rollout_service_pb2.PauseRolloutResponse]]:
-        """PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-        is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-        Idempotent.
+        """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+        leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+        calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+        services. Idempotent; a repeat replaces the duration, counted anew.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
         """
 
@@ -368,8 +401,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ForkRolloutResponse, _abc.Awaitable[_rollout_service_pb2.ForkRolloutResponse]]:
         """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-        that point. The paused one can be resumed too.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+        that point. The paused one can be resumed too. All forks are made or none is.
+
+        Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+        open call is open in each fork under a new call_id.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
         CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
         """
 
@@ -459,8 +495,30 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.AnnotateTrajectoryResponse, _abc.Awaitable[_rollout_service_pb2.AnnotateTrajectoryResponse]]:
         """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-        none is.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        none is. Idempotent by name, author and call.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+        RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
+        """
+
+    def GetTensor(
+        self,
+        request: _rollout_service_pb2.GetTensorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GetTensorResponse], _abc.AsyncIterator[_rollout_service_pb2.GetTensorResponse]]:
+        """GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+        that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+        trajectory's sha256.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+        TRAJECTORY_ABSENT).
+        """
+
+    def GetMedia(
+        self,
+        request: _rollout_service_pb2.GetMediaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GetMediaResponse], _abc.AsyncIterator[_rollout_service_pb2.GetMediaResponse]]:
+        """GetMedia returns the file of one Media of an ended rollout's trajectory.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
 
     @_abc_1.abstractmethod

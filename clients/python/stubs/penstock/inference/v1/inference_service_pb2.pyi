@@ -349,7 +349,9 @@ class GenerateRequest(_message.Message):
     stream: _builtins.bool
     """False = one `done` carries all tokens."""
     tensor_start: _builtins.int
-    """The first position whose row Sampling.token_tensors wants, 0 to the prompt's length. Rows before it are left out."""
+    """The first position whose row Sampling.token_tensors wants, 0 to the prompt's length. Rows before it are left out. After a
+    call whose rows the caller has, it is ModelCall.shared_prefix_count - 1: that call's last sampled token has no row yet.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """Rendered by the model's template."""
@@ -360,8 +362,8 @@ class GenerateRequest(_message.Message):
     def version(self) -> Global___PolicyVersionBound: ...
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images, videos and sounds of `token_ids`, in the order of their tokens. Their tokens are in token_ids already, one for
-        each position.
+        """Images of `token_ids`, in the order of their tokens. Their tokens are in token_ids already, one for each position. See
+        Media for what an engine does with them.
         """
 
     def __init__(
@@ -492,18 +494,24 @@ class GenerateDelta(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPAN_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def span(self) -> _completion_pb2.TokenSpan:
         """Versions are relative to this span."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.TokenTensor]:
+        """Those that are ready. `done` has only those that no delta had."""
 
     def __init__(
         self,
         *,
         span: _completion_pb2.TokenSpan | None = ...,
+        tensors: _abc.Iterable[_completion_pb2.TokenTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["span", b"span", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -549,6 +557,7 @@ class ScoreRequest(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     EXACT_VERSION_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Little-endian int32; at least 2 tokens."""
     start: _builtins.int
@@ -560,6 +569,10 @@ class ScoreRequest(_message.Message):
     """The version of the weights that must score, the adapter's if one is named. Unset = the version in force."""
     top_logprobs: _builtins.int
     """How many of the likeliest tokens to report at each position, with their logprobs: 0 to 128; unset = 0."""
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
+        """As GenerateRequest.media."""
+
     def __init__(
         self,
         *,
@@ -569,10 +582,11 @@ class ScoreRequest(_message.Message):
         temperature: _builtins.float | None = ...,
         exact_version: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        media: _abc.Iterable[_chat_pb2.Media] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "exact_version", b"exact_version", "temperature", b"temperature", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "exact_version", b"exact_version", "start", b"start", "temperature", b"temperature", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "exact_version", b"exact_version", "media", b"media", "start", b"start", "temperature", b"temperature", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
     _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015
@@ -633,7 +647,7 @@ class ScoreBatchRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreRequest]:
-        """1 to 1024."""
+        """1 to 1024, at most 64 MiB together."""
 
     def __init__(
         self,
@@ -656,23 +670,60 @@ class ScoreBatchResponse(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in ScoreBatchRequest.sequences, from 0."""
     @_builtins.property
     def score(self) -> Global___ScoreResponse: ...
+    @_builtins.property
+    def failure(self) -> Global___ScoreFailure: ...
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         score: Global___ScoreResponse | None = ...,
+        failure: Global___ScoreFailure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "outcome", b"outcome", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "index", b"index", "outcome", b"outcome", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["score", "failure"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___ScoreBatchResponse: _TypeAlias = ScoreBatchResponse  # noqa: Y015
+
+@_typing.final
+class ScoreFailure(_message.Message):
+    """ScoreFailure is why one sequence of a batch was not scored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """A reason of Score, UPPER_SNAKE."""
+    message: _builtins.str
+    @_builtins.property
+    def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The fields of the sequence that are wrong."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        violations: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "violations", b"violations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScoreBatchResponse: _TypeAlias = ScoreBatchResponse  # noqa: Y015
+Global___ScoreFailure: _TypeAlias = ScoreFailure  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

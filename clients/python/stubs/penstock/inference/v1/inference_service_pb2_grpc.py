@@ -209,8 +209,9 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ScoreBatch(self, request, context):
-        """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
-        Errors: those of Score; each ends the stream.
+        """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
+        score, or its own failure for one of the reasons of Score.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

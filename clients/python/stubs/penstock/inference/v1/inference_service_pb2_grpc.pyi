@@ -69,8 +69,9 @@ class InferenceServiceStub:
     (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     ScoreBatch: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.ScoreBatchRequest, _inference_service_pb2.ScoreBatchResponse]
-    """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
-    Errors: those of Score; each ends the stream.
+    """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
+    score, or its own failure for one of the reasons of Score.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]
     """Abort aborts generations. Idempotent."""
@@ -171,8 +172,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     (FIELD_INVALID, ADAPTER_UNKNOWN).
     """
     ScoreBatch: _aio.UnaryStreamMultiCallable[_inference_service_pb2.ScoreBatchRequest, _inference_service_pb2.ScoreBatchResponse]  # type: ignore[assignment]
-    """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
-    Errors: those of Score; each ends the stream.
+    """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
+    score, or its own failure for one of the reasons of Score.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort aborts generations. Idempotent."""
@@ -299,8 +301,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.ScoreBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ScoreBatchResponse], _abc.AsyncIterator[_inference_service_pb2.ScoreBatchResponse]]:
-        """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready.
-        Errors: those of Score; each ends the stream.
+        """ScoreBatch scores several sequences, each as by Score, for a teacher's logprobs. One answer for each, as it is ready: its
+        score, or its own failure for one of the reasons of Score.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID), of the request as a whole.
         """
 
     @_abc_1.abstractmethod

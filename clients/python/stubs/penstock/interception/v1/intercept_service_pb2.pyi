@@ -74,7 +74,9 @@ class CallSelector(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def policy_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Calls for these policies only (RolloutModel.policy_id). Empty = for any."""
+        """Calls for these policies only (RolloutModel.policy_id). Empty = for any. It selects calls: PauseCalls holds only those,
+        RolloutsClosed ignores it, and RegisterTools refuses it (FIELD_INVALID).
+        """
 
     def __init__(
         self,
@@ -207,6 +209,7 @@ class Hello(_message.Message):
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     TRAINER_ID_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """The session's name for people, shown in listings and logs."""
     policy_version: _builtins.int
@@ -245,6 +248,10 @@ class Hello(_message.Message):
         FAILED_PRECONDITION (FEATURE_MISSING).
         """
 
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAnnounced]:
+        """The newest version of each policy, each with its policy_id. `policy_version` is of the rollouts' only policy."""
+
     def __init__(
         self,
         *,
@@ -258,10 +265,11 @@ class Hello(_message.Message):
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         max_message_bytes: _builtins.int | None = ...,
         trainer_id: _builtins.str = ...,
+        policies: _abc.Iterable[Global___PolicyAnnounced] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "required_features", b"required_features", "resume_session_id", b"resume_session_id", "selector", b"selector", "trainer_id", b"trainer_id", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "max_message_bytes", b"max_message_bytes", "policies", b"policies", "policy_version", b"policy_version", "required_features", b"required_features", "resume_session_id", b"resume_session_id", "selector", b"selector", "trainer_id", b"trainer_id", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
@@ -319,7 +327,7 @@ class CallView(_message.Message):
     prompts.
     """
     media: _builtins.bool
-    """The bytes of images, videos and sounds. Without it, ModelCall.media has their digests and positions only."""
+    """The bytes of images. Without it, ModelCall.media has their digests and positions only."""
     def __init__(
         self,
         *,
@@ -389,10 +397,11 @@ class CallResult(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def progress(self) -> _completion_pb2.PartialAnswer:
-        """A piece of the answer. The call stays leased and its lease and expire_time are extended by their original lengths.
-        What is acknowledged survives the session: it is ModelCall.partial of the next lease, and a streaming agent is sent
-        it. The final completion has all tokens, these included. A piece must begin where the pieces before it end
-        (REASON_INVALID); a repeated one is accepted again.
+        """A piece of the answer. The call stays leased; its lease and expire_time start anew. What is acknowledged
+        (ResultsAcknowledged.progress) survives the session: it is ModelCall.partial of the next lease, and a streaming agent
+        is sent its text. The final completion has all tokens, these included. A piece must begin where the pieces before it
+        end (REASON_INVALID); a repeated one is accepted again. A piece with start = committed_count, first under a new lease,
+        drops the later ones.
         """
 
     def __init__(
@@ -466,34 +475,41 @@ Global___CallFailure: _TypeAlias = CallFailure  # noqa: Y015
 @_typing.final
 class Delegation(_message.Message):
     """Delegation lets the rollout's model source answer this call. Once it is accepted, it is journalled, and credit and lease
-    are free. WatchCalls and GetCall show the outcome.
+    are free. WatchCalls and GetCall show the outcome. The source goes on after ModelCall.committed_count tokens of a partial
+    answer; those beyond are dropped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     EXACT_VERSION_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
     exact_version: _builtins.int
     """The only version of the weights that may answer. Unset = as ModelCall.min_policy_version."""
+    policy_id: _builtins.str
+    """The policy of the engine's weights (RolloutModel.policy_id). Empty = without `engine`, the call's own; else none."""
     @_builtins.property
     def sampling_override(self) -> _chat_pb2.Sampling:
         """Replaces fields of the agent's sampling."""
 
     @_builtins.property
-    def source(self) -> _interception_pb2.ModelSource:
-        """What shall answer instead of the rollout's model source, with a tokenizer equal to the source's. Not a Tokenizer."""
+    def engine(self) -> _interception_pb2.ModelSource.Inference:
+        """The inference service that shall answer instead of the rollout's model source, with a tokenizer equal to the source's.
+        With another engine the tokens are untrained unless policy_id names a trained policy of the rollout.
+        """
 
     def __init__(
         self,
         *,
         sampling_override: _chat_pb2.Sampling | None = ...,
-        source: _interception_pb2.ModelSource | None = ...,
+        engine: _interception_pb2.ModelSource.Inference | None = ...,
         exact_version: _builtins.int | None = ...,
+        policy_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "exact_version", b"exact_version", "sampling_override", b"sampling_override", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "engine", b"engine", "exact_version", b"exact_version", "sampling_override", b"sampling_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "exact_version", b"exact_version", "sampling_override", b"sampling_override", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "engine", b"engine", "exact_version", b"exact_version", "policy_id", b"policy_id", "sampling_override", b"sampling_override"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
     _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015
@@ -962,6 +978,7 @@ class ModelCall(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    COMMITTED_COUNT_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     rollout_id: _builtins.str
@@ -1016,6 +1033,10 @@ class ModelCall(_message.Message):
     """
     policy_id: _builtins.str
     """The policy that shall answer, by the model that the agent requested. Empty = the rollout's only one."""
+    committed_count: _builtins.int
+    """Tokens of `partial` whose text the agent already has. An answer must begin with these; beyond them it may begin again.
+    min_policy_version does not bound them.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1040,12 +1061,13 @@ class ModelCall(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images, videos and sounds of the prompt, in the order of their tokens."""
+        """Images of the prompt, in the order of their tokens."""
 
     @_builtins.property
     def partial(self) -> _completion_pb2.PartialAnswer:
-        """What an earlier holder of this call had sampled, as one piece from the answer's first token on. The prompt does not have
-        it. An answer may go on after it or begin again.
+        """What an earlier holder of this call had sampled, as one piece from the answer's first token on, without tensors: the
+        service keeps those of acknowledged pieces. The prompt does not have it; sampling.max_tokens counts it. It is left out if
+        its oldest version is below min_policy_version and committed_count is 0.
         """
 
     def __init__(
@@ -1088,10 +1110,11 @@ class ModelCall(_message.Message):
         policy_id: _builtins.str = ...,
         media: _abc.Iterable[_chat_pb2.Media] | None = ...,
         partial: _completion_pb2.PartialAnswer | None = ...,
+        committed_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "partial", b"partial", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "media", b"media", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "omitted_prefix_count", b"omitted_prefix_count", "parent_call_id", b"parent_call_id", "partial", b"partial", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_sha256", b"prompt_sha256", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "committed_count", b"committed_count", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "media", b"media", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "namespace", b"namespace", "omitted_prefix_count", b"omitted_prefix_count", "parent_call_id", b"parent_call_id", "partial", b"partial", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_sha256", b"prompt_sha256", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -1128,25 +1151,56 @@ class ResultsAcknowledged(_message.Message):
 
     ACCEPTED_CALL_IDS_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Accepted and on disk: neither lost nor requested again."""
 
     @_builtins.property
     def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResultRejected]: ...
+    @_builtins.property
+    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProgressAcknowledged]:
+        """Pieces that were accepted (CallResult.progress). A piece never appears in accepted_call_ids and frees no credit."""
+
     def __init__(
         self,
         *,
         accepted_call_ids: _abc.Iterable[_builtins.str] | None = ...,
         rejected: _abc.Iterable[Global___ResultRejected] | None = ...,
+        progress: _abc.Iterable[Global___ProgressAcknowledged] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_call_ids", b"accepted_call_ids", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_call_ids", b"accepted_call_ids", "progress", b"progress", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResultsAcknowledged: _TypeAlias = ResultsAcknowledged  # noqa: Y015
+
+@_typing.final
+class ProgressAcknowledged(_message.Message):
+    """ProgressAcknowledged states how much of a call's answer is on disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    count: _builtins.int
+    """Tokens from the answer's first on."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "count", b"count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgressAcknowledged: _TypeAlias = ProgressAcknowledged  # noqa: Y015
 
 @_typing.final
 class ResultRejected(_message.Message):
@@ -1495,6 +1549,7 @@ class LeaseCallsRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     KNOWN_CALL_IDS_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
@@ -1524,6 +1579,10 @@ class LeaseCallsRequest(_message.Message):
         parent is among them.
         """
 
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAnnounced]:
+        """As in Hello."""
+
     def __init__(
         self,
         *,
@@ -1537,10 +1596,11 @@ class LeaseCallsRequest(_message.Message):
         policy_version: _builtins.int | None = ...,
         max_message_bytes: _builtins.int | None = ...,
         known_call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        policies: _abc.Iterable[Global___PolicyAnnounced] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "lease", b"lease", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "identity", b"identity", "known_call_ids", b"known_call_ids", "lease", b"lease", "max_calls", b"max_calls", "max_message_bytes", b"max_message_bytes", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes", "_policy_version", b"_policy_version", "identity", b"identity", "known_call_ids", b"known_call_ids", "lease", b"lease", "max_calls", b"max_calls", "max_message_bytes", b"max_message_bytes", "policies", b"policies", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_message_bytes: _TypeAlias = _typing.Literal["max_message_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_message_bytes: _TypeAlias = _typing.Literal["_max_message_bytes", b"_max_message_bytes"]  # noqa: Y015
@@ -1759,20 +1819,24 @@ class GetCallRequest(_message.Message):
     CALL_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_BODY_FIELD_NUMBER: _builtins.int
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     include_body: _builtins.bool
     rollout_id: _builtins.str
     """The call's rollout. Another one is refused (INVALID_ARGUMENT). Empty = not checked."""
+    include_media: _builtins.bool
+    """Whether Call.media have data."""
     def __init__(
         self,
         *,
         call_id: _builtins.str = ...,
         include_body: _builtins.bool = ...,
         rollout_id: _builtins.str = ...,
+        include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "include_body", b"include_body", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "include_body", b"include_body", "include_media", b"include_media", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -205,17 +205,24 @@ class RolloutModel(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     TRAINED_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The model's name in the agent's requests, unique in its rollout."""
+    """The model's name in the agent's requests, unique in its rollout. Empty = any name that no other entry has."""
     policy_id: _builtins.str
     """Identifies the policy: its versions are counted apart from those of other policies. 1 to 128 characters. Several models
     may have the same.
     """
     trained: _builtins.bool
-    """Whether its tokens may be trained. Unset = true."""
+    """Whether its tokens may be trained. Unset = true. False: TurnSpan.untrained_reason is MODEL_UNTRAINED."""
     @_builtins.property
     def source(self) -> Global___ModelSource:
-        """What answers its calls, as RolloutSpec.source. Unset = the rollout's source."""
+        """What answers its calls, as RolloutSpec.source. Unset = the rollout's source. All trained models of a rollout have one
+        tokenizer.
+        """
+
+    @_builtins.property
+    def policy(self) -> Global___PolicyVersionConstraint:
+        """Which of the policy's versions may answer. Unset = the rollout's constraint, which counts versions of this policy."""
 
     def __init__(
         self,
@@ -224,10 +231,11 @@ class RolloutModel(_message.Message):
         policy_id: _builtins.str = ...,
         source: Global___ModelSource | None = ...,
         trained: _builtins.bool | None = ...,
+        policy: Global___PolicyVersionConstraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "source", b"source", "trained", b"trained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "policy", b"policy", "source", b"source", "trained", b"trained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "name", b"name", "policy_id", b"policy_id", "source", b"source", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained", b"_trained", "name", b"name", "policy", b"policy", "policy_id", b"policy_id", "source", b"source", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trained: _TypeAlias = _typing.Literal["trained"]  # noqa: Y015
     _WhichOneofArgType__trained: _TypeAlias = _typing.Literal["_trained", b"_trained"]  # noqa: Y015

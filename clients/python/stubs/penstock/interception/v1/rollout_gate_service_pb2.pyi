@@ -239,7 +239,10 @@ class OpenRolloutRequest(_message.Message):
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_interception_pb2.RolloutModel]:
-        """The models that the agent may request. Empty = one model, the rollout's own, whatever name the agent requests."""
+        """The models that the agent may request. Another name is refused in the agent's dialect (MODEL_UNKNOWN), unless an entry
+        with an empty name takes it. Empty = one model, the rollout's own, whatever name the agent requests. With models,
+        model_name is refused (FIELD_INVALID).
+        """
 
     def __init__(
         self,
@@ -963,7 +966,6 @@ class GetCaptureRequest(_message.Message):
     AFTER_INDEX_FIELD_NUMBER: _builtins.int
     AFTER_TOOL_CALL_INDEX_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
-    INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
     INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
@@ -978,8 +980,6 @@ class GetCaptureRequest(_message.Message):
     """
     include_top: _builtins.bool
     """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
-    include_tensors: _builtins.bool
-    """Whether tensors of completions and samples have data."""
     include_media: _builtins.bool
     """Whether media of calls and samples have data."""
     def __init__(
@@ -990,12 +990,11 @@ class GetCaptureRequest(_message.Message):
         after_index: _builtins.int | None = ...,
         after_tool_call_index: _builtins.int | None = ...,
         include_top: _builtins.bool = ...,
-        include_tensors: _builtins.bool = ...,
         include_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_tensors", b"include_tensors", "include_top", b"include_top", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_index: _TypeAlias = _typing.Literal["after_index"]  # noqa: Y015
     _WhichOneofArgType__after_index: _TypeAlias = _typing.Literal["_after_index", b"_after_index"]  # noqa: Y015

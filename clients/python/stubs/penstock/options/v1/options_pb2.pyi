@@ -56,15 +56,19 @@ SECRET_FIELD_NUMBER: _builtins.int
 PROVISIONAL_FIELD_NUMBER: _builtins.int
 route: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedCompositeFieldContainer[Global___Route]]
 """The headers that a client sends with the RPC. No server decides anything by them."""
-provisional_method: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _builtins.bool]
+provisional_method: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _builtins.str]
 """The RPC is declared and not served yet. See `provisional`."""
 secret: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.bool]
 """The field, or each value of the map, is a credential. A program that logs or prints a message leaves it out: the text
 form of protobuf's libraries does not.
 """
-provisional: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.bool]
-"""The field is declared and not served yet. No service sets it. A request that sets it is refused (INVALID_ARGUMENT,
-FIELD_NOT_SERVED), and an item that is judged by itself, such as a CallResult, is rejected by itself. Until it is
-served, it may change in any way or be removed, and so may the messages that only such fields and RPCs reach. An RPC
-with `provisional_method` is refused too (UNIMPLEMENTED, RPC_NOT_SERVED). docs/compatibility.md lists both.
+provisional: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.str]
+"""The field is declared and not served yet. The value is the entry of ServerInfo.features with which a service states that
+it serves the field: a client asks for it before it sets the field. Empty = the field is served.
+
+Until then no service sets it. A request that sets it is refused (INVALID_ARGUMENT, FIELD_NOT_SERVED), and an item that
+is judged by itself, such as a CallResult, is rejected by itself. A frame that sets it elsewhere, such as Hello, ends
+the stream with the same reason. It may change in any way or be removed, and so may the messages that only such fields
+and RPCs reach. An RPC with `provisional_method` is refused too (UNIMPLEMENTED, RPC_NOT_SERVED). docs/compatibility.md
+lists both.
 """

@@ -347,9 +347,7 @@ class Call(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images, videos and sounds of the prompt that the parent's prompt does not have, without data unless the reader asked
-        for it.
-        """
+        """Images of the prompt that the parent's prompt does not have, without data unless the reader asked for it."""
 
     def __init__(
         self,
@@ -550,7 +548,9 @@ class TurnSpan(_message.Message):
     """Call.policy_id. The versions of the turn's tokens are of this policy."""
     @_builtins.property
     def sampling_used(self) -> _chat_pb2.Sampling:
-        """Completion.sampling_used of the call, because a trainer needs the temperature to recompute processed logprobs."""
+        """Completion.sampling_used of the call, because a trainer needs the temperature to recompute processed logprobs. Without
+        response_format_json and stop, which can be long; the call has them.
+        """
 
     def __init__(
         self,
@@ -638,11 +638,13 @@ class Sample(_message.Message):
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnSpan]: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.TokenTensor]:
-        """Tensors of the calls, joined. Without data unless the reader asked for it (include_tensors)."""
+        """Tensors of the calls, joined, without data: RolloutService.GetTensor returns it. Where the calls' types differ, they have
+        the widest.
+        """
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
-        """Images, videos and sounds in the order of their tokens, without data unless the reader asked for it (include_media)."""
+        """Images in the order of their tokens, without data unless the reader asked for it (include_media)."""
 
     def __init__(
         self,
@@ -768,7 +770,9 @@ class Reward(_message.Message):
 
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnReward]:
-        """Rewards of single turns, in the order of their calls. `value` is not computed from them."""
+        """Rewards of single turns, in the order of their calls. `value` is not computed from them, and range_min and range_max do
+        not bound them.
+        """
 
     def __init__(
         self,
@@ -819,7 +823,7 @@ class TurnReward(_message.Message):
     TOKEN_VALUES_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     value: _builtins.float
-    """Finite."""
+    """Finite. Unset = the turn has rewards of tokens or components only."""
     token_values: _builtins.bytes
     """Little-endian float32, finite, one for each token of the call's completion. Empty = none."""
     @_builtins.property
@@ -830,15 +834,17 @@ class TurnReward(_message.Message):
         self,
         *,
         call_id: _builtins.str = ...,
-        value: _builtins.float = ...,
+        value: _builtins.float | None = ...,
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         token_values: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "components", b"components", "token_values", b"token_values", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "call_id", b"call_id", "components", b"components", "token_values", b"token_values", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
 
 Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
 
@@ -857,11 +863,12 @@ class Annotation(_message.Message):
     TOKEN_VALUES_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    CHAIN_SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What is judged, for example "helpfulness": 1 to 128 characters."""
     author: _builtins.str
     """Who judged, for example the judge's model and version: 1 to 128 characters. A later annotation of the same name, author
-    and call replaces the earlier one.
+    and call replaces the earlier one, in its place.
     """
     call_id: _builtins.str
     """The call that it is about. Unset = the whole trajectory."""
@@ -869,6 +876,8 @@ class Annotation(_message.Message):
     """Finite. Unset = no number."""
     token_values: _builtins.bytes
     """Little-endian float32, finite, one for each token of the call's completion. Needs call_id. Empty = none."""
+    chain_sha256: _builtins.bytes
+    """Trajectory.chain_sha256 of what was judged. Empty = not stated."""
     @_builtins.property
     def details(self) -> _struct_pb2.Struct:
         """What else the author says, at most 64 KiB as JSON."""
@@ -887,10 +896,11 @@ class Annotation(_message.Message):
         token_values: _builtins.bytes = ...,
         details: _struct_pb2.Struct | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        chain_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "_value", b"_value", "call_id", b"call_id", "create_time", b"create_time", "details", b"details", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "_value", b"_value", "author", b"author", "call_id", b"call_id", "create_time", b"create_time", "details", b"details", "name", b"name", "token_values", b"token_values", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_id", b"_call_id", "_value", b"_value", "author", b"author", "call_id", b"call_id", "chain_sha256", b"chain_sha256", "create_time", b"create_time", "details", b"details", "name", b"name", "token_values", b"token_values", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__call_id: _TypeAlias = _typing.Literal["call_id"]  # noqa: Y015
     _WhichOneofArgType__call_id: _TypeAlias = _typing.Literal["_call_id", b"_call_id"]  # noqa: Y015

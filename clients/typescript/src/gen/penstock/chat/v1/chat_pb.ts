@@ -18,7 +18,7 @@ import type { Message as Message$1 } from "@bufbuild/protobuf";
  * Describes the file penstock/chat/v1/chat.proto.
  */
 export const file_penstock_chat_v1_chat: GenFile = /*@__PURE__*/
-  fileDesc("ChtwZW5zdG9jay9jaGF0L3YxL2NoYXQucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiZAoHTWVzc2FnZRIkCgRyb2xlGAEgASgOMhYucGVuc3RvY2suY2hhdC52MS5Sb2xlEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EgwKBG5hbWUYAyABKAki+AEKBFBhcnQSJgoEdGV4dBgBIAEoCzIWLnBlbnN0b2NrLmNoYXQudjEuVGV4dEgAEjAKCXJlYXNvbmluZxgCIAEoCzIbLnBlbnN0b2NrLmNoYXQudjEuUmVhc29uaW5nSAASKAoFaW1hZ2UYAyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLkltYWdlSAASLwoJdG9vbF9jYWxsGAQgASgLMhoucGVuc3RvY2suY2hhdC52MS5Ub29sQ2FsbEgAEjMKC3Rvb2xfcmVzdWx0GAUgASgLMhwucGVuc3RvY2suY2hhdC52MS5Ub29sUmVzdWx0SABCBgoEcGFydCIUCgRUZXh0EgwKBHRleHQYASABKAkiLAoJUmVhc29uaW5nEgwKBHRleHQYASABKAkSEQoJc2lnbmF0dXJlGAIgASgMIkQKBUltYWdlEhIKCm1lZGlhX3R5cGUYASABKAkSDgoEZGF0YRgCIAEoDEgAEg0KA3VybBgDIAEoCUgAQggKBnNvdXJjZSI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIlsKClRvb2xSZXN1bHQSFAoMdG9vbF9jYWxsX2lkGAEgASgJEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EhAKCGlzX2Vycm9yGAMgASgIInUKBU1lZGlhEhAKCG1vZGFsaXR5GAEgASgJEhIKCm1lZGlhX3R5cGUYAiABKAkSDgoGc2hhMjU2GAMgASgMEgwKBGRhdGEYBCABKAwSEwoLdG9rZW5fc3RhcnQYBSABKA0SEwoLdG9rZW5fY291bnQYBiABKA0iaQoEVG9vbBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NyaXB0aW9uGAIgASgJEh4KFnBhcmFtZXRlcnNfanNvbl9zY2hlbWEYAyABKAkSEwoGc3RyaWN0GAQgASgISACIAQFCCQoHX3N0cmljdCLkAQoKVG9vbENob2ljZRIvCgRtb2RlGAEgASgOMiEucGVuc3RvY2suY2hhdC52MS5Ub29sQ2hvaWNlLk1vZGUSDAoEbmFtZRgCIAEoCRIgChNwYXJhbGxlbF90b29sX2NhbGxzGAMgASgISACIAQEiXQoETW9kZRIUChBNT0RFX1VOU1BFQ0lGSUVEEAASDQoJTU9ERV9BVVRPEAESDQoJTU9ERV9OT05FEAISEQoNTU9ERV9SRVFVSVJFRBADEg4KCk1PREVfTkFNRUQQBEIWChRfcGFyYWxsZWxfdG9vbF9jYWxscyL5BQoIU2FtcGxpbmcSGAoLdGVtcGVyYXR1cmUYASABKAFIAIgBARISCgV0b3BfcBgCIAEoAUgBiAEBEhIKBXRvcF9rGAMgASgFSAKIAQESEgoFbWluX3AYBCABKAFIA4gBARIXCgptYXhfdG9rZW5zGAUgASgFSASIAQESFwoKbWluX3Rva2VucxgGIAEoBUgFiAEBEgwKBHN0b3AYByADKAkSFgoOc3RvcF90b2tlbl9pZHMYCCADKAUSEQoEc2VlZBgJIAEoA0gGiAEBEh0KEHByZXNlbmNlX3BlbmFsdHkYCiABKAFIB4gBARIeChFmcmVxdWVuY3lfcGVuYWx0eRgLIAEoAUgIiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgMIAEoAUgJiAEBEg4KAW4YDSABKAVICogBARIZCgx0b3BfbG9ncHJvYnMYDiABKAVIC4gBARIVCgh0aGlua2luZxgPIAEoCEgMiAEBEiMKFnRoaW5raW5nX2J1ZGdldF90b2tlbnMYECABKAVIDYgBARIhChRyZXNwb25zZV9mb3JtYXRfanNvbhgRIAEoCUgOiAEBEiIKD3Byb21wdF9sb2dwcm9icxgSIAEoBUIEuLsYAUgPiAEBEhsKDXRva2VuX3RlbnNvcnMYEyADKAlCBLi7GAFCDgoMX3RlbXBlcmF0dXJlQggKBl90b3BfcEIICgZfdG9wX2tCCAoGX21pbl9wQg0KC19tYXhfdG9rZW5zQg0KC19taW5fdG9rZW5zQgcKBV9zZWVkQhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QgQKAl9uQg8KDV90b3BfbG9ncHJvYnNCCwoJX3RoaW5raW5nQhkKF190aGlua2luZ19idWRnZXRfdG9rZW5zQhcKFV9yZXNwb25zZV9mb3JtYXRfanNvbkISChBfcHJvbXB0X2xvZ3Byb2JzIpECCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgDEhoKDWNhY2hlZF90b2tlbnMYAyABKANIAIgBARIdChByZWFzb25pbmdfdG9rZW5zGAQgASgDSAGIAQESHwoMZHJhZnRfdG9rZW5zGAUgASgDQgS4uxgBSAKIAQESKAoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAYgASgDQgS4uxgBSAOIAQFCEAoOX2NhY2hlZF90b2tlbnNCEwoRX3JlYXNvbmluZ190b2tlbnNCDwoNX2RyYWZ0X3Rva2Vuc0IYChZfYWNjZXB0ZWRfZHJhZnRfdG9rZW5zKnMKBFJvbGUSFAoQUk9MRV9VTlNQRUNJRklFRBAAEg8KC1JPTEVfU1lTVEVNEAESEgoOUk9MRV9ERVZFTE9QRVIQAhINCglST0xFX1VTRVIQAxISCg5ST0xFX0FTU0lTVEFOVBAEEg0KCVJPTEVfVE9PTBAFKrgBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISHAoYRklOSVNIX1JFQVNPTl9UT09MX0NBTExTEAMSFwoTRklOSVNIX1JFQVNPTl9BQk9SVBAEEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQBUKIAQoQcGVuc3RvY2suY2hhdC52MUIJQ2hhdFByb3RvUAFaLHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2NoYXQvdjE7Y2hhdHYxqgIQUGVuc3RvY2suQ2hhdC5WMcoCEFBlbnN0b2NrXENoYXRcVjHqAhJQZW5zdG9jazo6Q2hhdDo6VjFiBnByb3RvMw", [file_penstock_options_v1_options]);
+  fileDesc("ChtwZW5zdG9jay9jaGF0L3YxL2NoYXQucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiZAoHTWVzc2FnZRIkCgRyb2xlGAEgASgOMhYucGVuc3RvY2suY2hhdC52MS5Sb2xlEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EgwKBG5hbWUYAyABKAki+AEKBFBhcnQSJgoEdGV4dBgBIAEoCzIWLnBlbnN0b2NrLmNoYXQudjEuVGV4dEgAEjAKCXJlYXNvbmluZxgCIAEoCzIbLnBlbnN0b2NrLmNoYXQudjEuUmVhc29uaW5nSAASKAoFaW1hZ2UYAyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLkltYWdlSAASLwoJdG9vbF9jYWxsGAQgASgLMhoucGVuc3RvY2suY2hhdC52MS5Ub29sQ2FsbEgAEjMKC3Rvb2xfcmVzdWx0GAUgASgLMhwucGVuc3RvY2suY2hhdC52MS5Ub29sUmVzdWx0SABCBgoEcGFydCIUCgRUZXh0EgwKBHRleHQYASABKAkiLAoJUmVhc29uaW5nEgwKBHRleHQYASABKAkSEQoJc2lnbmF0dXJlGAIgASgMIkQKBUltYWdlEhIKCm1lZGlhX3R5cGUYASABKAkSDgoEZGF0YRgCIAEoDEgAEg0KA3VybBgDIAEoCUgAQggKBnNvdXJjZSI8CghUb29sQ2FsbBIKCgJpZBgBIAEoCRIMCgRuYW1lGAIgASgJEhYKDmFyZ3VtZW50c19qc29uGAMgASgJIlsKClRvb2xSZXN1bHQSFAoMdG9vbF9jYWxsX2lkGAEgASgJEiUKBXBhcnRzGAIgAygLMhYucGVuc3RvY2suY2hhdC52MS5QYXJ0EhAKCGlzX2Vycm9yGAMgASgIIrsBCgVNZWRpYRIQCghtb2RhbGl0eRgBIAEoCRISCgptZWRpYV90eXBlGAIgASgJEg4KBnNoYTI1NhgDIAEoDBIMCgRkYXRhGAQgASgMEhMKC3Rva2VuX3N0YXJ0GAUgASgNEhMKC3Rva2VuX2NvdW50GAYgASgNEhwKFHBsYWNlaG9sZGVyX3Rva2VuX2lkGAcgASgFEgwKBGdyaWQYCCADKA0SGAoQcHJvY2Vzc29yX3NoYTI1NhgJIAEoDCJpCgRUb29sEgwKBG5hbWUYASABKAkSEwoLZGVzY3JpcHRpb24YAiABKAkSHgoWcGFyYW1ldGVyc19qc29uX3NjaGVtYRgDIAEoCRITCgZzdHJpY3QYBCABKAhIAIgBAUIJCgdfc3RyaWN0IuQBCgpUb29sQ2hvaWNlEi8KBG1vZGUYASABKA4yIS5wZW5zdG9jay5jaGF0LnYxLlRvb2xDaG9pY2UuTW9kZRIMCgRuYW1lGAIgASgJEiAKE3BhcmFsbGVsX3Rvb2xfY2FsbHMYAyABKAhIAIgBASJdCgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABINCglNT0RFX0FVVE8QARINCglNT0RFX05PTkUQAhIRCg1NT0RFX1JFUVVJUkVEEAMSDgoKTU9ERV9OQU1FRBAEQhYKFF9wYXJhbGxlbF90b29sX2NhbGxzIpUGCghTYW1wbGluZxIYCgt0ZW1wZXJhdHVyZRgBIAEoAUgAiAEBEhIKBXRvcF9wGAIgASgBSAGIAQESEgoFdG9wX2sYAyABKAVIAogBARISCgVtaW5fcBgEIAEoAUgDiAEBEhcKCm1heF90b2tlbnMYBSABKAVIBIgBARIXCgptaW5fdG9rZW5zGAYgASgFSAWIAQESDAoEc3RvcBgHIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgIIAMoBRIRCgRzZWVkGAkgASgDSAaIAQESHQoQcHJlc2VuY2VfcGVuYWx0eRgKIAEoAUgHiAEBEh4KEWZyZXF1ZW5jeV9wZW5hbHR5GAsgASgBSAiIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAwgASgBSAmIAQESDgoBbhgNIAEoBUgKiAEBEhkKDHRvcF9sb2dwcm9icxgOIAEoBUgLiAEBEhUKCHRoaW5raW5nGA8gASgISAyIAQESIwoWdGhpbmtpbmdfYnVkZ2V0X3Rva2VucxgQIAEoBUgNiAEBEiEKFHJlc3BvbnNlX2Zvcm1hdF9qc29uGBEgASgJSA6IAQESMQoPcHJvbXB0X2xvZ3Byb2JzGBIgASgFQhO6uxgPcHJvbXB0X2xvZ3Byb2JzSA+IAQESKAoNdG9rZW5fdGVuc29ycxgTIAMoCUIRursYDXRva2VuX3RlbnNvcnNCDgoMX3RlbXBlcmF0dXJlQggKBl90b3BfcEIICgZfdG9wX2tCCAoGX21pbl9wQg0KC19tYXhfdG9rZW5zQg0KC19taW5fdG9rZW5zQgcKBV9zZWVkQhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QgQKAl9uQg8KDV90b3BfbG9ncHJvYnNCCwoJX3RoaW5raW5nQhkKF190aGlua2luZ19idWRnZXRfdG9rZW5zQhcKFV9yZXNwb25zZV9mb3JtYXRfanNvbkISChBfcHJvbXB0X2xvZ3Byb2JzIrUCCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAIgASgDEhoKDWNhY2hlZF90b2tlbnMYAyABKANIAIgBARIdChByZWFzb25pbmdfdG9rZW5zGAQgASgDSAGIAQESMQoMZHJhZnRfdG9rZW5zGAUgASgDQha6uxgSdXNhZ2UuZHJhZnRfdG9rZW5zSAKIAQESOgoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAYgASgDQha6uxgSdXNhZ2UuZHJhZnRfdG9rZW5zSAOIAQFCEAoOX2NhY2hlZF90b2tlbnNCEwoRX3JlYXNvbmluZ190b2tlbnNCDwoNX2RyYWZ0X3Rva2Vuc0IYChZfYWNjZXB0ZWRfZHJhZnRfdG9rZW5zKnMKBFJvbGUSFAoQUk9MRV9VTlNQRUNJRklFRBAAEg8KC1JPTEVfU1lTVEVNEAESEgoOUk9MRV9ERVZFTE9QRVIQAhINCglST0xFX1VTRVIQAxISCg5ST0xFX0FTU0lTVEFOVBAEEg0KCVJPTEVfVE9PTBAFKrgBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISHAoYRklOSVNIX1JFQVNPTl9UT09MX0NBTExTEAMSFwoTRklOSVNIX1JFQVNPTl9BQk9SVBAEEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQBUKIAQoQcGVuc3RvY2suY2hhdC52MUIJQ2hhdFByb3RvUAFaLHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2NoYXQvdjE7Y2hhdHYxqgIQUGVuc3RvY2suQ2hhdC5WMcoCEFBlbnN0b2NrXENoYXRcVjHqAhJQZW5zdG9jazo6Q2hhdDo6VjFiBnByb3RvMw", [file_penstock_options_v1_options]);
 
 /**
  * Message is one message of a conversation: a role and its parts, in the order in which the agent or the model wrote them.
@@ -250,13 +250,13 @@ export const ToolResultSchema: GenMessage<ToolResult> = /*@__PURE__*/
   messageDesc(file_penstock_chat_v1_chat, 6);
 
 /**
- * Media is an image, a video or a sound of a prompt: what an engine needs beside the tokens that stand for it.
+ * Media is an image of a prompt: what an engine needs beside the tokens that stand for it.
  *
  * @generated from message penstock.chat.v1.Media
  */
 export type Media = Message$1<"penstock.chat.v1.Media"> & {
   /**
-   * "image", "video" or "audio".
+   * "image". Others may follow.
    *
    * @generated from field: string modality = 1;
    */
@@ -277,14 +277,18 @@ export type Media = Message$1<"penstock.chat.v1.Media"> & {
   sha256: Uint8Array;
 
   /**
-   * The file's bytes, as the agent sent them. Empty = left out: the reader did not ask for them, or the engine has them.
+   * The file's bytes, as the agent sent them. Empty = left out, because the reader did not ask for them
+   * (RolloutService.GetMedia). Never empty in a request.
    *
    * @generated from field: bytes data = 4;
    */
   data: Uint8Array;
 
   /**
-   * The tokens that stand for it are [token_start, token_start + token_count) of the prompt, or of the sample.
+   * The tokens that stand for it are [token_start, token_start + token_count) of the prompt, or of the sample. Of the range,
+   * positions that hold placeholder_token_id take embeddings. Others, such as separators of rows, do not. Begin and end
+   * tokens are outside it. An engine that expands placeholders by itself collapses the range first and must arrive at the
+   * same tokens, else FAILED_PRECONDITION (MEDIA_MISMATCH).
    *
    * @generated from field: uint32 token_start = 5;
    */
@@ -294,6 +298,25 @@ export type Media = Message$1<"penstock.chat.v1.Media"> & {
    * @generated from field: uint32 token_count = 6;
    */
   tokenCount: number;
+
+  /**
+   * @generated from field: int32 placeholder_token_id = 7;
+   */
+  placeholderTokenId: number;
+
+  /**
+   * The patches of its embeddings before they are merged: time, height, width. Empty = the model has no grid.
+   *
+   * @generated from field: repeated uint32 grid = 8;
+   */
+  grid: number[];
+
+  /**
+   * SHA-256 of the preprocessor's configuration, which fixes token_count. Empty = unknown.
+   *
+   * @generated from field: bytes processor_sha256 = 9;
+   */
+  processorSha256: Uint8Array;
 };
 
 /**
@@ -540,7 +563,8 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
 
   /**
    * Ask for the logprobs of the prompt's tokens (Completion.prompt_logprobs), and for this many of the likeliest tokens at
-   * each position: 0 to 128, 0 = the logprobs only. Unset = none.
+   * each position: 0 to 128, 0 = the logprobs only. Unset = none. Such a request bypasses the engine's prefix cache. The
+   * logprobs are not kept in trajectories.
    *
    * @generated from field: optional int32 prompt_logprobs = 18;
    */
@@ -548,7 +572,7 @@ export type Sampling = Message$1<"penstock.chat.v1.Sampling"> & {
 
   /**
    * Names of the tensors to return with the completion (Completion.tensors), for example "routed_experts". An engine
-   * without one refuses it (EngineCapabilities.token_tensors).
+   * without one refuses it (EngineCapabilities.token_tensors). An override replaces the list if it is not empty.
    *
    * @generated from field: repeated string token_tensors = 19;
    */

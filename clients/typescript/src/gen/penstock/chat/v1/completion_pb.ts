@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/chat/v1/completion.proto.
  */
 export const file_penstock_chat_v1_completion: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIoECCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNEhIKCnRvcF9zaGEyNTYYCSABKAwiewoLVG9rZW5UZW5zb3ISDAoEbmFtZRgBIAEoCRINCgVkdHlwZRgCIAEoCRINCgVzdGFydBgDIAEoDRINCgVzaGFwZRgEIAMoDRIMCgRkYXRhGAUgASgMEhMKC3Jvd19sZW5ndGhzGAYgASgMEg4KBnNoYTI1NhgHIAEoDCJxCg5Qcm9tcHRMb2dwcm9icxINCgVzdGFydBgBIAEoDRIQCghsb2dwcm9icxgCIAEoDBIVCg10b3BfdG9rZW5faWRzGAMgASgMEhQKDHRvcF9sb2dwcm9icxgEIAEoDBIRCgl0b3BfY291bnQYBSABKA0ieQoNUGFydGlhbEFuc3dlchINCgVzdGFydBgBIAEoDRIpCgRzcGFuGAIgASgLMhsucGVuc3RvY2suY2hhdC52MS5Ub2tlblNwYW4SLgoHdGVuc29ycxgDIAMoCzIdLnBlbnN0b2NrLmNoYXQudjEuVG9rZW5UZW5zb3IiiwEKB1RpbWluZ3MSKQoGcXVldWVkGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3ByZWZpbGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKQoGZGVjb2RlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIsMECgpDb21wbGV0aW9uEi4KBHNwYW4YASABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbkgBiAEBEi8KB21lc3NhZ2UYAiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2VIAogBARI1Cg1maW5pc2hfcmVhc29uGAMgASgOMh4ucGVuc3RvY2suY2hhdC52MS5GaW5pc2hSZWFzb24SFwoNc3RvcF90b2tlbl9pZBgEIAEoBUgAEhMKCXN0b3BfdGV4dBgFIAEoCUgAEjYKDXNhbXBsaW5nX3VzZWQYBiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSAOIAQESDgoGZW5naW5lGAcgASgJEhYKDmVuZ2luZV92ZXJzaW9uGAggASgJEg0KBW1vZGVsGAkgASgJEioKB3RpbWluZ3MYCiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLlRpbWluZ3MSJgoFdXNhZ2UYCyABKAsyFy5wZW5zdG9jay5jaGF0LnYxLlVzYWdlEjQKB3RlbnNvcnMYDCADKAsyHS5wZW5zdG9jay5jaGF0LnYxLlRva2VuVGVuc29yQgS4uxgBEj8KD3Byb21wdF9sb2dwcm9icxgNIAEoCzIgLnBlbnN0b2NrLmNoYXQudjEuUHJvbXB0TG9ncHJvYnNCBLi7GAFCDgoMbWF0Y2hlZF9zdG9wQgcKBV9zcGFuQgoKCF9tZXNzYWdlQhAKDl9zYW1wbGluZ191c2VkKn0KDExvZ3Byb2JzTW9kZRIdChlMT0dQUk9CU19NT0RFX1VOU1BFQ0lGSUVEEAASFQoRTE9HUFJPQlNfTU9ERV9SQVcQARIbChdMT0dQUk9CU19NT0RFX1BST0NFU1NFRBACEhoKFkxPR1BST0JTX01PREVfU0NSSVBURUQQA0KOAQoQcGVuc3RvY2suY2hhdC52MUIPQ29tcGxldGlvblByb3RvUAFaLHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2NoYXQvdjE7Y2hhdHYxqgIQUGVuc3RvY2suQ2hhdC5WMcoCEFBlbnN0b2NrXENoYXRcVjHqAhJQZW5zdG9jazo6Q2hhdDo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_options_v1_options]);
+  fileDesc("CiFwZW5zdG9jay9jaGF0L3YxL2NvbXBsZXRpb24ucHJvdG8SEHBlbnN0b2NrLmNoYXQudjEiRwoRUG9saWN5VmVyc2lvblNwYW4SFgoOcG9saWN5X3ZlcnNpb24YASABKAMSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNIoECCglUb2tlblNwYW4SEQoJdG9rZW5faWRzGAEgASgMEg0KBWNvdW50GAIgASgNEhAKCGxvZ3Byb2JzGAMgASgMEjUKDWxvZ3Byb2JzX21vZGUYBCABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgFIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SFQoNdG9wX3Rva2VuX2lkcxgGIAEoDBIUCgx0b3BfbG9ncHJvYnMYByABKAwSEQoJdG9wX2NvdW50GAggASgNEhIKCnRvcF9zaGEyNTYYCSABKAwiewoLVG9rZW5UZW5zb3ISDAoEbmFtZRgBIAEoCRINCgVkdHlwZRgCIAEoCRINCgVzdGFydBgDIAEoDRINCgVzaGFwZRgEIAMoDRIMCgRkYXRhGAUgASgMEhMKC3Jvd19sZW5ndGhzGAYgASgMEg4KBnNoYTI1NhgHIAEoDCLAAQoOUHJvbXB0TG9ncHJvYnMSDQoFc3RhcnQYASABKA0SEAoIbG9ncHJvYnMYAiABKAwSFQoNdG9wX3Rva2VuX2lkcxgDIAEoDBIUCgx0b3BfbG9ncHJvYnMYBCABKAwSEQoJdG9wX2NvdW50GAUgASgNEjUKDWxvZ3Byb2JzX21vZGUYBiABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRIWCg5wb2xpY3lfdmVyc2lvbhgHIAEoAyJ5Cg1QYXJ0aWFsQW5zd2VyEg0KBXN0YXJ0GAEgASgNEikKBHNwYW4YAiABKAsyGy5wZW5zdG9jay5jaGF0LnYxLlRva2VuU3BhbhIuCgd0ZW5zb3JzGAMgAygLMh0ucGVuc3RvY2suY2hhdC52MS5Ub2tlblRlbnNvciKLAQoHVGltaW5ncxIpCgZxdWV1ZWQYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHcHJlZmlsbBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIpCgZkZWNvZGUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24i3wQKCkNvbXBsZXRpb24SLgoEc3BhbhgBIAEoCzIbLnBlbnN0b2NrLmNoYXQudjEuVG9rZW5TcGFuSAGIAQESLwoHbWVzc2FnZRgCIAEoCzIZLnBlbnN0b2NrLmNoYXQudjEuTWVzc2FnZUgCiAEBEjUKDWZpbmlzaF9yZWFzb24YAyABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkZpbmlzaFJlYXNvbhIXCg1zdG9wX3Rva2VuX2lkGAQgASgFSAASEwoJc3RvcF90ZXh0GAUgASgJSAASNgoNc2FtcGxpbmdfdXNlZBgGIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmdIA4gBARIOCgZlbmdpbmUYByABKAkSFgoOZW5naW5lX3ZlcnNpb24YCCABKAkSDQoFbW9kZWwYCSABKAkSKgoHdGltaW5ncxgKIAEoCzIZLnBlbnN0b2NrLmNoYXQudjEuVGltaW5ncxImCgV1c2FnZRgLIAEoCzIXLnBlbnN0b2NrLmNoYXQudjEuVXNhZ2USQQoHdGVuc29ycxgMIAMoCzIdLnBlbnN0b2NrLmNoYXQudjEuVG9rZW5UZW5zb3JCEbq7GA10b2tlbl90ZW5zb3JzEk4KD3Byb21wdF9sb2dwcm9icxgNIAEoCzIgLnBlbnN0b2NrLmNoYXQudjEuUHJvbXB0TG9ncHJvYnNCE7q7GA9wcm9tcHRfbG9ncHJvYnNCDgoMbWF0Y2hlZF9zdG9wQgcKBV9zcGFuQgoKCF9tZXNzYWdlQhAKDl9zYW1wbGluZ191c2VkKn0KDExvZ3Byb2JzTW9kZRIdChlMT0dQUk9CU19NT0RFX1VOU1BFQ0lGSUVEEAASFQoRTE9HUFJPQlNfTU9ERV9SQVcQARIbChdMT0dQUk9CU19NT0RFX1BST0NFU1NFRBACEhoKFkxPR1BST0JTX01PREVfU0NSSVBURUQQA0KOAQoQcGVuc3RvY2suY2hhdC52MUIPQ29tcGxldGlvblByb3RvUAFaLHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2NoYXQvdjE7Y2hhdHYxqgIQUGVuc3RvY2suQ2hhdC5WMcoCEFBlbnN0b2NrXENoYXRcVjHqAhJQZW5zdG9jazo6Q2hhdDo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_options_v1_options]);
 
 /**
  * PolicyVersionSpan is the weights that sampled a run of tokens: [start, end) within its span.
@@ -128,12 +128,14 @@ export const TokenSpanSchema: GenMessage<TokenSpan> = /*@__PURE__*/
 /**
  * TokenTensor is what an engine computed beside tokens, one row for each token. Names:
  * - "routed_experts": which experts of a mixture-of-experts model computed each token, so that a trainer can replay the
- *   routing. A row has the shape [layers, experts per token], numbered from 0 within a layer. The last sampled token has no
- *   row, because the model was not run on it. A row of -1 was not captured (signed types only).
- * - "indexer_topk": which earlier positions sparse attention chose for each token: [layers with an indexer, positions], int32,
- *   -1 = none. The last sampled token has no row.
- * - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Sampled tokens
- *   only. Its rows differ in length.
+ *   routing. Row i is of the pass with token i as input. The last sampled token has no row, because the model was not run on
+ *   it. A row has the shape [layers, experts per token]. It has logical expert ids, from 0 within a layer, before load
+ *   balancing and without shared experts; mixture-of-experts layers only, in model order, without prediction (MTP) layers.
+ * - "sampling_mask": the ids of the tokens that top-k, top-p and min-p left to choose from, int32, ascending. Row i is of the
+ *   choice of token i: sampled tokens only. Its rows differ in length; the length -1 = not captured, without data.
+ *
+ * Several tensors with one name are allowed, for example to keep each below the limit of a message. Their rows do not overlap.
+ * Tokens in none of them were not captured.
  *
  * @generated from message penstock.chat.v1.TokenTensor
  */
@@ -166,14 +168,15 @@ export type TokenTensor = Message<"penstock.chat.v1.TokenTensor"> & {
   shape: number[];
 
   /**
-   * Little-endian, row after row. Empty = left out, because the reader did not ask for it.
+   * Little-endian, row after row. Empty in trajectories: RolloutService.GetTensor returns it.
    *
    * @generated from field: bytes data = 5;
    */
   data: Uint8Array;
 
   /**
-   * Rows that differ in length: the elements of each, little-endian int32. Empty = all rows have the same shape.
+   * Rows that differ in length: the elements of each, little-endian int32. Empty = all rows have the same shape. Left out
+   * wherever data is.
    *
    * @generated from field: bytes row_lengths = 6;
    */
@@ -232,6 +235,20 @@ export type PromptLogprobs = Message<"penstock.chat.v1.PromptLogprobs"> & {
    * @generated from field: uint32 top_count = 5;
    */
   topCount: number;
+
+  /**
+   * The distribution of all these logprobs.
+   *
+   * @generated from field: penstock.chat.v1.LogprobsMode logprobs_mode = 6;
+   */
+  logprobsMode: LogprobsMode;
+
+  /**
+   * The weights that computed all of them.
+   *
+   * @generated from field: int64 policy_version = 7;
+   */
+  policyVersion: bigint;
 };
 
 /**
@@ -255,13 +272,15 @@ export type PartialAnswer = Message<"penstock.chat.v1.PartialAnswer"> & {
   start: number;
 
   /**
-   * The piece. At least 1 token.
+   * The piece. It may have tensors and no tokens.
    *
    * @generated from field: penstock.chat.v1.TokenSpan span = 2;
    */
   span?: TokenSpan | undefined;
 
   /**
+   * Those that are ready. Those of acknowledged pieces are not repeated in the Completion.
+   *
    * @generated from field: repeated penstock.chat.v1.TokenTensor tensors = 3;
    */
   tensors: TokenTensor[];
@@ -383,7 +402,8 @@ export type Completion = Message<"penstock.chat.v1.Completion"> & {
   usage?: Usage | undefined;
 
   /**
-   * As Sampling.token_tensors asked. Rows of the prompt's shared prefix may be left out: an earlier call has them.
+   * As Sampling.token_tensors asked. Rows before shared_prefix_count - 1 may be left out: earlier calls have them, but for
+   * the parent's last sampled token.
    *
    * @generated from field: repeated penstock.chat.v1.TokenTensor tensors = 12;
    */

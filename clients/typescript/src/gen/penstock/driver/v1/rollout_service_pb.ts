@@ -6,6 +6,8 @@ import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegen
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
+import type { TokenTensor } from "../../chat/v1/completion_pb.js";
+import { file_penstock_chat_v1_completion } from "../../chat/v1/completion_pb.js";
 import type { Group, Outcome, Rollout, RolloutEvent, RolloutSpec, RolloutSummary, StragglerPolicy } from "./rollout_pb.js";
 import { file_penstock_driver_v1_rollout } from "./rollout_pb.js";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
@@ -17,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/rollout_service.proto.
  */
 export const file_penstock_driver_v1_rollout_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dF9zZXJ2aWNlLnByb3RvEhJwZW5zdG9jay5kcml2ZXIudjEibQoUQ3JlYXRlUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEhIKCnJvbGxvdXRfaWQYAyABKAkiRQoVQ3JlYXRlUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCInChFHZXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkIKEkdldFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQitwIKDVJvbGxvdXRGaWx0ZXISEwoGcnVuX2lkGAEgASgJSACIAQESFQoIZ3JvdXBfaWQYAiABKAlIAYgBARI9CgZsYWJlbHMYAyADKAsyLS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlci5MYWJlbHNFbnRyeRISCgVlbmRlZBgEIAEoCEgCiAEBEhQKB3Rhc2tfaWQYBSABKAlIA4gBARISCgVhZ2VudBgGIAEoCUgEiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAcgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWRCCAoGX2VuZGVkQgoKCF90YXNrX2lkQggKBl9hZ2VudCJvChNMaXN0Um9sbG91dHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEjEKBmZpbHRlchgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyIl4KFExpc3RSb2xsb3V0c1Jlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIkEKE1dhdGNoUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIWCg5hZnRlcl9zZXF1ZW5jZRgCIAEoAyKNAQoUV2F0Y2hSb2xsb3V0UmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SABCCQoHbWVzc2FnZSIQCg5XYXRjaEhlYXJ0YmVhdCKgAQoUV2F0Y2hSb2xsb3V0c1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISGAoLZW5kZWRfbGltaXQYAiABKAVIAIgBARIrCghpbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIOCgxfZW5kZWRfbGltaXQiggEKFVdhdGNoUm9sbG91dHNSZXNwb25zZRI0Cghyb2xsb3V0cxgBIAMoCzIiLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeRIYChBnb25lX3JvbGxvdXRfaWRzGAIgAygJEhkKEXNuYXBzaG90X2NvbXBsZXRlGAMgASgIIigKEldhaXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkMKE1dhaXRSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IjoKFENhbmNlbFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIkUKFUNhbmNlbFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoURGVsZXRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSIXChVEZWxldGVSb2xsb3V0UmVzcG9uc2UiOQoTUGF1c2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSJEChRQYXVzZVJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoUUmVzdW1lUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSJFChVSZXN1bWVSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IocBChJGb3JrUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEhQKB2NhbGxfaWQYAyABKAlIAIgBARINCgVjb3VudBgEIAEoBRIYChBmb3JrX3JvbGxvdXRfaWRzGAUgAygJQgoKCF9jYWxsX2lkIkQKE0ZvcmtSb2xsb3V0UmVzcG9uc2USLQoIcm9sbG91dHMYASADKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCLgAQoSQ3JlYXRlR3JvdXBSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSLQoEc3BlYxgCIAEoCzIfLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3BlYxIMCgRzaXplGAMgASgFEg4KBnNwYXJlcxgEIAEoBRITCgZxdW9ydW0YBSABKAVIAIgBARI3CgpzdHJhZ2dsZXJzGAYgASgLMiMucGVuc3RvY2suZHJpdmVyLnYxLlN0cmFnZ2xlclBvbGljeRIQCghncm91cF9pZBgHIAEoCUIJCgdfcXVvcnVtIj8KE0NyZWF0ZUdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiIwoPR2V0R3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIjwKEEdldEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAicgoRTGlzdEdyb3Vwc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSEwoGcnVuX2lkGAMgASgJSACIAQESFgoOYWxsX25hbWVzcGFjZXMYBCABKAhCCQoHX3J1bl9pZCJYChJMaXN0R3JvdXBzUmVzcG9uc2USKQoGZ3JvdXBzGAEgAygLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSLBAQoRV2F0Y2hHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSUgoPYWZ0ZXJfc2VxdWVuY2VzGAIgAygLMjkucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoR3JvdXBSZXF1ZXN0LkFmdGVyU2VxdWVuY2VzRW50cnkSDwoHc3VtbWFyeRgDIAEoCBo1ChNBZnRlclNlcXVlbmNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEitwEKEldhdGNoR3JvdXBSZXNwb25zZRIxCgVldmVudBgBIAEoCzIgLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RXZlbnRIABI3CgloZWFydGJlYXQYAiABKAsyIi5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hIZWFydGJlYXRIABIqCgVncm91cBgDIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cEgAQgkKB21lc3NhZ2UiJAoQV2FpdEdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSI9ChFXYWl0R3JvdXBSZXNwb25zZRIoCgVncm91cBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cCI2ChJDYW5jZWxHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIj8KE0NhbmNlbEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiJgoSRGVsZXRlR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIhUKE0RlbGV0ZUdyb3VwUmVzcG9uc2UiqQEKFEdldFRyYWplY3RvcnlSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSFAoMc2FtcGxlc19vbmx5GAMgASgIEhMKC2luY2x1ZGVfdG9wGAQgASgIEh0KD2luY2x1ZGVfdGVuc29ycxgFIAEoCEIEuLsYARIbCg1pbmNsdWRlX21lZGlhGAYgASgIQgS4uxgBIk8KFUdldFRyYWplY3RvcnlSZXNwb25zZRI2Cgp0cmFqZWN0b3J5GAEgASgLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5UcmFqZWN0b3J5ImgKGUFubm90YXRlVHJhamVjdG9yeVJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRI3Cgthbm5vdGF0aW9ucxgCIAMoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQW5ub3RhdGlvbiIcChpBbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSK3AQoZRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBIxCgZmaWx0ZXIYASABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlchIWCg5pbmNsdWRlX2JvZGllcxgCIAEoCBITCgtpbmNsdWRlX3RvcBgDIAEoCBIdCg9pbmNsdWRlX3RlbnNvcnMYBCABKAhCBLi7GAESGwoNaW5jbHVkZV9tZWRpYRgFIAEoCEIEuLsYASKCAQoaRXhwb3J0VHJhamVjdG9yaWVzUmVzcG9uc2USNgoKdHJhamVjdG9yeRgBIAEoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeRIsCgdvdXRjb21lGAIgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLk91dGNvbWUy+RUKDlJvbGxvdXRTZXJ2aWNlEo0BCg1DcmVhdGVSb2xsb3V0EigucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZVJvbGxvdXRSZXF1ZXN0GikucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZVJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEoQBCgpHZXRSb2xsb3V0EiUucGVuc3RvY2suZHJpdmVyLnYxLkdldFJvbGxvdXRSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkdldFJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEmEKDExpc3RSb2xsb3V0cxInLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0Um9sbG91dHNSZXF1ZXN0GigucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RSb2xsb3V0c1Jlc3BvbnNlEowBCgxXYXRjaFJvbGxvdXQSJy5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0UmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkMAESZgoNV2F0Y2hSb2xsb3V0cxIoLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRzUmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRzUmVzcG9uc2UwARKHAQoLV2FpdFJvbGxvdXQSJi5wZW5zdG9jay5kcml2ZXIudjEuV2FpdFJvbGxvdXRSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLldhaXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNQ2FuY2VsUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNRGVsZXRlUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKOAQoMUGF1c2VSb2xsb3V0EicucGVuc3RvY2suZHJpdmVyLnYxLlBhdXNlUm9sbG91dFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuUGF1c2VSb2xsb3V0UmVzcG9uc2UiK7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLi7GAESkQEKDVJlc3VtZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlc3BvbnNlIiuyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS4uxgBEosBCgtGb3JrUm9sbG91dBImLnBlbnN0b2NrLmRyaXZlci52MS5Gb3JrUm9sbG91dFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuRm9ya1JvbGxvdXRSZXNwb25zZSIrsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkuLsYARKDAQoLQ3JlYXRlR3JvdXASJi5wZW5zdG9jay5kcml2ZXIudjEuQ3JlYXRlR3JvdXBSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZUdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEnoKCEdldEdyb3VwEiMucGVuc3RvY2suZHJpdmVyLnYxLkdldEdyb3VwUmVxdWVzdBokLnBlbnN0b2NrLmRyaXZlci52MS5HZXRHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBJbCgpMaXN0R3JvdXBzEiUucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXNwb25zZRKCAQoKV2F0Y2hHcm91cBIlLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkMAESfQoJV2FpdEdyb3VwEiQucGVuc3RvY2suZHJpdmVyLnYxLldhaXRHcm91cFJlcXVlc3QaJS5wZW5zdG9jay5kcml2ZXIudjEuV2FpdEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEoMBCgtDYW5jZWxHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSgwEKC0RlbGV0ZUdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkRlbGV0ZUdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKPAQoNR2V0VHJhamVjdG9yeRIoLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEqABChJBbm5vdGF0ZVRyYWplY3RvcnkSLS5wZW5zdG9jay5kcml2ZXIudjEuQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5Bbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSIrsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkuLsYARJ1ChJFeHBvcnRUcmFqZWN0b3JpZXMSLS5wZW5zdG9jay5kcml2ZXIudjEuRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5FeHBvcnRUcmFqZWN0b3JpZXNSZXNwb25zZTABQp4BChJwZW5zdG9jay5kcml2ZXIudjFCE1JvbGxvdXRTZXJ2aWNlUHJvdG9QAVowcGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vZHJpdmVyL3YxO2RyaXZlcnYxqgISUGVuc3RvY2suRHJpdmVyLlYxygISUGVuc3RvY2tcRHJpdmVyXFYx6gIUUGVuc3RvY2s6OkRyaXZlcjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CihwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dF9zZXJ2aWNlLnByb3RvEhJwZW5zdG9jay5kcml2ZXIudjEibQoUQ3JlYXRlUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEhIKCnJvbGxvdXRfaWQYAyABKAkiRQoVQ3JlYXRlUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCInChFHZXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkIKEkdldFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQitwIKDVJvbGxvdXRGaWx0ZXISEwoGcnVuX2lkGAEgASgJSACIAQESFQoIZ3JvdXBfaWQYAiABKAlIAYgBARI9CgZsYWJlbHMYAyADKAsyLS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlci5MYWJlbHNFbnRyeRISCgVlbmRlZBgEIAEoCEgCiAEBEhQKB3Rhc2tfaWQYBSABKAlIA4gBARISCgVhZ2VudBgGIAEoCUgEiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAcgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWRCCAoGX2VuZGVkQgoKCF90YXNrX2lkQggKBl9hZ2VudCJvChNMaXN0Um9sbG91dHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEjEKBmZpbHRlchgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyIl4KFExpc3RSb2xsb3V0c1Jlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIkEKE1dhdGNoUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIWCg5hZnRlcl9zZXF1ZW5jZRgCIAEoAyKNAQoUV2F0Y2hSb2xsb3V0UmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SABCCQoHbWVzc2FnZSIQCg5XYXRjaEhlYXJ0YmVhdCKgAQoUV2F0Y2hSb2xsb3V0c1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISGAoLZW5kZWRfbGltaXQYAiABKAVIAIgBARIrCghpbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIOCgxfZW5kZWRfbGltaXQiggEKFVdhdGNoUm9sbG91dHNSZXNwb25zZRI0Cghyb2xsb3V0cxgBIAMoCzIiLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeRIYChBnb25lX3JvbGxvdXRfaWRzGAIgAygJEhkKEXNuYXBzaG90X2NvbXBsZXRlGAMgASgIIigKEldhaXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkMKE1dhaXRSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IjoKFENhbmNlbFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIkUKFUNhbmNlbFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoURGVsZXRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSIXChVEZWxldGVSb2xsb3V0UmVzcG9uc2UiagoTUGF1c2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCRIvCgxtYXhfZHVyYXRpb24YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iXAoUUGF1c2VSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0EhYKDnNhbmRib3hfcGF1c2VkGAIgASgIIioKFFJlc3VtZVJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiRQoVUmVzdW1lUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCKHAQoSRm9ya1JvbGxvdXRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRIUCgdjYWxsX2lkGAMgASgJSACIAQESDQoFY291bnQYBCABKAUSGAoQZm9ya19yb2xsb3V0X2lkcxgFIAMoCUIKCghfY2FsbF9pZCJEChNGb3JrUm9sbG91dFJlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQi4AEKEkNyZWF0ZUdyb3VwUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEi0KBHNwZWMYAiABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMSDAoEc2l6ZRgDIAEoBRIOCgZzcGFyZXMYBCABKAUSEwoGcXVvcnVtGAUgASgFSACIAQESNwoKc3RyYWdnbGVycxgGIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5TdHJhZ2dsZXJQb2xpY3kSEAoIZ3JvdXBfaWQYByABKAlCCQoHX3F1b3J1bSI/ChNDcmVhdGVHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIiMKD0dldEdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSI8ChBHZXRHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwInIKEUxpc3RHcm91cHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhMKBnJ1bl9pZBgDIAEoCUgAiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAQgASgIQgkKB19ydW5faWQiWAoSTGlzdEdyb3Vwc1Jlc3BvbnNlEikKBmdyb3VwcxgBIAMoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiwQEKEVdhdGNoR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJElIKD2FmdGVyX3NlcXVlbmNlcxgCIAMoCzI5LnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdC5BZnRlclNlcXVlbmNlc0VudHJ5Eg8KB3N1bW1hcnkYAyABKAgaNQoTQWZ0ZXJTZXF1ZW5jZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBIrcBChJXYXRjaEdyb3VwUmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SAASKgoFZ3JvdXAYAyABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXBIAEIJCgdtZXNzYWdlIiQKEFdhaXRHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkiPQoRV2FpdEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiNgoSQ2FuY2VsR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSI/ChNDYW5jZWxHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIiYKEkRlbGV0ZUdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSIVChNEZWxldGVHcm91cFJlc3BvbnNlIo8BChRHZXRUcmFqZWN0b3J5UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEhYKDmluY2x1ZGVfYm9kaWVzGAIgASgIEhQKDHNhbXBsZXNfb25seRgDIAEoCBITCgtpbmNsdWRlX3RvcBgEIAEoCBIgCg1pbmNsdWRlX21lZGlhGAUgASgIQgm6uxgFbWVkaWEiTwoVR2V0VHJhamVjdG9yeVJlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkiaAoZQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEjcKC2Fubm90YXRpb25zGAIgAygLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5Bbm5vdGF0aW9uIhwKGkFubm90YXRlVHJhamVjdG9yeVJlc3BvbnNlInUKEEdldFRlbnNvclJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIRCgdjYWxsX2lkGAIgASgJSAASEwoJc2FtcGxlX2lkGAMgASgJSAASDAoEbmFtZRgEIAEoCRINCgVzdGFydBgFIAEoDUIICgZob2xkZXIiQgoRR2V0VGVuc29yUmVzcG9uc2USLQoGdGVuc29yGAEgASgLMh0ucGVuc3RvY2suY2hhdC52MS5Ub2tlblRlbnNvciI1Cg9HZXRNZWRpYVJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIOCgZzaGEyNTYYAiABKAwiIQoQR2V0TWVkaWFSZXNwb25zZRINCgVjaHVuaxgBIAEoDCKdAQoZRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBIxCgZmaWx0ZXIYASABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlchIWCg5pbmNsdWRlX2JvZGllcxgCIAEoCBITCgtpbmNsdWRlX3RvcBgDIAEoCBIgCg1pbmNsdWRlX21lZGlhGAQgASgIQgm6uxgFbWVkaWEiggEKGkV4cG9ydFRyYWplY3Rvcmllc1Jlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkSLAoHb3V0Y29tZRgCIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5PdXRjb21lMtAYCg5Sb2xsb3V0U2VydmljZRKNAQoNQ3JlYXRlUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKEAQoKR2V0Um9sbG91dBIlLnBlbnN0b2NrLmRyaXZlci52MS5HZXRSb2xsb3V0UmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5HZXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBJhCgxMaXN0Um9sbG91dHMSJy5wZW5zdG9jay5kcml2ZXIudjEuTGlzdFJvbGxvdXRzUmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0Um9sbG91dHNSZXNwb25zZRKMAQoMV2F0Y2hSb2xsb3V0EicucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoUm9sbG91dFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEmYKDVdhdGNoUm9sbG91dHMSKC5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0c1JlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0c1Jlc3BvbnNlMAEShwEKC1dhaXRSb2xsb3V0EiYucGVuc3RvY2suZHJpdmVyLnYxLldhaXRSb2xsb3V0UmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5XYWl0Um9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSjQEKDUNhbmNlbFJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSjQEKDURlbGV0ZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSnAEKDFBhdXNlUm9sbG91dBInLnBlbnN0b2NrLmRyaXZlci52MS5QYXVzZVJvbGxvdXRSZXF1ZXN0GigucGVuc3RvY2suZHJpdmVyLnYxLlBhdXNlUm9sbG91dFJlc3BvbnNlIjmyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS6uxgOcm9sbG91dHMucGF1c2USnwEKDVJlc3VtZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlc3BvbnNlIjmyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS6uxgOcm9sbG91dHMucGF1c2USmAEKC0ZvcmtSb2xsb3V0EiYucGVuc3RvY2suZHJpdmVyLnYxLkZvcmtSb2xsb3V0UmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5Gb3JrUm9sbG91dFJlc3BvbnNlIjiyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS6uxgNcm9sbG91dHMuZm9yaxKDAQoLQ3JlYXRlR3JvdXASJi5wZW5zdG9jay5kcml2ZXIudjEuQ3JlYXRlR3JvdXBSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZUdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEnoKCEdldEdyb3VwEiMucGVuc3RvY2suZHJpdmVyLnYxLkdldEdyb3VwUmVxdWVzdBokLnBlbnN0b2NrLmRyaXZlci52MS5HZXRHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBJbCgpMaXN0R3JvdXBzEiUucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXNwb25zZRKCAQoKV2F0Y2hHcm91cBIlLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkMAESfQoJV2FpdEdyb3VwEiQucGVuc3RvY2suZHJpdmVyLnYxLldhaXRHcm91cFJlcXVlc3QaJS5wZW5zdG9jay5kcml2ZXIudjEuV2FpdEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEoMBCgtDYW5jZWxHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSgwEKC0RlbGV0ZUdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkRlbGV0ZUdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKPAQoNR2V0VHJhamVjdG9yeRIoLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEqsBChJBbm5vdGF0ZVRyYWplY3RvcnkSLS5wZW5zdG9jay5kcml2ZXIudjEuQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5Bbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSI2srsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkursYC2Fubm90YXRpb25zEpQBCglHZXRUZW5zb3ISJC5wZW5zdG9jay5kcml2ZXIudjEuR2V0VGVuc29yUmVxdWVzdBolLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUZW5zb3JSZXNwb25zZSI4srsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkursYDXRva2VuX3RlbnNvcnMwARKJAQoIR2V0TWVkaWESIy5wZW5zdG9jay5kcml2ZXIudjEuR2V0TWVkaWFSZXF1ZXN0GiQucGVuc3RvY2suZHJpdmVyLnYxLkdldE1lZGlhUmVzcG9uc2UiMLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLq7GAVtZWRpYTABEnUKEkV4cG9ydFRyYWplY3RvcmllcxItLnBlbnN0b2NrLmRyaXZlci52MS5FeHBvcnRUcmFqZWN0b3JpZXNSZXF1ZXN0Gi4ucGVuc3RvY2suZHJpdmVyLnYxLkV4cG9ydFRyYWplY3Rvcmllc1Jlc3BvbnNlMAFCngEKEnBlbnN0b2NrLmRyaXZlci52MUITUm9sbG91dFNlcnZpY2VQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_chat_v1_completion, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * See CreateRollout.
@@ -496,6 +498,13 @@ export type PauseRolloutRequest = Message<"penstock.driver.v1.PauseRolloutReques
    * @generated from field: string reason = 2;
    */
   reason: string;
+
+  /**
+   * Required: 1 s to 1 day. The pause ends after it.
+   *
+   * @generated from field: google.protobuf.Duration max_duration = 3;
+   */
+  maxDuration?: Duration | undefined;
 };
 
 /**
@@ -515,6 +524,13 @@ export type PauseRolloutResponse = Message<"penstock.driver.v1.PauseRolloutRespo
    * @generated from field: penstock.driver.v1.Rollout rollout = 1;
    */
   rollout?: Rollout | undefined;
+
+  /**
+   * Whether its sandbox is paused. False = the backend cannot pause: the agent runs on, up to its next model call.
+   *
+   * @generated from field: bool sandbox_paused = 2;
+   */
+  sandboxPaused: boolean;
 };
 
 /**
@@ -596,7 +612,8 @@ export type ForkRolloutRequest = Message<"penstock.driver.v1.ForkRolloutRequest"
   count: number;
 
   /**
-   * Client-chosen identifiers of the new rollouts, `count` of them. Empty = the service assigns them.
+   * Client-chosen identifiers of the new rollouts: `count` of them or none. None = ORIGIN-fN: the rollout's id, and the number
+   * of the fork among all forks of it, from 0.
    *
    * @generated from field: repeated string fork_rollout_ids = 5;
    */
@@ -1028,16 +1045,9 @@ export type GetTrajectoryRequest = Message<"penstock.driver.v1.GetTrajectoryRequ
   includeTop: boolean;
 
   /**
-   * Whether tensors of completions and samples have data.
-   *
-   * @generated from field: bool include_tensors = 5;
-   */
-  includeTensors: boolean;
-
-  /**
    * Whether media of calls and samples have data.
    *
-   * @generated from field: bool include_media = 6;
+   * @generated from field: bool include_media = 5;
    */
   includeMedia: boolean;
 };
@@ -1110,6 +1120,126 @@ export const AnnotateTrajectoryResponseSchema: GenMessage<AnnotateTrajectoryResp
   messageDesc(file_penstock_driver_v1_rollout_service, 41);
 
 /**
+ * See GetTensor.
+ *
+ * @generated from message penstock.driver.v1.GetTensorRequest
+ */
+export type GetTensorRequest = Message<"penstock.driver.v1.GetTensorRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * @generated from oneof penstock.driver.v1.GetTensorRequest.holder
+   */
+  holder: {
+    /**
+     * A tensor of the call's completion.
+     *
+     * @generated from field: string call_id = 2;
+     */
+    value: string;
+    case: "callId";
+  } | {
+    /**
+     * A tensor of the sample.
+     *
+     * @generated from field: string sample_id = 3;
+     */
+    value: string;
+    case: "sampleId";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * TokenTensor.name and TokenTensor.start, which identify it within its holder.
+   *
+   * @generated from field: string name = 4;
+   */
+  name: string;
+
+  /**
+   * @generated from field: uint32 start = 5;
+   */
+  start: number;
+};
+
+/**
+ * Describes the message penstock.driver.v1.GetTensorRequest.
+ * Use `create(GetTensorRequestSchema)` to create a new message.
+ */
+export const GetTensorRequestSchema: GenMessage<GetTensorRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 42);
+
+/**
+ * See GetTensor.
+ *
+ * @generated from message penstock.driver.v1.GetTensorResponse
+ */
+export type GetTensorResponse = Message<"penstock.driver.v1.GetTensorResponse"> & {
+  /**
+   * Without sha256.
+   *
+   * @generated from field: penstock.chat.v1.TokenTensor tensor = 1;
+   */
+  tensor?: TokenTensor | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.GetTensorResponse.
+ * Use `create(GetTensorResponseSchema)` to create a new message.
+ */
+export const GetTensorResponseSchema: GenMessage<GetTensorResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 43);
+
+/**
+ * See GetMedia.
+ *
+ * @generated from message penstock.driver.v1.GetMediaRequest
+ */
+export type GetMediaRequest = Message<"penstock.driver.v1.GetMediaRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * Media.sha256.
+   *
+   * @generated from field: bytes sha256 = 2;
+   */
+  sha256: Uint8Array;
+};
+
+/**
+ * Describes the message penstock.driver.v1.GetMediaRequest.
+ * Use `create(GetMediaRequestSchema)` to create a new message.
+ */
+export const GetMediaRequestSchema: GenMessage<GetMediaRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 44);
+
+/**
+ * See GetMedia.
+ *
+ * @generated from message penstock.driver.v1.GetMediaResponse
+ */
+export type GetMediaResponse = Message<"penstock.driver.v1.GetMediaResponse"> & {
+  /**
+   * At most 1 MiB.
+   *
+   * @generated from field: bytes chunk = 1;
+   */
+  chunk: Uint8Array;
+};
+
+/**
+ * Describes the message penstock.driver.v1.GetMediaResponse.
+ * Use `create(GetMediaResponseSchema)` to create a new message.
+ */
+export const GetMediaResponseSchema: GenMessage<GetMediaResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 45);
+
+/**
  * See ExportTrajectories.
  *
  * @generated from message penstock.driver.v1.ExportTrajectoriesRequest
@@ -1135,12 +1265,7 @@ export type ExportTrajectoriesRequest = Message<"penstock.driver.v1.ExportTrajec
   /**
    * As in GetTrajectoryRequest.
    *
-   * @generated from field: bool include_tensors = 4;
-   */
-  includeTensors: boolean;
-
-  /**
-   * @generated from field: bool include_media = 5;
+   * @generated from field: bool include_media = 4;
    */
   includeMedia: boolean;
 };
@@ -1150,7 +1275,7 @@ export type ExportTrajectoriesRequest = Message<"penstock.driver.v1.ExportTrajec
  * Use `create(ExportTrajectoriesRequestSchema)` to create a new message.
  */
 export const ExportTrajectoriesRequestSchema: GenMessage<ExportTrajectoriesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 42);
+  messageDesc(file_penstock_driver_v1_rollout_service, 46);
 
 /**
  * See ExportTrajectories.
@@ -1178,7 +1303,7 @@ export type ExportTrajectoriesResponse = Message<"penstock.driver.v1.ExportTraje
  * Use `create(ExportTrajectoriesResponseSchema)` to create a new message.
  */
 export const ExportTrajectoriesResponseSchema: GenMessage<ExportTrajectoriesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 43);
+  messageDesc(file_penstock_driver_v1_rollout_service, 47);
 
 /**
  * RolloutService runs rollouts and groups of them.
@@ -1290,9 +1415,10 @@ export const RolloutService: GenService<{
     output: typeof DeleteRolloutResponseSchema;
   },
   /**
-   * PauseRollout holds a running rollout until ResumeRollout, and returns once it is held: its model calls wait, its sandbox
-   * is paused where the backend can pause, and its time limits stop counting. A pause survives a restart of the services.
-   * Idempotent.
+   * PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
+   * leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
+   * calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
+   * services. Idempotent; a repeat replaces the duration, counted anew.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.PauseRollout
@@ -1315,8 +1441,11 @@ export const RolloutService: GenService<{
   },
   /**
    * ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
-   * that point. The paused one can be resumed too.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING: it is not paused; ROLLOUT_ENDED;
+   * that point. The paused one can be resumed too. All forks are made or none is.
+   *
+   * Shared calls keep their call_ids. In forks they are masked 0 (TurnSpan.untrained_reason FORKED) and count in no budget. An
+   * open call is open in each fork under a new call_id.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_NOT_PAUSED; ROLLOUT_ENDED;
    * CAPABILITY_MISSING: the backend cannot fork a sandbox that runs), ALREADY_EXISTS (ROLLOUT_EXISTS, REQUEST_ID_REUSED).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.ForkRollout
@@ -1417,8 +1546,9 @@ export const RolloutService: GenService<{
   },
   /**
    * AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
-   * none is.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+   * none is. Idempotent by name, author and call.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT),
+   * RESOURCE_EXHAUSTED (ANNOTATION_LIMIT: the trajectory would have more than 1024, or more than 64 MiB of them).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.AnnotateTrajectory
    */
@@ -1426,6 +1556,31 @@ export const RolloutService: GenService<{
     methodKind: "unary";
     input: typeof AnnotateTrajectoryRequestSchema;
     output: typeof AnnotateTrajectoryResponseSchema;
+  },
+  /**
+   * GetTensor returns the data of one tensor of an ended rollout's trajectory, in messages of at most 4 MiB. Each has the rows
+   * that follow those before it, with their own start and shape. Their data joined, then their row_lengths joined, have the
+   * trajectory's sha256.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, CALL_UNKNOWN, TENSOR_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING,
+   * TRAJECTORY_ABSENT).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.GetTensor
+   */
+  getTensor: {
+    methodKind: "server_streaming";
+    input: typeof GetTensorRequestSchema;
+    output: typeof GetTensorResponseSchema;
+  },
+  /**
+   * GetMedia returns the file of one Media of an ended rollout's trajectory.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, MEDIA_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.GetMedia
+   */
+  getMedia: {
+    methodKind: "server_streaming";
+    input: typeof GetMediaRequestSchema;
+    output: typeof GetMediaResponseSchema;
   },
   /**
    * ExportTrajectories streams the trajectories of every matching ended rollout, one after another.

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/options/v1/options.proto.
  */
 export const file_penstock_options_v1_options: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9vcHRpb25zL3YxL29wdGlvbnMucHJvdG8SE3BlbnN0b2NrLm9wdGlvbnMudjEiJgoFUm91dGUSDgoGaGVhZGVyGAEgASgJEg0KBWZpZWxkGAIgASgJOlIKBXJvdXRlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYtocDIAMoCzIaLnBlbnN0b2NrLm9wdGlvbnMudjEuUm91dGVSBXJvdXRlOk8KEnByb3Zpc2lvbmFsX21ldGhvZBIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLeHAyABKAhSEXByb3Zpc2lvbmFsTWV0aG9kOjcKBnNlY3JldBIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYtYcDIAEoCFIGc2VjcmV0OkEKC3Byb3Zpc2lvbmFsEh0uZ29vZ2xlLnByb3RvYnVmLkZpZWxkT3B0aW9ucxi3hwMgASgIUgtwcm92aXNpb25hbEKdAQoTcGVuc3RvY2sub3B0aW9ucy52MUIMT3B0aW9uc1Byb3RvUAFaMnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wdGlvbnMvdjE7b3B0aW9uc3YxqgITUGVuc3RvY2suT3B0aW9ucy5WMcoCE1BlbnN0b2NrXE9wdGlvbnNcVjHqAhVQZW5zdG9jazo6T3B0aW9uczo6VjFiBnByb3RvMw", [file_google_protobuf_descriptor]);
+  fileDesc("CiFwZW5zdG9jay9vcHRpb25zL3YxL29wdGlvbnMucHJvdG8SE3BlbnN0b2NrLm9wdGlvbnMudjEiJgoFUm91dGUSDgoGaGVhZGVyGAEgASgJEg0KBWZpZWxkGAIgASgJOlIKBXJvdXRlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYtocDIAMoCzIaLnBlbnN0b2NrLm9wdGlvbnMudjEuUm91dGVSBXJvdXRlOk8KEnByb3Zpc2lvbmFsX21ldGhvZBIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLeHAyABKAlSEXByb3Zpc2lvbmFsTWV0aG9kOjcKBnNlY3JldBIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYtYcDIAEoCFIGc2VjcmV0OkEKC3Byb3Zpc2lvbmFsEh0uZ29vZ2xlLnByb3RvYnVmLkZpZWxkT3B0aW9ucxi3hwMgASgJUgtwcm92aXNpb25hbEKdAQoTcGVuc3RvY2sub3B0aW9ucy52MUIMT3B0aW9uc1Byb3RvUAFaMnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wdGlvbnMvdjE7b3B0aW9uc3YxqgITUGVuc3RvY2suT3B0aW9ucy5WMcoCE1BlbnN0b2NrXE9wdGlvbnNcVjHqAhVQZW5zdG9jazo6T3B0aW9uczo6VjFiBnByb3RvMw", [file_google_protobuf_descriptor]);
 
 /**
  * Route is a header that names what a request is about, so that a proxy can choose the service without reading the request.
@@ -58,9 +58,9 @@ export const route: GenExtension<MethodOptions, Route[]> = /*@__PURE__*/
 /**
  * The RPC is declared and not served yet. See `provisional`.
  *
- * @generated from extension: bool provisional_method = 50103;
+ * @generated from extension: string provisional_method = 50103;
  */
-export const provisional_method: GenExtension<MethodOptions, boolean> = /*@__PURE__*/
+export const provisional_method: GenExtension<MethodOptions, string> = /*@__PURE__*/
   extDesc(file_penstock_options_v1_options, 1);
 
 /**
@@ -73,13 +73,17 @@ export const secret: GenExtension<FieldOptions, boolean> = /*@__PURE__*/
   extDesc(file_penstock_options_v1_options, 2);
 
 /**
- * The field is declared and not served yet. No service sets it. A request that sets it is refused (INVALID_ARGUMENT,
- * FIELD_NOT_SERVED), and an item that is judged by itself, such as a CallResult, is rejected by itself. Until it is
- * served, it may change in any way or be removed, and so may the messages that only such fields and RPCs reach. An RPC
- * with `provisional_method` is refused too (UNIMPLEMENTED, RPC_NOT_SERVED). docs/compatibility.md lists both.
+ * The field is declared and not served yet. The value is the entry of ServerInfo.features with which a service states that
+ * it serves the field: a client asks for it before it sets the field. Empty = the field is served.
  *
- * @generated from extension: bool provisional = 50103;
+ * Until then no service sets it. A request that sets it is refused (INVALID_ARGUMENT, FIELD_NOT_SERVED), and an item that
+ * is judged by itself, such as a CallResult, is rejected by itself. A frame that sets it elsewhere, such as Hello, ends
+ * the stream with the same reason. It may change in any way or be removed, and so may the messages that only such fields
+ * and RPCs reach. An RPC with `provisional_method` is refused too (UNIMPLEMENTED, RPC_NOT_SERVED). docs/compatibility.md
+ * lists both.
+ *
+ * @generated from extension: string provisional = 50103;
  */
-export const provisional: GenExtension<FieldOptions, boolean> = /*@__PURE__*/
+export const provisional: GenExtension<FieldOptions, string> = /*@__PURE__*/
   extDesc(file_penstock_options_v1_options, 3);
 
