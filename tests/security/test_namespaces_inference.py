@@ -17,6 +17,7 @@ import pytest
 from penstock.chat.v1 import chat_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock.values.provisional import is_provisional_method
 from penstock_chassis.auth import NAMESPACE_HEADER, Role, Token
 from penstock_chassis.channel import connect, error_from_rpc
 from penstock_chassis.errors import InvalidArgument
@@ -227,7 +228,8 @@ def _call(team: Any, method: str, **metadata: Any) -> Awaitable[Any]:
 def test_every_rpc_of_the_inference_service_is_sorted() -> None:
     """A new RPC fails here until it is in one of the tables above, and with it under one of the attacks below."""
     (service,) = pb.DESCRIPTOR.services_by_name.values()
-    assert sorted(one.name for one in service.methods) == sorted({*WEIGHTS, *NAMES, *SELECTS, *OWN, *OPEN})
+    served = [one.name for one in service.methods if not is_provisional_method(f"{service.full_name}/{one.name}")]
+    assert sorted(served) == sorted({*WEIGHTS, *NAMES, *SELECTS, *OWN, *OPEN})
     selecting = [one.name for one in service.methods if "all_namespaces" in one.input_type.fields_by_name]
     assert sorted(selecting) == sorted(SELECTS)
 
