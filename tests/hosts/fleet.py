@@ -6,19 +6,20 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import tomlkit
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.hosts import model
 from tests.hosts.network import HUB_ADDRESS, Host, Network
 from tests.support import toolboxes
 from tests.support.services.stack import disjoint_uids
+from tests.support.waiting import eventually_async
 
 from penstock.cli.commands import credentials
 from penstock.client.transport.endpoints import Endpoints, Tls
@@ -99,23 +100,21 @@ class Fleet:
 
     async def serving(self, name: str) -> None:
         """Wait until a service serves. AssertionError with the end of its log, if it ends before that."""
-        channel_tls = ClientTls(self.folder / "credentials" / "ca.pem", None, None)
-        deadline = time.monotonic() + START_S
-        async with connect(self.address(name), None, channel_tls) as channel:
+        process = self.network.hosts[name].processes[-1]
+
+        async def is_serving() -> bool:
+            if process.poll() is not None:
+                raise AssertionError(f"{name} ended:\n{self.log(name)[-3000:]}")
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        tls = ClientTls(self.folder / "credentials" / "ca.pem", None, None)
+        async with connect(self.address(name), None, tls) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            while True:
-                try:
-                    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                except Exception as error:  # noqa: BLE001 - not yet; the deadline speaks
-                    last = repr(error)
-                else:
-                    last = "not serving"
-                process = self.network.hosts[name].processes[-1]
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise AssertionError(f"{name} does not serve ({last}):\n{self.log(name)[-3000:]}")
-                await asyncio.sleep(0.1)
+            await eventually_async(is_serving, f"{name} serves", within=START_S)
 
     def _table(self, name: str) -> dict[str, Any]:
         """The settings of one service: its kind's credentials, its addresses, and where the others are."""

@@ -2,7 +2,7 @@
 
 Each caller finds out by itself: it asks every peer's health each second. Two misses in a row are a loss, which is
 noticed after 4 to 5 s, long before TCP does; three good answers in a row end it. What runs at a lost peer fails by its
-caller's decision (`Peer.lost`), not by a timeout of each call.
+caller's decision (`Peer.loss`), not by a timeout of each call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One service. `absences` counts its losses; `loss` is set while it is lost, and for ever once it is removed."""
+    """One service. `loss` is set while it is lost, and for ever once it is removed."""
 
     member: Member
     channel: grpc.aio.Channel
@@ -56,7 +56,6 @@ class Peer:
     state: State = State.NEW
     is_silent: bool = False
     """Whether the host of a lost peer does not answer either. One that does may have a process that restarts."""
-    absences: int = 0
     loss: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -144,9 +143,7 @@ class Peers:
                         peer.is_silent = silent
                         self.changed.notify()
                     self._set(peer, State.LOST)
-                elif found is not State.LOST and (
-                    peer.state is not State.LOST or returns >= RETURNS or not peer.absences
-                ):
+                elif found is not State.LOST and (peer.state is not State.LOST or returns >= RETURNS):
                     self._set(peer, found)
                 took = asyncio.get_running_loop().time() - began
                 await asyncio.sleep(max(0.0, PROBE_EVERY_S - took))
@@ -175,7 +172,6 @@ class Peers:
         before, peer.state = peer.state, state
         if state is State.LOST:
             peer.loss.set()
-            peer.absences += before is not State.NEW
             _log.warning("a service is lost", kind=self._what, name=peer.name, address=peer.member.address)
         elif before is State.LOST:
             peer.loss = asyncio.Event()

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeVar
 
-import structlog
-
 from penstock_chassis.errors import PenstockError, Unavailable
 from penstock_chassis.membership.peers import Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Sandboxes
@@ -27,9 +25,7 @@ PLACE_S: Final = 30.0
 GATE_PATIENCE_S: Final = 30.0
 """How long a gate may be away on a host that answers: one that restarts keeps its calls."""
 RELEASE_S: Final = 30.0
-RETRY_S: Final = 1.0
 
-_log = structlog.get_logger("penstock.driver")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -83,7 +79,7 @@ class Members(Generic[S]):
 
     Args:
         peers: who they are, and whether they answer.
-        open_services: makes the clients of a member .
+        open_services: makes the clients of a member.
         failure: of the attempts at a member that is lost.
         patience_s: how long a member whose host answers may be away before it counts as lost: its process may restart.
     """
