@@ -96,16 +96,16 @@ def test_each_wheel_and_source_archive_says_what_an_index_shows(dist: Path) -> N
     """Licence text, authors, URLs, classifiers, keywords, a description whose links work; none is incomplete."""
     assert len(wheels(dist)) == len(sources(dist)) == len(names.PYTHON)
     for archive in (*wheels(dist), *sources(dist)):
-        bill, content = metadata_of(archive), dict(files_of(archive))
-        assert bill["License-Expression"] == "Apache-2.0"
-        assert bill["Author"] == names.names()["authors"]
+        metadata, content = metadata_of(archive), dict(files_of(archive))
+        assert metadata["License-Expression"] == "Apache-2.0"
+        assert metadata["Author"] == names.names()["authors"]
         assert LICENCE in [text for name, text in content.items() if name.endswith("/LICENSE")], archive.name
-        assert bill["License-File"] == "LICENSE"
+        assert metadata["License-File"] == "LICENSE"
         assert {"Homepage", "Documentation", "Repository", "Changelog", "Issues"} <= {
-            item.partition(",")[0] for item in bill.get_all("Project-URL", [])
+            item.partition(",")[0] for item in metadata.get_all("Project-URL", [])
         }
-        assert bill["Keywords"] and len(bill.get_all("Classifier", [])) >= 8 and bill["Summary"]
-        links_lead_somewhere(str(bill.get_payload()), set(content))
+        assert metadata["Keywords"] and len(metadata.get_all("Classifier", [])) >= 8 and metadata["Summary"]
+        links_lead_somewhere(str(metadata.get_payload()), set(content))
     run(sys.executable, "-m", "twine", "check", "--strict", *wheels(dist), *sources(dist))
 
 
@@ -116,10 +116,10 @@ def test_the_npm_package_could_be_published_as_it_is(dist: Path, tmp_path: Path)
     content = dict(files_of(archive))
     assert content["package/LICENSE"] == LICENCE
     links_lead_somewhere(content["package/README.md"].decode(), set(content))
-    bill = json.loads(content["package/package.json"])
-    assert bill["name"] == names.names()["npm"]
-    assert bill["author"] and bill["keywords"] and bill["repository"]["url"] == names.names()["repository"]
-    assert all(version.startswith("^") for version in bill["dependencies"].values())
+    metadata = json.loads(content["package/package.json"])
+    assert metadata["name"] == names.names()["npm"]
+    assert metadata["author"] and metadata["keywords"] and metadata["repository"]["url"] == names.names()["repository"]
+    assert all(version.startswith("^") for version in metadata["dependencies"].values())
     run("npm", "publish", "--dry-run", archive, cwd=tmp_path, env=nodejs.environment())
 
 
@@ -132,18 +132,18 @@ def test_sums_and_the_bill_of_materials_cover_every_archive(dist: Path) -> None:
     for name, digest in sums.items():
         assert hashlib.sha256((dist / name).read_bytes()).hexdigest() == digest
     (bill,) = dist.glob("*.cdx.json")
-    bill = json.loads(bill.read_text())
+    metadata = json.loads(bill.read_text())
     listed = {
         item["url"]: item["hashes"][0]["content"]
-        for component in bill["components"]
+        for component in metadata["components"]
         for item in component.get("externalReferences", ())
     }
     assert listed == {name: sums[name] for name in archives - {bill.name}}
-    assert len(listed) == sum(len(component.get("externalReferences", ())) for component in bill["components"])
-    known = {component["bom-ref"] for component in bill["components"]}
-    assert all({item["ref"], *item["dependsOn"]} <= known for item in bill["dependencies"])
+    assert len(listed) == sum(len(component.get("externalReferences", ())) for component in metadata["components"])
+    known = {component["bom-ref"] for component in metadata["components"]}
+    assert all({item["ref"], *item["dependsOn"]} <= known for item in metadata["dependencies"])
     assert {"grpcio", "jax", "@bufbuild/protobuf", "google.golang.org/grpc"} <= {
-        component["name"] for component in bill["components"]
+        component["name"] for component in metadata["components"]
     }
 
 
