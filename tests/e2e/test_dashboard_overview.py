@@ -37,7 +37,10 @@ async def test_form_starts_a_rollout_and_shows_its_reward(browser: Browser, addr
     """What the form says is what runs; its row goes on by itself, and its page has the rest."""
     run_id = f"run-{secrets.token_hex(4)}"
     async with looking(browser, address, stack.stack.trainer_token, "/new") as page:
-        await page.get_by_label("Agent", exact=True).select_option("shell")
+        # The page asks for the agents until the driver answers.
+        agent = page.get_by_label("Agent", exact=True)
+        await expect(agent.locator("option", has_text="shell")).to_be_attached(timeout=120_000)
+        await agent.select_option("shell")
         # What options there are is seen whole.
         options = page.get_by_label("Agent's options")
         await expect(options).to_have_attribute("placeholder", re.compile("command_timeout"))

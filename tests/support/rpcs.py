@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from penstock.values.provisional import is_provisional_method
+from penstock_chassis.limits import MAX_MESSAGE_BYTES
 
 PROTOS: Final = Path(__file__).resolve().parents[2] / "protos"
 SERVICES: Final = ("sandbox", "driver", "interception", "inference")
@@ -45,10 +46,14 @@ def servers(name: str) -> tuple[str, ...]:
 
 
 async def call(address: str, token: str, name: str, request: Message) -> list[Any]:
-    """All answers to one request, which is the whole of a request stream. Raises grpc.aio.AioRpcError."""
+    """All answers to one request, which is the whole of a request stream. Raises grpc.aio.AioRpcError.
+
+    Messages of any size that a service may send are received.
+    """
     method = DECLARED[name]
     metadata = (("authorization", f"Bearer {token}"),)
-    async with grpc.aio.insecure_channel(address) as channel:
+    sizes = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
+    async with grpc.aio.insecure_channel(address, options=sizes) as channel:
         calls: dict[tuple[bool, bool], Any] = {
             (False, False): channel.unary_unary,
             (False, True): channel.unary_stream,

@@ -1,6 +1,7 @@
+import { Code, ConnectError } from "@connectrpc/connect";
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 
-import { follow, type Following, SILENCE_MS } from "./follow";
+import { follow, type Following, once, SILENCE_MS } from "./follow";
 
 let following: Following | null = null;
 
@@ -45,4 +46,16 @@ test("one that ends with what it follows is no exception, and a message counts a
   expect(following.health.peek().kind).toBe("live");
   await vi.advanceTimersByTimeAsync(1);
   expect(following.health.peek().kind).toBe("broken");
+});
+
+test("one answer is asked for until it comes, and then no more", async () => {
+  const answers: string[] = [];
+  let asked = 0;
+  const ask = () => (asked++ ? Promise.resolve("the list") : Promise.reject(new ConnectError("starting", Code.Unavailable)));
+  following = follow("list the agents", () => once(ask()), (answer) => answers.push(answer), false);
+  await vi.advanceTimersByTimeAsync(0);
+  expect(following.health.peek()).toMatchObject({ kind: "broken", trouble: { said: "starting" } });
+  await vi.advanceTimersByTimeAsync(60_000);
+  expect(following.health.peek().kind).toBe("ended");
+  expect([answers, asked]).toEqual([["the list"], 2]);
 });

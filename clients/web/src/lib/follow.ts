@@ -42,6 +42,11 @@ export function delay(attempt: number, lasting: boolean, random: () => number = 
   return ceiling * (0.5 + random() / 2);
 }
 
+/** The answer of a unary call as a stream of one message, for `follow` to ask again until it comes. */
+export async function* once<M>(answer: Promise<M>): AsyncGenerator<M> {
+  yield await answer;
+}
+
 /**
  * Follows a server stream.
  *

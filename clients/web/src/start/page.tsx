@@ -10,10 +10,10 @@ import { type Backend } from "@gen/penstock/sandbox/v1/sandbox_pb";
 import { SandboxService } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
 
 import { explain, type Trouble } from "../lib/errors";
+import { follow, type Following, once } from "../lib/follow";
 import { go } from "../lib/router";
-import { token } from "../lib/session";
 import { client } from "../lib/transport";
-import { TroubleNotice } from "../ui/notice";
+import { FollowingNotice, TroubleNotice } from "../ui/notice";
 import { EMPTY, errorLine, type FieldErrors, type Form, FormError, LABELS, placed, specOf } from "./order";
 import "./start.css";
 
@@ -48,31 +48,34 @@ export default function Start() {
   const busy = useSignal(false);
   const agents = useSignal<readonly Agent[]>([]);
   const backends = useSignal<readonly Backend[]>([]);
-  const loading = useSignal<Trouble | null>(null);
-  const again = useSignal(0);
+  const lists = useSignal<readonly Following[]>([]);
   // The same until something of the form changes: a repeated request makes no second rollout.
   const requestId = useRef("");
   const element = useRef<HTMLFormElement>(null);
-  const who = token.value;
-  const attempt = again.value;
 
+  // Each list by itself, and until the service answers: the form is of use with one of them.
   useEffect(() => {
-    const abort = new AbortController();
-    const options = { signal: abort.signal };
-    Promise.all([client(AgentService).listAgents({ pageSize: 1000 }, options), client(SandboxService).listBackends({}, options)]).then(
-      ([found, places]) => {
-        loading.value = null;
+    const agentsList = follow(
+      "list the agents",
+      (signal) => once(client(AgentService).listAgents({ pageSize: 1000 }, { signal })),
+      (found) => {
         agents.value = found.agents;
-        backends.value = places.backends;
         if (!form.value.agent && found.agents.length)
           set("agent", (found.agents.find((item) => item.spec?.name === "shell") ?? found.agents[0])?.spec?.name ?? "");
       },
-      (error: unknown) => {
-        if (!abort.signal.aborted) loading.value = explain(error, "list the agents");
-      },
+      false,
     );
-    return () => abort.abort();
-  }, [who, attempt]);
+    const backendsList = follow(
+      "list the sandbox backends",
+      (signal) => once(client(SandboxService).listBackends({}, { signal })),
+      (found) => {
+        backends.value = found.backends;
+      },
+      false,
+    );
+    lists.value = [agentsList, backendsList];
+    return () => lists.value.forEach((list) => list.stop());
+  }, []);
 
   function set<K extends keyof Form>(name: K, value: Form[K]): void {
     form.value = { ...form.value, [name]: value };
@@ -127,7 +130,9 @@ export default function Start() {
       }}
     >
       <h1>New rollout</h1>
-      {loading.value && <TroubleNotice trouble={loading.value} onRetry={() => (again.value += 1)} />}
+      {lists.value.map((list, index) => (
+        <FollowingNotice key={index} following={list} />
+      ))}
       <div class="columns">
         <section class="card" aria-label="Task">
           <div class="switch" role="group" aria-label="How the task is given">
