@@ -55,7 +55,8 @@ class NamespaceSettings(BaseModel):
     """A namespace: the tokens of those who work in it, and how much it may hold at once.
 
     `quota` is of what the service counts: rollouts that run (driver), open rollouts (gate), sandboxes (sandbox),
-    requests that are served (inference). The default namespace has the tokens of `trainer_token` and `observer_token`
+    requests that are served (inference). `weight` is the namespace's share of the driver's slots against that of others
+    while rollouts of both wait. The default namespace has the tokens of `trainer_token` and `observer_token`
     beside these.
     """
 
@@ -64,6 +65,7 @@ class NamespaceSettings(BaseModel):
     trainer_token: SecretStr | None = None
     observer_token: SecretStr | None = None
     quota: int | None = Field(None, ge=1)
+    weight: float = Field(1.0, ge=0.001, le=1000)
 
     @field_validator("*")
     @classmethod
@@ -100,7 +102,7 @@ class ServiceSettings(BaseSettings):
     trainer_token: SecretStr | None = Field(None, description="bearer token of trainers")
     observer_token: SecretStr | None = Field(None, description="bearer token of observers, for read-only methods")
     namespaces: dict[str, NamespaceSettings] = Field(
-        {}, description="by name: trainer_token, observer_token and quota of a team (docs/guides/teams.md)"
+        {}, description="by name: trainer_token, observer_token, quota and weight of a team (docs/guides/teams.md)"
     )
     anonymous: bool = Field(
         False, description="serve callers without a token as operator; only on loopback, for tests and experiments"
@@ -249,6 +251,10 @@ class ServiceSettings(BaseSettings):
     def quotas(self) -> dict[str, int]:
         """Returns the quotas of the namespaces that have one."""
         return {name: one.quota for name, one in self.namespaces.items() if one.quota is not None}
+
+    def weights(self) -> dict[str, float]:
+        """Returns the weight of each namespace that is configured."""
+        return {name: one.weight for name, one in self.namespaces.items()}
 
     def public(self) -> dict[str, Any]:
         """Returns all settings as JSON values, secrets masked: for the log at start."""

@@ -151,6 +151,7 @@ async def wired(
                 settings.max_queued,
                 EventLimits(settings.max_events, settings.max_event_bytes),
                 settings.quotas(),
+                settings.weights(),
             ),
         )
         terminals = TerminalManager(

@@ -63,7 +63,7 @@ class DriverSettings(ServiceSettings):
     spool_dir: Path | None = Field(
         None, description="directory for temporary files of grading; the state directory when not set"
     )
-    max_queued: int = Field(10_000, ge=0, description="most waiting rollouts; more are refused")
+    max_queued: int = Field(10_000, ge=0, description="most waiting rollouts of each namespace; more are refused")
 
     max_terminals: int = Field(256, ge=1, le=10_000, description="most open terminal episodes; more are refused")
 

@@ -34,6 +34,18 @@ _log = structlog.get_logger("penstock.driver")
 class RolloutRecorder:
     """Records one rollout. `output` limits the recorded agent output, over all attempts."""
 
+    __slots__ = (
+        "_calls",
+        "_calls_without_event",
+        "_closed",
+        "_log",
+        "_sequence",
+        "fork_kind",
+        "output",
+        "progress",
+        "record",
+    )
+
     def __init__(self, record: Record, log: EventLog, limits: EventLimits) -> None:
         self.record = record
         self.progress = RunProgress()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Final
 
 import structlog
@@ -37,10 +35,21 @@ _log = structlog.get_logger("penstock.driver")
 
 
 class RolloutRunner:
-    """Runs one rollout in a task of its own, once it has one of each of `slots`, which it takes in order.
+    """Runs one rollout in a task of its own, from `start` to `result`.
 
     `labels` are those of its resources in other services.
     """
+
+    __slots__ = (
+        "_attempt",
+        "_cancellation",
+        "_cleanup_pending",
+        "_labels",
+        "_placement",
+        "_task",
+        "recorder",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -48,19 +57,26 @@ class RolloutRunner:
         recorder: RolloutRecorder,
         placement: Placement,
         labels: dict[str, str],
-        slots: Sequence[asyncio.Semaphore],
     ) -> None:
         self.spec = spec.at(recorder.record.index)
         self.recorder = recorder
         self._placement = placement
         self._labels = labels
-        self._slots = slots
         self._cancellation = Cancellation()
         self._attempt = Cancellation()
         """Of the current attempt, which a loss of its place also ends."""
         self._cleanup_pending = False
-        # The rollout starts here: a runner runs from its construction to `result`.
-        self._task = asyncio.ensure_future(self._run())
+        self._task: asyncio.Task[Outcome] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it runs, or has run."""
+        return self._task is not None
+
+    def start(self) -> None:
+        """Begin to run, unless the rollout was cancelled."""
+        if self._cancellation.failure is None:
+            self._task = asyncio.ensure_future(self._run())
 
     def cancel(self, failure: Failure) -> None:
         """End the rollout with this failure; only the first call counts."""
@@ -71,13 +87,15 @@ class RolloutRunner:
     def _end_attempt(self, failure: Failure) -> None:
         if self._attempt.failure is None:
             self._attempt.failure = failure
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     async def result(self) -> RolloutResult:
         """Wait for the end, and return how the rollout ended."""
-        await asyncio.wait([self._task])
-        if self._task.cancelled():
-            # Cancelled before it had a slot, or between two attempts: it holds nothing more.
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        if self._task is None or self._task.cancelled():
+            # Cancelled before it was started, or between two attempts: it holds nothing more.
             return RolloutResult(Outcome(failure=self._cancellation.failure or STOPPED), self._cleanup_pending)
         if error := self._task.exception():
             _log.error("a rollout's runner failed", rollout_id=self.recorder.record.rollout_id, exc_info=error)
@@ -89,10 +107,7 @@ class RolloutRunner:
         # Added to every log line of this task and of the services that it calls.
         record, progress = self.recorder.record, self.recorder.progress
         working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
-        async with AsyncExitStack() as stack:
-            stack.enter_context(acting_in(record.namespace))
-            for slots in self._slots:
-                await stack.enter_async_context(slots)
+        with acting_in(record.namespace):
             pause, avoid = FIRST_PAUSE_S, Avoid()
             while True:
                 result = await self._attempted(avoid)
@@ -113,10 +128,11 @@ class RolloutRunner:
             return AttemptResult(Outcome(failure=error.failure))
         avoid.nodes.add(place.node)
         avoid.gates.add(place.gate)
-        self._attempt = Cancellation()
+        self._attempt, task = Cancellation(), asyncio.current_task()
+        assert task is not None
         spec = AttemptSpec(self.recorder.record, self.spec, self.recorder.progress.attempt, self._labels)
         with self._placement.occupied(place, self._end_attempt):
             result = await Attempt(spec, place.services, self.recorder, self._attempt).run()
         if self._attempt.failure is not self._cancellation.failure:
-            self._task.uncancel()  # the loss ended this attempt alone
+            task.uncancel()  # the loss ended this attempt alone
         return result

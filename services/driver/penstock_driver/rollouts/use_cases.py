@@ -62,7 +62,7 @@ class RolloutUseCases:
             spec = rollout_spec(request, self._agents, key.namespace)
             check_chosen_id(rollout_id, "rollout_id")
             rollout_id = rollout_id or self._home.new_id("r")
-            with self._manager.room(1):
+            with self._manager.room(spec.namespace, 1):
                 spec = await self._preflight.check(spec, rollout_id)
                 records = new_records(spec, effective_spec(spec), [rollout_id], driver=self._home.name)
                 known = await self._manager.see_through(self._begin(key, spec, records))
@@ -82,7 +82,7 @@ class RolloutUseCases:
             check_chosen_id(group_id, "group_id")
             group_id = group_id or self._home.new_id("g")
             ids = tuple(f"{group_id}-{index}" for index in range(count))
-            with self._manager.room(count):
+            with self._manager.room(spec.namespace, count):
                 spec = await self._preflight.check(spec, ids[0], group_id)
                 effective = effective_spec(spec)
                 records = new_records(spec, effective, ids, group_id, driver=self._home.name)

@@ -1,25 +1,17 @@
 """Admission: limits of existing sandboxes, in total and per owner, of concurrent creates, and of the disk's free space.
 
 Purpose: when all slots are taken a create waits, for a limited time, instead of failing or overloading the machine
-(R51). Each owner's creates are served first come, first served; owners take turns.
-
-Invariants
-- At most ``most`` slots are taken, and at most ``most_per_owner`` by one owner.
-- No create waits while a slot is free for its owner.
-- Owners do not block each other: each has a queue of its own, and a free slot goes to the owner that was served longest
-  ago.
-- A cancelled or expired wait leaves nothing behind.
+(R51). Owners do not block each other: see `FairQueue`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from penstock_chassis.aio.fair_queue import FairQueue
 from penstock_chassis.errors import ResourceExhausted
 
 _RETRY_AFTER_S = 1.0
@@ -28,98 +20,6 @@ _DISK_RETRY_AFTER_S = 5.0
 Owner = str | None
 """The owner that a sandbox counts towards, with its namespace; None is the service itself, which has no limit of its
 own."""
-
-
-class FairQueue:
-    """A limited number of slots, taken one at a time by owners."""
-
-    def __init__(self, most: int, most_per_owner: int | None = None) -> None:
-        self._most = most
-        self._most_per_owner = most_per_owner
-        self._taken: Counter[Owner] = Counter()
-        self._total = 0
-        # Owners, least recently served first.
-        self._queues: OrderedDict[Owner, deque[asyncio.Future[None]]] = OrderedDict()
-
-    @property
-    def full(self) -> bool:
-        """Whether all slots are taken."""
-        return self._total >= self._most
-
-    def at_limit(self, owner: Owner) -> bool:
-        """Whether an owner has as many as it may."""
-        limit = self._most_per_owner
-        return owner is not None and limit is not None and self._taken[owner] >= limit
-
-    def room(self, owner: Owner) -> bool:
-        """Whether a slot is free for this owner now."""
-        return not self.full and not self.at_limit(owner)
-
-    def waiting(self, owner: Owner) -> int:
-        """Returns the number of an owner's waiting creates."""
-        return len(self._queues.get(owner, ()))
-
-    async def take(self, owner: Owner, wait_s: float | None = None) -> None:
-        """Takes a slot, waiting at most ``wait_s`` (None: no limit). Raises TimeoutError."""
-        if self.room(owner):
-            # No waiting create could take the slot, since none of their owners has room.
-            self._take(owner)
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(owner, deque()).append(granted)
-        try:
-            async with asyncio.timeout(wait_s):
-                await granted
-        except TimeoutError:
-            if _was_granted(granted):
-                return  # granted at the moment of the timeout
-            self._leave(owner, granted)
-            raise
-        except asyncio.CancelledError:
-            if _was_granted(granted):
-                self.give_back(owner)
-            else:
-                self._leave(owner, granted)
-            raise
-
-    def give_back(self, owner: Owner) -> None:
-        """Frees a slot for the next owner in turn."""
-        self._total -= 1
-        self._taken[owner] -= 1
-        if not self._taken[owner]:
-            del self._taken[owner]
-        while (next_owner := next((one for one in self._queues if self.room(one)), _NOBODY)) is not _NOBODY:
-            assert not isinstance(next_owner, _Nobody)
-            queue = self._queues[next_owner]
-            granted = queue.popleft()
-            self._queues.move_to_end(next_owner)
-            if not queue:
-                del self._queues[next_owner]
-            if not granted.done():
-                self._take(next_owner)
-                granted.set_result(None)
-
-    def _take(self, owner: Owner) -> None:
-        self._total += 1
-        self._taken[owner] += 1
-
-    def _leave(self, owner: Owner, granted: asyncio.Future[None]) -> None:
-        queue = self._queues.get(owner)
-        if queue is not None and granted in queue:
-            queue.remove(granted)
-            if not queue:
-                del self._queues[owner]
-
-
-class _Nobody:
-    """Sentinel for "no owner", since None is an owner."""
-
-
-_NOBODY = _Nobody()
-
-
-def _was_granted(granted: asyncio.Future[None]) -> bool:
-    return granted.done() and not granted.cancelled()
 
 
 class Admission:
@@ -137,8 +37,8 @@ class Admission:
         self._most_per_owner = most_per_owner
         self._most_queued = most_queued
         self._queue_timeout_s = queue_timeout_s
-        self._slots = FairQueue(most, most_per_owner)
-        self._turns: dict[str, FairQueue] = {}
+        self._slots = FairQueue[Owner](most, lambda owner: None if owner is None else most_per_owner)
+        self._turns: dict[str, FairQueue[Owner]] = {}
 
     async def slot(self, owner: Owner, wait_s: float | None) -> Callable[[], None]:
         """Takes a slot, waiting at most ``wait_s`` and the operator's limit; returns a function that frees it.
@@ -173,7 +73,7 @@ class Admission:
     @asynccontextmanager
     async def turn(self, backend: str, most: int, owner: Owner) -> AsyncIterator[None]:
         """Holds a turn to create on a backend that allows ``most`` concurrent creates; waits without limit."""
-        turns = self._turns.setdefault(backend, FairQueue(most))
+        turns = self._turns.setdefault(backend, FairQueue[Owner](most))
         await turns.take(owner)
         try:
             yield

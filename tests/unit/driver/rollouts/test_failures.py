@@ -451,7 +451,7 @@ async def test_a_driver_that_drains_ends_what_runs_and_takes_nothing_new(driver:
     record = await driver.start(driver.spec())
     draining = asyncio.ensure_future(driver.manager.drain())
     await asyncio.sleep(0)
-    with pytest.raises(Unavailable) as caught, driver.manager.room(1):
+    with pytest.raises(Unavailable) as caught, driver.manager.room("default", 1):
         pass
     assert caught.value.reason == "DRAINING"
     await draining

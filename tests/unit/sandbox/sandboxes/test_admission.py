@@ -3,127 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from tests.unit.sandbox.scripted_domain import opened, pass_turns
 
 from penstock_chassis.errors import Aborted, PenstockError, ResourceExhausted, Unavailable
-from penstock_sandbox.sandboxes.admission import FairQueue
-
-OWNERS = (None, "a", "b", "c")
-
-
-class TurnsMachine(RuleBasedStateMachine):
-    """Turns against a model that says who must be served next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.stamps = itertools.count()
-        # The model: those that wait, in order; since when each owner has not been served.
-        self.queue: list[tuple[str | None, asyncio.Task[None]]] = []
-        self.since: dict[str | None, int] = {}
-        self.held: list[str | None] = []
-
-    @initialize(most=st.integers(1, 4), per_owner=st.none() | st.integers(1, 3))
-    def begin(self, most: int, per_owner: int | None) -> None:
-        self.most, self.per_owner = most, per_owner
-        self.turns = FairQueue(most, per_owner)
-
-    def room(self, owner: str | None) -> bool:
-        limit = self.per_owner
-        return len(self.held) < self.most and (owner is None or limit is None or self.held.count(owner) < limit)
-
-    def run(self) -> None:
-        self.loop.run_until_complete(pass_turns(5))
-
-    @rule(owner=st.sampled_from(OWNERS))
-    def take(self, owner: str | None) -> None:
-        had_room = self.room(owner)
-        task = self.loop.create_task(self.turns.take(owner))
-        self.run()
-        assert task.done() == had_room
-        if had_room:
-            self.held.append(owner)
-        else:
-            if owner not in {waiting for waiting, _ in self.queue}:
-                self.since[owner] = next(self.stamps)
-            self.queue.append((owner, task))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from(self.held))
-        self.held.remove(owner)
-        self.turns.give_back(owner)
-        expected = []
-        while able := [waiting for waiting, _ in self.queue if self.room(waiting)]:
-            chosen = min(able, key=lambda waiting: self.since[waiting])
-            entry = next(entry for entry in self.queue if entry[0] == chosen)
-            self.queue.remove(entry)
-            self.held.append(chosen)
-            self.since[chosen] = next(self.stamps)
-            expected.append(entry[1])
-        self.run()
-        assert all(task.done() for task in expected), "who is next is served"
-
-    @precondition(lambda self: self.queue)
-    @rule(data=st.data())
-    def give_up(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(self.queue))
-        self.queue.remove(entry)
-        entry[1].cancel()
-        self.run()
-        assert entry[1].cancelled()
-
-    @precondition(lambda self: self.queue and self.held)
-    @rule(data=st.data())
-    def give_up_in_the_moment_of_being_served(self, data: st.DataObject) -> None:
-        """Whichever comes first, the place is not lost."""
-        freed = data.draw(st.sampled_from(self.held))
-        entry = data.draw(st.sampled_from(self.queue))
-        self.turns.give_back(freed)
-        entry[1].cancel()
-        self.run()
-        self.held.remove(freed)
-        self.queue.remove(entry)
-        served = [waiting for waiting in self.queue if waiting[1].done()]
-        for owner, task in served:
-            self.queue.remove((owner, task))
-            self.held.append(owner)
-        # The order of service is not followed through this: begin anew with what is so.
-        for owner in list(self.since):
-            del self.since[owner]
-        for owner in self.turns._queues:
-            self.since[owner] = next(self.stamps)
-
-    @invariant()
-    def nobody_waits_while_there_is_room(self) -> None:
-        assert not any(self.room(owner) and not task.done() for owner, task in self.queue)
-        assert len(self.held) <= getattr(self, "most", 0)
-
-    def teardown(self) -> None:
-        for _, task in self.queue:
-            task.cancel()
-        self.run()
-        self.loop.close()
-
-
-@pytest.mark.requirement("R26", "R51")
-def test_admission_order_is_the_models_in_any_history() -> None:
-    run_state_machine_as_test(TurnsMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
 
 
 async def refusal(work: object) -> PenstockError:

@@ -1,0 +1,144 @@
+"""A limited number of slots, shared fairly: by sandboxes' owners, and by namespaces of rollouts.
+
+The next free slot goes to whoever waits and has the fewest slots for its weight, of equals to the one that got a slot
+longest ago: weighted max-min fairness of what is held. It needs no history, so a newcomer is served by the next slot,
+however many wait before it, and who was alone for an hour owes nothing.
+
+Invariants
+- At most ``most`` slots are held, and by no owner more than its limit.
+- Nobody waits while a slot is free for its owner. One owner's requests are served in the order in which they came.
+- A withdrawn, cancelled or expired request leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket(Generic[Owner]):
+    """A request for a slot, to withdraw it by."""
+
+    owner: Owner
+    number: int
+
+
+def _no_limit(_: object) -> None:
+    return None
+
+
+def _equal(_: object) -> float:
+    return 1.0
+
+
+class FairQueue(Generic[Owner]):
+    """Slots for owners.
+
+    Args:
+        most: number of slots, at least 1.
+        limit: the most slots that an owner may hold; None = no limit of its own.
+        weight: an owner's share against others' while both wait, above 0.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        limit: Callable[[Owner], int | None] = _no_limit,
+        weight: Callable[[Owner], float] = _equal,
+    ) -> None:
+        self._most = most
+        self._limit = limit
+        self._weight = weight
+        self._held: Counter[Owner] = Counter()
+        self._total = 0
+        self._numbers = itertools.count()
+        # Owners with waiting requests, the one that got a slot longest ago first.
+        self._waiting: OrderedDict[Owner, OrderedDict[int, Callable[[], None]]] = OrderedDict()
+
+    @property
+    def full(self) -> bool:
+        """Whether all slots are held."""
+        return self._total >= self._most
+
+    def at_limit(self, owner: Owner) -> bool:
+        """Whether an owner holds as many as it may."""
+        limit = self._limit(owner)
+        return limit is not None and self._held[owner] >= limit
+
+    def room(self, owner: Owner) -> bool:
+        """Whether a slot is free for this owner now."""
+        return not self.full and not self.at_limit(owner)
+
+    def waiting(self, owner: Owner) -> int:
+        """Returns how many requests of an owner wait."""
+        return len(self._waiting.get(owner, ()))
+
+    def request(self, owner: Owner, granted: Callable[[], None]) -> Ticket[Owner]:
+        """Calls ``granted``, in the caller's context, once the owner has a slot: maybe before this returns.
+
+        The slot is held until `give_back`. Until then `withdraw` ends the request. ``granted`` must not raise.
+        """
+        ticket = Ticket(owner, next(self._numbers))
+        if self.room(owner):
+            # No waiting request could take the slot, since none of their owners has room.
+            self._take(owner)
+            granted()
+        else:
+            # Tasks that `granted` starts would otherwise belong to the request whose slot became free.
+            in_context = functools.partial(contextvars.copy_context().run, granted)
+            self._waiting.setdefault(owner, OrderedDict())[ticket.number] = in_context
+        return ticket
+
+    def withdraw(self, ticket: Ticket[Owner]) -> bool:
+        """Ends a request that waits. Returns False if it waits no more: its slot was granted."""
+        requests = self._waiting.get(ticket.owner)
+        if requests is None or requests.pop(ticket.number, None) is None:
+            return False
+        if not requests:
+            del self._waiting[ticket.owner]
+        return True
+
+    async def take(self, owner: Owner, wait_s: float | None = None) -> None:
+        """Takes a slot, waiting at most ``wait_s`` (None: no limit). Raises TimeoutError."""
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket = self.request(owner, lambda: None if slot.done() else slot.set_result(None))
+        try:
+            async with asyncio.timeout(wait_s):
+                await asyncio.shield(slot)
+        except TimeoutError:
+            if self.withdraw(ticket):
+                raise  # otherwise it was granted at the moment of the timeout
+        except asyncio.CancelledError:
+            if not self.withdraw(ticket):
+                self.give_back(owner)
+            raise
+
+    def give_back(self, owner: Owner) -> None:
+        """Frees a slot, and grants it to the next owner."""
+        self._total -= 1
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]
+        while able := [one for one in self._waiting if self.room(one)]:
+            chosen = min(able, key=lambda one: self._held[one] / self._weight(one))  # the first of equals
+            requests = self._waiting[chosen]
+            _, granted = requests.popitem(last=False)
+            if requests:
+                self._waiting.move_to_end(chosen)
+            else:
+                del self._waiting[chosen]
+            self._take(chosen)
+            granted()
+
+    def _take(self, owner: Owner) -> None:
+        self._total += 1
+        self._held[owner] += 1
