@@ -49,8 +49,11 @@ class SlotsMachine(RuleBasedStateMachine):
     )
     def begin(self, most: int, limit: int | None, weights: tuple[float, ...]) -> None:
         self.most, self.weights = most, dict(zip(OWNERS, weights, strict=True))
-        self.limit = lambda owner: None if owner is None else limit
+        self.most_per_owner = limit
         self.slots = FairQueue[Owner](most, self.limit, self.weights.__getitem__)
+
+    def limit(self, owner: Owner) -> int | None:
+        return None if owner is None else self.most_per_owner
 
     def room(self, owner: Owner) -> bool:
         limit = self.limit(owner)
