@@ -16,6 +16,7 @@ import structlog
 
 from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
+from penstock_driver import metrics
 from penstock_driver.domain.failures import internal_failure
 from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.placement.placement import Avoid, Placement
@@ -59,6 +60,7 @@ class RolloutRunner:
         self._attempt = Cancellation()
         """Of the current attempt, which a loss of its place also ends."""
         self._cleanup_pending = False
+        self._accepted_at = asyncio.get_running_loop().time()
         # The rollout starts here: a runner runs from its construction to `result`.
         self._task = asyncio.ensure_future(self._run())
 
@@ -93,6 +95,7 @@ class RolloutRunner:
             stack.enter_context(acting_in(record.namespace))
             for slots in self._slots:
                 await stack.enter_async_context(slots)
+            metrics.QUEUE_SECONDS.observe(asyncio.get_running_loop().time() - self._accepted_at)
             pause, avoid = FIRST_PAUSE_S, Avoid()
             while True:
                 result = await self._attempted(avoid)

@@ -46,6 +46,16 @@ class FairQueue:
         """Whether all slots are taken."""
         return self._total >= self._most
 
+    @property
+    def free(self) -> int:
+        """How many slots are free, whoever may take them."""
+        return max(0, self._most - self._total)
+
+    @property
+    def queued(self) -> int:
+        """How many creates of all owners wait."""
+        return sum(len(queue) for queue in self._queues.values())
+
     def at_limit(self, owner: Owner) -> bool:
         """Whether an owner has as many as it may."""
         limit = self._most_per_owner
@@ -139,6 +149,16 @@ class Admission:
         self._queue_timeout_s = queue_timeout_s
         self._slots = FairQueue(most, most_per_owner)
         self._turns: dict[str, FairQueue] = {}
+
+    @property
+    def free(self) -> int:
+        """How many more sandboxes are admitted now, whoever makes them."""
+        return self._slots.free
+
+    @property
+    def queued(self) -> int:
+        """How many creates wait for a slot."""
+        return self._slots.queued
 
     async def slot(self, owner: Owner, wait_s: float | None) -> Callable[[], None]:
         """Takes a slot, waiting at most ``wait_s`` and the operator's limit; returns a function that frees it.
