@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from penstock.sandbox.v1 import sandbox_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+from penstock.sandbox.v1 import sandbox_service_pb2_grpc
 from penstock_chassis.auth import Role
 from penstock_chassis.channel import connect
 from penstock_sandbox import metrics
