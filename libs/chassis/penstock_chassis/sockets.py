@@ -1,4 +1,4 @@
-"""Asks the kernel about a socket: whether the peer received everything that was written (R105), and whether it is there.
+"""Asks the kernel about a socket: whether the peer received everything that was written (R105), and if it is there.
 
 A peer that closes with bytes unread, or receives bytes after it closed, answers with a reset; a peer that read
 everything closes with an end of file, which acknowledges what it received. So an end of file with nothing left
@@ -34,8 +34,8 @@ _WHOLE: Final = frozenset({_ESTABLISHED, _FIN_WAIT1, _FIN_WAIT2, _CLOSE_WAIT, _C
 def end_if_cut(transport: asyncio.BaseTransport) -> None:
     """Makes a connection end with an error soon after the other host has vanished, in use or at rest.
 
-    By itself TCP waits for hours at rest, and a quarter of an hour for an acknowledgement. Other kinds of connection are
-    left alone.
+    By itself TCP waits for hours at rest, and a quarter of an hour for an acknowledgement. Other kinds of connection
+    are left alone.
     """
     sock = _socket(transport)
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):

@@ -16,6 +16,7 @@ from tests.hosts.network import Network, enter_hub
 from tests.support.absent import absent
 
 from penstock_chassis import sockets
+from penstock_chassis.aio.retry import Delays, retry
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
 from penstock_sandbox.host.upstream import connect
 
@@ -46,12 +47,9 @@ async def _scenario(folder: Path) -> None:
         gate = network.add("gate")
         gate.spawn([sys.executable, "-c", _SERVER], dict(os.environ), folder / "gate.log")
         policy = NetworkPolicy(NetworkKind.ONE_ENDPOINT, 7780, f"{gate.address}:7780")
-        while True:
-            try:
-                reader, writer = await connect(policy)
-                break
-            except OSError:
-                await asyncio.sleep(0.1)
+        reader, writer = await retry(
+            lambda: connect(policy), Delays(0.1, 0.1), patience_s=lambda error: isinstance(error, OSError) * _LIMIT_S
+        )
         assert await reader.readline() == b"ready\n"
         print("it is ready")
         gate.cut()

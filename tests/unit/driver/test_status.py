@@ -71,3 +71,24 @@ async def test_a_rollout_whose_sandbox_cannot_be_deleted_is_owed_until_it_can(dr
     look = Health(driver.manager, terminals, NOWHERE)
     await eventually(lambda: not list(look.troubles(0.0)), "what was owed is released")
     await terminals.aclose()
+
+
+@pytest.mark.requirement("R50")
+async def test_sandboxes_of_an_ended_rollout_are_over_with_their_leases(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody renews them; how long they could live is known while the rollout's record is there."""
+    over: list[bool] = []
+
+    async def release(_rollout_id: str, _labels: object, *, sandboxes_over: bool) -> None:
+        over.append(sandboxes_over)
+
+    record = await driver.start(driver.spec())
+    await driver.outcome(record)
+    monkeypatch.setattr(driver.manager._placement, "release", release)
+    await driver.manager._release(record.rollout_id)
+    monkeypatch.setattr("penstock_driver.rollouts.manager.MAKE_S", -driver.spec().limits.sandbox_s)
+    await driver.manager._release(record.rollout_id)
+    await driver.manager.delete(record.rollout_id)
+    await driver.manager._release(record.rollout_id)
+    assert over == [False, True, False]

@@ -53,6 +53,7 @@ from penstock_driver.domain.ports import (
     SnapshotSpec,
     SnapshotStep,
 )
+from penstock_driver.domain.rollout import MAKE_S
 from penstock_driver.environments.throttle import Creations, Pace
 from penstock_driver.wire.converters import (
     command_to_proto,
@@ -65,8 +66,6 @@ from penstock_driver.wire.converters import (
 CHUNK_BYTES: Final = 256 << 10
 CALL_S: Final = 60.0
 """Deadline of small calls; calls that run a client's commands use the caller's."""
-MAKE_S: Final = 900.0
-"""Deadline of calls that create a sandbox: a provider may have to start a machine and upload files."""
 TREE_S: Final = 300.0
 """Deadline of calls that move whole trees; the operation around them has its own limit."""
 WATCH_RETRIES: Final = 8

@@ -245,10 +245,14 @@ class FleetPlacement:
         with self._nodes.occupied(place.node, on_loss), self._gates.occupied(place.gate, on_loss):
             yield
 
-    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
-        """See Placement. What a lost member has is released when it is back, or goes with it when it is removed."""
+    async def release(self, rollout_id: str, labels: Mapping[str, str], *, sandboxes_over: bool = False) -> None:
+        """See Placement. What a lost member has is released when it is back, or goes with it when it is removed.
+
+        Sandboxes there also end by their leases; a rollout that a lost gate has does not.
+        """
+        nodes = [node for node in self._nodes.all() if not (node.peer.is_lost and sandboxes_over)]
         work: list[tuple[Peer, Callable[[], Awaitable[object]]]] = [
-            *((node.peer, partial(node.services.sandboxes.delete_labelled, labels)) for node in self._nodes.all()),
+            *((node.peer, partial(node.services.sandboxes.delete_labelled, labels)) for node in nodes),
             *((one.peer, partial(one.services.gate.close, rollout_id, "ROLLOUT_ENDED")) for one in self._gates.all()),
         ]
         async with asyncio.timeout(RELEASE_S):

@@ -49,9 +49,10 @@ class Placement(Protocol):
     def occupied(self, place: Place, on_loss: OnLoss) -> AbstractContextManager[None]:
         """While the context is open, the attempt counts as load there, and `on_loss` is called once if it is lost."""
 
-    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
+    async def release(self, rollout_id: str, labels: Mapping[str, str], *, sandboxes_over: bool = False) -> None:
         """Delete the sandboxes with these labels and close the rollout, wherever they are.
 
+        `sandboxes_over`: their leases have ended, so that nothing is left of them at a sandbox service that is lost.
         Raises PenstockError: something is not released, or may not be.
         """
 
@@ -81,7 +82,7 @@ class OnePlace:
         """See Placement."""
         yield
 
-    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
+    async def release(self, rollout_id: str, labels: Mapping[str, str], *, sandboxes_over: bool = False) -> None:
         """See Placement."""
         await self._place.services.sandboxes.delete_labelled(labels)
         await self._place.services.gate.close(rollout_id, "ROLLOUT_ENDED")

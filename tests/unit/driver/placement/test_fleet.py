@@ -294,3 +294,15 @@ async def test_a_release_fails_while_a_lost_service_may_hold_something(world: Wo
     world.nodes.find("n0")
     await world.placement.release("r", labels)
     assert not world.sandboxes["n0"].boxes
+
+
+async def test_what_a_lost_sandbox_service_had_is_over_with_its_leases(world: World) -> None:
+    labels = {"rollout": "r"}
+    for sandboxes in world.sandboxes.values():
+        sandboxes._new(labels)
+    world.nodes.lose("n0")
+    await world.placement.release("r", labels, sandboxes_over=True)
+    assert not world.sandboxes["n1"].boxes, "where one can be asked, it is"
+    world.gates.lose("g0")
+    with pytest.raises(Exception, match="g0 does not answer"):
+        await world.placement.release("r", labels, sandboxes_over=True)
