@@ -30,8 +30,9 @@ MAX_CONNECTIONS: Final = 64
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # A cut link is seen within 20 s, also by a stream at rest. A server allows a ping each 10 s (`MIN_PING_S`).
+    ("grpc.keepalive_time_ms", 12_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # The default of two minutes between attempts would far outlast a restart of the peer.

@@ -14,7 +14,7 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Largest message in both directions; the default of 4 MiB would kill a stream on one long prompt."""
 
 MIN_PING_S: Final = 10
-"""Least seconds between a client's pings; ours ping every 30 s."""
+"""Least seconds between a client's pings; ours ping every 12 s (services) or 30 s."""
 
 MAX_PENDING: Final = 20_000
 """Calls queued for Python; each holds some 16 KiB. Past it gRPC refuses calls of every connection."""

@@ -1,4 +1,4 @@
-"""Asks the kernel about a socket: whether the peer received everything that was written (R105).
+"""Asks the kernel about a socket: whether the peer received everything that was written (R105), and if it is there.
 
 A peer that closes with bytes unread, or receives bytes after it closed, answers with a reset; a peer that read
 everything closes with an end of file, which acknowledges what it received. So an end of file with nothing left
@@ -19,6 +19,8 @@ import termios
 from fcntl import ioctl
 from typing import Final
 
+CUT_S: Final = 20
+"""Seconds after which a connection whose other host does not answer any more ends with an error."""
 _UNSENT: Final = 0x894B  # SIOCOUTQNSD
 _ESTABLISHED: Final = 1
 _FIN_WAIT1: Final = 4
@@ -27,6 +29,21 @@ _CLOSE: Final = 7
 _CLOSE_WAIT: Final = 8
 _CLOSING: Final = 11
 _WHOLE: Final = frozenset({_ESTABLISHED, _FIN_WAIT1, _FIN_WAIT2, _CLOSE_WAIT, _CLOSING})
+
+
+def end_if_cut(transport: asyncio.BaseTransport) -> None:
+    """Makes a connection end with an error soon after the other host has vanished, in use or at rest.
+
+    By itself TCP waits for hours at rest, and a quarter of an hour for an acknowledgement. Other kinds of connection
+    are left alone.
+    """
+    sock = _socket(transport)
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, CUT_S // 2))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, CUT_S // 4))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CUT_S * 1000)
 
 
 def has_all(transport: asyncio.BaseTransport) -> bool:

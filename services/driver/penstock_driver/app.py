@@ -19,7 +19,7 @@ from penstock_chassis.channel import connect
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.membership import members
-from penstock_chassis.membership.peers import following
+from penstock_chassis.membership.peers import Peer, following
 from penstock_chassis.server import Registration, Service
 from penstock_chassis.tls import ClientTls
 from penstock_driver.agents import registry
@@ -28,6 +28,7 @@ from penstock_driver.clients.gate import GrpcGate
 from penstock_driver.clients.sandboxes import GrpcSandboxes
 from penstock_driver.domain.ports import GateClient, GateReader, Sandboxes
 from penstock_driver.domain.records import new_id
+from penstock_driver.environments.throttle import Pace
 from penstock_driver.placement.everywhere import AllGates, AllSandboxes
 from penstock_driver.placement.fleet import (
     GATE_PATIENCE_S,
@@ -212,11 +213,19 @@ async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandbo
     def dial(address: str, token: str) -> grpc.aio.Channel:
         return connect(address, token or None, tls)
 
+    def node_services(peer: Peer) -> NodeServices:
+        sandboxes = GrpcSandboxes(peer.channel, dial, Pace(settings.node_creates_per_s))
+        return NodeServices.of(sandboxes, lambda: peer.is_lost, sandboxes.load)
+
+    def gate_services(peer: Peer) -> GateServices:
+        gate = GrpcGate(peer.channel)
+        return GateServices(gate, lambda: peer.is_lost, ask_load=gate.load)
+
     async with AsyncExitStack() as stack:
         if not settings.sandbox_members:
             sandbox = await stack.enter_async_context(connect(settings.sandbox_address, sandbox_token, tls))
             channel = await stack.enter_async_context(connect(settings.interception_address, gate_token, tls))
-            sandboxes, gate = GrpcSandboxes(sandbox, dial), GrpcGate(channel)
+            sandboxes, gate = GrpcSandboxes(sandbox, dial, Pace(settings.node_creates_per_s)), GrpcGate(channel)
             yield sandboxes, gate, one_place(sandboxes, gate, settings)
             return
         nodes = Members[NodeServices](
@@ -225,7 +234,7 @@ async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandbo
                     "sandbox", members.parse(settings.sandbox_members), lambda member: _to(member, sandbox_token, tls)
                 )
             ),
-            lambda peer: NodeServices.of(GrpcSandboxes(peer.channel, dial), lambda: peer.is_lost),
+            node_services,
             node_lost,
             0.0,
         )
@@ -235,19 +244,15 @@ async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandbo
                     "gate", members.parse(settings.interception_members), lambda member: _to(member, gate_token, tls)
                 )
             ),
-            lambda peer: GateServices(GrpcGate(peer.channel), lambda: peer.is_lost),
+            gate_services,
             gate_lost,
             GATE_PATIENCE_S,
+            settings.interception_silence_s,
         )
+        await nodes.settled(SETTLE_S)
+        await gates.settled(SETTLE_S)
         placement = FleetPlacement(nodes, gates, lambda node, gate: runner_services(node, gate, settings))
-        work = asyncio.create_task(placement.follow(), name="losses")
-        try:
-            await nodes.settled(SETTLE_S)
-            await gates.settled(SETTLE_S)
-            yield AllSandboxes(nodes), AllGates(gates), placement
-        finally:
-            work.cancel()
-            await asyncio.wait([work])
+        yield AllSandboxes(nodes), AllGates(gates), placement
 
 
 def _to(member: members.Member, token: str | None, tls: ClientTls | None) -> grpc.aio.Channel:
@@ -265,7 +270,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             )
         )
         driver = await stack.enter_async_context(wired(journal, sandboxes, gate, placement, settings))
-        health = Health(driver.manager, driver.terminals)
+        health = Health(driver.manager, driver.terminals, placement)
         stack.enter_context(health.reported())
 
         async def drain(_seconds: float) -> None:
@@ -274,9 +279,13 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
 
         try:
             await driver.recover()
-            # A driver whose journal is broken exits; its next start ends what ran, so no caller waits forever.
+            # A driver whose journal is broken exits; its next start ends what ran, so no caller waits forever. One that
+            # sees no losses any more exits too.
             async with asyncio.TaskGroup() as whole:
-                watching = whole.create_task(driver.event_log.until_broken())
+                watching = [
+                    whole.create_task(driver.event_log.until_broken()),
+                    whole.create_task(placement.follow(), name="losses"),
+                ]
                 yield Service(
                     registrations=driver.registrations(),
                     roles=ROLES,
@@ -285,7 +294,8 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                     owned=driver.owned,
                     home=driver.home,
                 )
-                watching.cancel()
+                for task in watching:
+                    task.cancel()
         finally:
             await driver.stop()
 

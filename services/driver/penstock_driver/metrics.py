@@ -22,3 +22,8 @@ OWED: Final = gauge(
     "Ended rollouts and terminals whose clean-up at the sandbox service or the gate is pending",
 )
 TERMINALS: Final = gauge("penstock_driver_terminals", "Terminals that are open")
+QUEUE_SECONDS: Final = histogram(
+    "penstock_driver_queue_seconds", "From a rollout's acceptance until it may run: it waits for others to end"
+)
+PEER_UP: Final = gauge("penstock_peer_up", "Members of the other services that answer", "kind")
+PEER_LOST: Final = gauge("penstock_peer_lost", "Members of the other services that do not answer", "kind")

@@ -33,6 +33,22 @@ class DriverSettings(ServiceSettings):
     interception_members: str = Field(
         "", description="more than one interception service, instead of interception_address; as sandbox_members"
     )
+    interception_silence_s: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="with interception_members: seconds that a gate's host may be silent before the attempts there "
+        "end, beyond the 4 to 5 s in which that is noticed; a gate on a host that answers has 30 s",
+    )
+    node_creates_per_s: float | None = Field(
+        None,
+        gt=0,
+        le=10_000,
+        allow_inf_nan=False,
+        description="most sandboxes and snapshots per second that this driver makes at each sandbox service; unset = "
+        "no limit",
+    )
     services_ca: Path | None = Field(
         None, description="PEM file with the CA of the other services; if set, they are called over TLS"
     )

@@ -52,11 +52,17 @@ _READING = {
 }
 _SERVICES = ("SandboxService", "ProcessService", "FileService", "ToolboxService")
 
-ROLES = {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES} | {
-    f"{_PACKAGE}.{service}/{method}": (Role.TRAINER, Role.OBSERVER)
-    for service, methods in _READING.items()
-    for method in methods
-}
+ROLES = (
+    {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES}
+    | {
+        f"{_PACKAGE}.SandboxService/GetNodeStatus": (),
+    }
+    | {
+        f"{_PACKAGE}.{service}/{method}": (Role.TRAINER, Role.OBSERVER)
+        for service, methods in _READING.items()
+        for method in methods
+    }
+)
 """Roles beside the operator that may call each method. Not for observers: outputs and files, which may hold what
 agents were given."""
 
@@ -190,7 +196,7 @@ def servicers(app: App, health: Health) -> Service:
     return Service(
         registrations=(
             (
-                SandboxServicer(app.sandboxes, app.forks, app.snapshots),
+                SandboxServicer(app.sandboxes, app.forks, app.snapshots, app.toolboxes),
                 sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server,
             ),
             (ProcessServicer(app.sandboxes.table), process_service_pb2_grpc.add_ProcessServiceServicer_to_server),

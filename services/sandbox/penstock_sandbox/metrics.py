@@ -22,3 +22,6 @@ SNAPSHOTS: Final = gauge("penstock_sandbox_snapshots", "Snapshots in the cache")
 SNAPSHOT_BYTES: Final = gauge(
     "penstock_sandbox_snapshot_bytes", "Disk space of the snapshots, where the backend reports it"
 )
+NODE_ROOM: Final = gauge(
+    "penstock_node_room", "Sandboxes that this service admits beyond those it has; 0 while its disk is low"
+)

@@ -29,6 +29,7 @@ class Health:
         with ExitStack() as stack:
             reading: list[tuple[Read, Reader]] = [
                 (metrics.SANDBOXES, self._by_state),
+                (metrics.NODE_ROOM, lambda: self._sandboxes.room),
                 (metrics.SNAPSHOTS, lambda: len(self._snapshots.all())),
                 (metrics.SNAPSHOT_BYTES, lambda: sum(snapshot.size for snapshot in self._snapshots.all())),
             ]

@@ -146,6 +146,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
         "DeleteSandboxes": "SandboxesClient.delete_all",
         "RenewLease": "SandboxHandle.renew",
         "ListBackends": "SandboxesClient.backends",
+        "GetNodeStatus": "SandboxesClient.node_status",
         "PrepareSnapshot": "SandboxesClient.prepare",
         "GetSnapshot": "SandboxesClient.snapshot",
         "ListSnapshots": "SandboxesClient.snapshots",

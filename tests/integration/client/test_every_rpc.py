@@ -122,6 +122,7 @@ async def test_sandboxes_files_and_processes_are_reached(ps: Penstock, calls: Ca
     with pytest.raises(NotFound):
         await ps.sandboxes.snapshot(snapshot.snapshot_id)
     assert await ps.sandboxes.backends()
+    assert (await ps.sandboxes.node_status()).room > 0
     for service in ("SandboxService", "FileService", "ProcessService"):
         assert calls.of(service) == expected(service)
 

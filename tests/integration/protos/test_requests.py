@@ -88,8 +88,8 @@ DOES_NOT_CREATE: Final = {
     "penstock.ops.v1.OperationsService": "GetStatus GetServerInfo",
     "penstock.sandbox.v1.SandboxService": (
         "GetSandbox GetDataPlane ListSandboxes WatchSandbox WatchSandboxes DeleteSandbox DeleteSandboxes RenewLease "
-        "ListBackends GetSnapshot ListSnapshots DeleteSnapshot SetNetworkPolicy PauseSandbox ResumeSandbox GetStats "
-        "DiffSandbox"
+        "ListBackends GetNodeStatus GetSnapshot ListSnapshots DeleteSnapshot SetNetworkPolicy PauseSandbox "
+        "ResumeSandbox GetStats DiffSandbox"
     ),
     "penstock.sandbox.v1.ToolboxService": "ListToolboxes DeleteToolbox",
     "penstock.sandbox.v1.ProcessService": (

@@ -10,8 +10,9 @@ import pytest
 import trustme
 
 from penstock_chassis.auth import Authenticator, Role
-from penstock_chassis.channel import connect, error_from_rpc, streaming, typed_errors, upload
+from penstock_chassis.channel import OPTIONS, connect, error_from_rpc, streaming, typed_errors, upload
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from penstock_chassis.limits import MIN_PING_S
 from penstock_chassis.server import Server, Service
 from penstock_chassis.testing import serve
 from penstock_chassis.tls import ClientTls, ServerTls
@@ -237,3 +238,11 @@ async def test_an_upload_is_sent_again_twice_where_its_answer_was_forgotten(loss
     with pytest.raises(expected), typed_errors():
         await upload(method, lambda: iter([b"a", b"b"]), timeout=60)
     assert sent == [[b"a", b"b"]] * min(losses + 1, 3)
+
+
+def test_a_cut_link_is_seen_within_twenty_seconds_and_no_ping_is_too_early() -> None:
+    """A server ends connections whose pings come sooner than it allows, so there is room for a late one before."""
+    options = dict(OPTIONS)
+    every_ms, wait_ms = int(options["grpc.keepalive_time_ms"]), int(options["grpc.keepalive_timeout_ms"])
+    assert every_ms >= 1.2 * MIN_PING_S * 1000
+    assert every_ms + wait_ms <= 20_000

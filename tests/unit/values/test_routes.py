@@ -47,6 +47,7 @@ NOT_ROUTED: Final = {
     **dict.fromkeys(
         (
             "SandboxService.ListBackends",
+            "SandboxService.GetNodeStatus",
             "OperationsService.GetStatus",
             "OperationsService.GetServerInfo",
             *(f"AgentService.{name}" for name in ("ListAgents", "GetAgent", "RegisterAgent", "DeleteAgent")),

@@ -69,6 +69,16 @@ class FairQueue(Generic[Owner]):
         """Whether all slots are held."""
         return self._total >= self._most
 
+    @property
+    def free(self) -> int:
+        """How many slots are free, whoever may take them."""
+        return max(0, self._most - self._total)
+
+    @property
+    def queued(self) -> int:
+        """How many requests of all owners wait."""
+        return sum(map(len, self._waiting.values()))
+
     def at_limit(self, owner: Owner) -> bool:
         """Whether an owner holds as many as it may."""
         limit = self._limit(owner)

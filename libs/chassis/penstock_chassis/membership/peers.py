@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.ops.v1.operations_service_pb2 import GetServerInfoRequest
 from penstock.ops.v1.operations_service_pb2_grpc import OperationsServiceStub
 from penstock_chassis.aio.broadcast import Signal
+from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.membership.members import Member, Source
 
 PROBE_EVERY_S: Final = 1.0
@@ -28,6 +29,8 @@ PROBE_S: Final = 1.5
 """Deadline of one probe."""
 MISSES: Final = 2
 RETURNS: Final = 3
+SILENCE_DELAYS: Final = Delays(1.0, 4.0, jitter=(0.75, 1.25))
+"""Between connections to the host of a lost peer: many callers may try one host that is down."""
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -78,6 +81,7 @@ class Peers:
         self._connect = connect
         self._peers: dict[str, Peer] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._work: asyncio.Task[None] | None = None
 
     def all(self) -> Sequence[Peer]:
         """Every member, in the order of their names."""
@@ -96,15 +100,25 @@ class Peers:
         except TimeoutError:
             return
 
-    async def follow(self, source: Source) -> None:
-        """Keeps the members as the source has them. Never returns; cancel it."""
-        try:
-            async for members in source.read():
-                await self._take(members)
-        finally:
-            await self._take({})
+    async def until_broken(self) -> None:
+        """Never returns. Raises what ended the probes or the list of members: then no loss would be seen any more."""
+        if self._work is not None:
+            await asyncio.shield(self._work)
 
-    async def _take(self, members: Mapping[str, Member]) -> None:
+    def start(self, source: Source) -> asyncio.Task[None]:
+        """Keeps the members as the source has them, in a task, until it is cancelled."""
+        self._work = asyncio.create_task(self._follow(source), name=f"members of {self._what}")
+        return self._work
+
+    async def _follow(self, source: Source) -> None:
+        async with asyncio.TaskGroup() as probes:
+            try:
+                async for members in source.read():
+                    await self._take(members, probes)
+            finally:
+                await self._take({}, probes)
+
+    async def _take(self, members: Mapping[str, Member], probes: asyncio.TaskGroup) -> None:
         gone = [name for name, peer in self._peers.items() if members.get(name) != peer.member]
         for name in gone:
             peer, task = self._peers.pop(name), self._watching.pop(name)
@@ -116,7 +130,7 @@ class Peers:
         for name, member in members.items():
             if name not in self._peers:
                 peer = self._peers[name] = Peer(member, self._connect(member))
-                self._watching[name] = asyncio.create_task(self._watch(peer), name=f"probes of {name}")
+                self._watching[name] = probes.create_task(self._watch(peer), name=f"probes of {name}")
                 _log.info("a service is a member", kind=self._what, name=name, address=member.address)
         self.changed.notify()
 
@@ -125,6 +139,7 @@ class Peers:
         stub, operations = health_pb2_grpc.HealthStub(peer.channel), OperationsServiceStub(peer.channel)
         misses = returns = 0
         named = False
+        silence, tried_at = Backoff(SILENCE_DELAYS), 0.0
         try:
             while True:
                 began = asyncio.get_running_loop().time()
@@ -138,12 +153,16 @@ class Peers:
                     misses, returns = 0, returns + 1
                 named = named and peer.state is not State.LOST
                 if misses >= MISSES or (misses and peer.state is State.NEW):
-                    silent = await _is_silent(peer.member.address)
-                    if silent is not peer.is_silent:
-                        peer.is_silent = silent
-                        self.changed.notify()
+                    if began >= tried_at:
+                        silent = await _is_silent(peer.member.address)
+                        tried_at = began + silence.next()
+                        if silent is not peer.is_silent:
+                            peer.is_silent = silent
+                            self.changed.notify()
                     self._set(peer, State.LOST)
                 elif found is not State.LOST and (peer.state is not State.LOST or returns >= RETURNS):
+                    silence.reset()
+                    tried_at, peer.is_silent = 0.0, False
                     self._set(peer, found)
                 took = asyncio.get_running_loop().time() - began
                 await asyncio.sleep(max(0.0, PROBE_EVERY_S - took))
@@ -232,7 +251,7 @@ async def following(what: str, source: Source, connect: Callable[[Member], grpc.
         connect: opens a channel to a member; it is closed when the member goes.
     """
     peers = Peers(what, connect)
-    work = asyncio.create_task(peers.follow(source), name=f"members of {what}")
+    work = peers.start(source)
     try:
         yield peers
     finally:

@@ -11,10 +11,10 @@ import structlog
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.aio.retry import Backoff, Delays
-from penstock_chassis.channel import typed_errors
+from penstock_chassis.channel import streaming, typed_errors
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
 from penstock_driver.domain.failures import is_of_the_request
-from penstock_driver.domain.ports import CallEnded, CallSpent, GateClosing, GateOpening, OpenRequest
+from penstock_driver.domain.ports import CallEnded, CallSpent, GateClosing, GateOpening, Load, OpenRequest
 from penstock_driver.wire.converters import DIALECTS, dialect_from_proto
 
 CALL_S: Final = 60.0
@@ -107,6 +107,14 @@ class GrpcGate:
             mcp_path=answer.mcp_path,
             home=answer.rollout.home,
         )
+
+    async def load(self, timeout_s: float) -> Load:
+        """How many rollouts are open there, of all drivers."""
+        request = rollout_gate_service_pb2.WatchGateRequest(all_namespaces=True)
+        with streaming(self._gate.WatchGate(request, timeout=timeout_s)) as answers:
+            async for answer in answers:
+                return Load(answer.open_rollouts)
+        raise Unavailable("the gate ended its status", reason="PROTOCOL_BROKEN")
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         """See ports.Gate."""

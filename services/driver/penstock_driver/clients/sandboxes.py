@@ -43,6 +43,7 @@ from penstock_driver.domain.ports import (
     CommandReport,
     CommandResult,
     Exit,
+    Load,
     Output,
     PathKind,
     PreparedSnapshot,
@@ -52,6 +53,8 @@ from penstock_driver.domain.ports import (
     SnapshotSpec,
     SnapshotStep,
 )
+from penstock_driver.domain.rollout import MAKE_S
+from penstock_driver.environments.throttle import Creations, Pace
 from penstock_driver.wire.converters import (
     command_to_proto,
     exit_from_proto,
@@ -63,8 +66,6 @@ from penstock_driver.wire.converters import (
 CHUNK_BYTES: Final = 256 << 10
 CALL_S: Final = 60.0
 """Deadline of small calls; calls that run a client's commands use the caller's."""
-MAKE_S: Final = 900.0
-"""Deadline of calls that create a sandbox: a provider may have to start a machine and upload files."""
 TREE_S: Final = 300.0
 """Deadline of calls that move whole trees; the operation around them has its own limit."""
 WATCH_RETRIES: Final = 8
@@ -82,9 +83,11 @@ _UNTIL_JUDGED_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class GrpcSandboxes:
-    """Calls one sandbox service over a channel that the caller owns."""
+    """Calls one sandbox service over a channel that the caller owns; `pace` spaces what it makes there."""
 
-    def __init__(self, channel: grpc.aio.Channel, dial: Dial | None = None) -> None:
+    def __init__(self, channel: grpc.aio.Channel, dial: Dial | None = None, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace()
+        self._creations = Creations()
         self._planes = DataPlanes(channel, dial)
         self._sandboxes = self._planes.service.sandboxes
         self._toolboxes = toolbox_service_pb2_grpc.ToolboxServiceStub(channel)
@@ -124,6 +127,19 @@ class GrpcSandboxes:
             for backend in answer.backends
         ]
 
+    async def load(self, timeout_s: float) -> Load:
+        """What the service says of its load. Raises PenstockError, Unsupported where it is older."""
+        request = sandbox_service_pb2.GetNodeStatusRequest()
+        with typed_errors():
+            answer = await self._sandboxes.GetNodeStatus(request, timeout=timeout_s)
+        return Load(
+            answer.sandbox_count + answer.waiting_count,
+            answer.room,
+            answer.free_memory_bytes if answer.HasField("free_memory_bytes") else None,
+            frozenset(answer.snapshot_keys),
+            self._creations.seconds,
+        )
+
     async def prepare_toolbox(
         self, name: str, toolbox: Toolbox, backend: str, on_line: Callable[[str], None]
     ) -> PreparedToolbox:
@@ -147,13 +163,14 @@ class GrpcSandboxes:
                 setup=[command_to_proto(command) for command in spec.setup],
             )
         )
+        await self._pace.turn()
         with typed_errors():
             async for step in self._sandboxes.PrepareSnapshot(request):
                 kind = step.WhichOneof("event")
                 if kind == "command_finished":
                     yield CommandReport(step.command_finished.index, result_from_proto(step.command_finished.result))
                 elif kind == "snapshot":
-                    yield PreparedSnapshot(step.snapshot.snapshot_id, step.snapshot.fork_kind)
+                    yield PreparedSnapshot(step.snapshot.snapshot_id, step.snapshot.fork_kind, step.snapshot.key)
 
     async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
         """See ports.Sandboxes."""
@@ -161,7 +178,8 @@ class GrpcSandboxes:
         spec.lease.CopyFrom(times.duration(lease_s))
         spec.labels.update(labels)
         request = sandbox_service_pb2.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
-        with typed_errors():
+        await self._pace.turn()
+        with typed_errors(), self._creations.measured():
             answer = await self._sandboxes.CreateSandbox(request, timeout=MAKE_S)
         self._planes.keep(answer.sandbox.sandbox_id, answer.data_plane)
         return _facts(answer.sandbox)
@@ -176,7 +194,8 @@ class GrpcSandboxes:
         request = sandbox_service_pb2.ForkSandboxesRequest(
             request_id=request_id, snapshot_id=snapshot_id, count=1, spec=spec
         )
-        with typed_errors():
+        await self._pace.turn()
+        with typed_errors(), self._creations.measured():
             async for child in self._sandboxes.ForkSandboxes(request, timeout=MAKE_S):
                 if child.WhichOneof("result") == "sandbox":
                     self._planes.keep(child.sandbox.sandbox_id, child.data_plane)

@@ -154,10 +154,14 @@ class CommandReport:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSnapshot:
-    """A snapshot that can be forked; `fork_kind` is how its sandboxes are copied, a `penstock.sandbox.v1.ForkKind`."""
+    """A snapshot that can be forked; `fork_kind` is how its sandboxes are copied, a `penstock.sandbox.v1.ForkKind`.
+
+    `key` is the digest of its content, equal at all sandbox services; empty = unknown.
+    """
 
     snapshot_id: str
     fork_kind: int
+    key: str = ""
 
 
 class PathKind(StrEnum):
@@ -331,6 +335,25 @@ class GateClosing:
     gave_up: bool = False
     refused: int = 0
     lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a sandbox service or a gate says of its load.
+
+    Attributes:
+        count: the sandboxes, or the open rollouts, that it has of all drivers.
+        room: how many more it admits; None = no limit is known.
+        free_memory_bytes: on its machine; None = unknown.
+        snapshot_keys: the contents of the snapshots that it has.
+        creation_s: how long it takes to make a sandbox, by this driver's clock; None = unknown.
+    """
+
+    count: int
+    room: int | None = None
+    free_memory_bytes: int | None = None
+    snapshot_keys: frozenset[str] = frozenset()
+    creation_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

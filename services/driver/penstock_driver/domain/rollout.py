@@ -208,6 +208,8 @@ class Task:
     keep_files: bool = False
 
 
+MAKE_S: Final = 900.0
+"""Deadline of calls that create a sandbox: a provider may have to start a machine and upload files."""
 CARRY_S: Final = 150.0
 """Limit on saving the paths to restore, and on copying the agent's changes; a sandbox's lease has room for each."""
 DIFF_S: Final = 30.0

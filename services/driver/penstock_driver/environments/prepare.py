@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from penstock_chassis.aio.single_flight import SingleFlight
+from penstock_chassis.aio.single_flight import KEPT, SingleFlight
 from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_command
 from penstock_driver.agents.specs import Toolbox
@@ -69,6 +69,11 @@ class Environments:
         self._installations: dict[tuple[str, str, str, str], _Installation] = {}
         self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
         self._snapshots: SingleFlight[tuple[str, str, str], PreparedEnvironment] = SingleFlight()
+        self._contents: dict[tuple[str, str, str], str] = {}
+
+    def content(self, spec: RolloutSpec) -> str:
+        """The content key of the snapshot that `spec` starts from; empty if it was not prepared here."""
+        return self._contents.get(_snapshot_key(spec), "")
 
     async def get(
         self, spec: RolloutSpec, on_line: Callable[[str], None], *, again: bool = False
@@ -83,7 +88,7 @@ class Environments:
         agent = spec.agent.spec
         toolbox_name = agent.name if agent.toolbox != Toolbox() else _EMPTY
         toolbox_key = (spec.namespace, agent.name, spec.agent.sha256, spec.sandbox.backend)
-        snapshot_key = (spec.agent.sha256, spec.sandbox.backend, spec.environment_key)
+        snapshot_key = _snapshot_key(spec)
         if again:
             self._toolboxes.forget(toolbox_key)
             self._snapshots.forget(snapshot_key)
@@ -98,7 +103,12 @@ class Environments:
                 )
                 facts = await self._bases.get(spec.sandbox, lambda: self._facts(spec.sandbox))
             async with asyncio.timeout(spec.limits.prepare_s + spec.limits.setup_s):
-                return await self._snapshot(spec, toolbox, facts)
+                made = await self._snapshot(spec, toolbox, facts)
+            self._contents.pop(snapshot_key, None)
+            self._contents[snapshot_key] = made.snapshot.key
+            if len(self._contents) > KEPT:
+                del self._contents[next(iter(self._contents))]
+            return made
 
         installation = self._installations.setdefault(toolbox_key, _Installation())
         for line in installation.lines:
@@ -158,6 +168,10 @@ class Environments:
             retriable=True,
             component=Component.SANDBOX,
         )
+
+
+def _snapshot_key(spec: RolloutSpec) -> tuple[str, str, str]:
+    return spec.agent.sha256, spec.sandbox.backend, spec.environment_key
 
 
 def setup_of(task: Task, limits: Limits) -> tuple[Command, ...]:

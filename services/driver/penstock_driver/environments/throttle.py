@@ -1,7 +1,8 @@
 """Retries of requests to another service that fails for a transient reason.
 
 `AdaptiveThrottle` limits requests that create something, one for each service or backend (R51); `patiently` retries a
-single request of another kind.
+single request of another kind. `Pace` spaces the creations at one sandbox service, so that a throttle's window or many
+terminals do not start all at once; `Creations` measures them.
 
 While the service is well, requests go out at once, and the window grows by one with each success. After
 RESOURCE_EXHAUSTED or UNAVAILABLE all callers back off together: exponentially, with jitter, and at least as long as the
@@ -12,7 +13,8 @@ the service's last error at once. Other errors pass through and change nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from penstock_chassis.aio.broadcast import Signal
@@ -26,6 +28,8 @@ MOST_PAUSE_S: Final = 15.0
 _JITTER: Final = 0.25
 UNAVAILABLE_PATIENCE_S: Final = 10.0
 """Wait limit for a service that does not answer: its absence is reported soon (R51)."""
+_OLD: Final = 0.7
+"""Weight of the earlier creations in the mean."""
 _DELAYS: Final = Delays(0.2, 5.0, jitter=(1.0, 1.25))
 _PASSING: Final = (ResourceExhausted, Unavailable)
 
@@ -130,3 +134,47 @@ async def patiently(
         return full_s if isinstance(error, ResourceExhausted) else absent_s
 
     return await retry(work, _DELAYS, patience_s=patience_s)
+
+
+class Pace:
+    """At most so many starts a second, evenly spaced with jitter; without a rate, any number."""
+
+    def __init__(self, per_s: float | None = None) -> None:
+        self._spacing = Delays(0.0, 0.0) if per_s is None else Delays(1 / per_s, 1 / per_s, jitter=(1.0, 1.0 + _JITTER))
+        self._next = 0.0
+
+    async def turn(self) -> None:
+        """Wait for this caller's turn. A caller that is cancelled meanwhile leaves its turn unused."""
+        now = asyncio.get_running_loop().time()
+        at = max(now, self._next)
+        self._next = at + self._spacing.after(1)
+        if at > now:
+            await asyncio.sleep(at - now)
+
+
+class Creations:
+    """How long recent creations took, with more weight on the last ones, and those under way."""
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+        self._began: dict[object, float] = {}
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of one creation; None before the first one."""
+        if not self._began:
+            return self._mean_s
+        under_way = asyncio.get_running_loop().time() - next(iter(self._began.values()))
+        return under_way if self._mean_s is None else max(self._mean_s, under_way)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what happens inside as one creation, unless it fails."""
+        one, began = object(), asyncio.get_running_loop().time()
+        self._began[one] = began
+        try:
+            yield
+            took = asyncio.get_running_loop().time() - began
+            self._mean_s = took if self._mean_s is None else _OLD * self._mean_s + (1 - _OLD) * took
+        finally:
+            del self._began[one]

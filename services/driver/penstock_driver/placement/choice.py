@@ -22,18 +22,22 @@ def ranking(names: Collection[str], key: str) -> Sequence[str]:
     return sorted(names, key=lambda name: (hashlib.sha256(f"{key}\0{name}".encode()).digest(), name), reverse=True)
 
 
-def choose(loads: Mapping[str, float], key: str, avoid: Collection[str] = ()) -> str | None:
+def choose(
+    loads: Mapping[str, float], key: str, avoid: Collection[str] = (), holding: Collection[str] = ()
+) -> str | None:
     """The member that takes one more piece of work; None if there is none.
 
     Args:
         loads: what each member that may be chosen has to do now; >= 0.
         key: work with the same key goes to the same members.
         avoid: names that are taken only if there are no others.
+        holding: names that have what the work needs: the first of them whose load is near the mean is taken, else the
+            first of the others.
     """
     names = [name for name in loads if name not in avoid] or list(loads)
     if not names:
         return None
     mean = sum(loads[name] for name in names) / len(names)
     near = [name for name in names if loads[name] <= SPILL * mean + SLACK]
-    preferred = ranking(near, key)
+    preferred = ranking([name for name in near if name in holding] or near, key)
     return preferred[0] if preferred else min(names, key=lambda name: (loads[name], name))

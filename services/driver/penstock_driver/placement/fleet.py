@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
-from penstock_chassis.errors import PenstockError, Unavailable
+from penstock_chassis.errors import PenstockError, Unavailable, Unsupported
 from penstock_chassis.membership.peers import Peer, PeerLost, Peers, State, until_lost
-from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Sandboxes
+from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Load, Sandboxes
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.environments.forks import ThrottledForks
 from penstock_driver.environments.prepare import Environments
 from penstock_driver.environments.throttle import AdaptiveThrottle
 from penstock_driver.placement.choice import choose, ranking
+from penstock_driver.placement.loads import Loads
 from penstock_driver.placement.placement import Avoid, OnLoss, Place
 from penstock_driver.placement.services import RunnerServices
 
@@ -28,11 +29,18 @@ RELEASE_S: Final = 30.0
 
 S = TypeVar("S")
 T = TypeVar("T")
+AskLoad: TypeAlias = Callable[[float], Awaitable[Load]]
+"""Asks a service for its load, with a deadline in seconds."""
 
 
 def never() -> bool:
     """Of a service whose absence is waited out."""
     return False
+
+
+async def unknown_load(_timeout_s: float) -> Load:
+    """Of a service that is not asked."""
+    raise Unsupported("the load is unknown", reason="UNIMPLEMENTED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +51,14 @@ class NodeServices:
     environments: Environments
     forks: ThrottledForks
     is_lost: Callable[[], bool]
+    ask_load: AskLoad
 
     @classmethod
-    def of(cls, sandboxes: Sandboxes, is_lost: Callable[[], bool] = never) -> NodeServices:
+    def of(
+        cls, sandboxes: Sandboxes, is_lost: Callable[[], bool] = never, ask_load: AskLoad | None = None
+    ) -> NodeServices:
         """Nothing is prepared yet."""
-        return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), is_lost)
+        return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), is_lost, ask_load or unknown_load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class GateServices:
     gate: GateClient
     is_lost: Callable[[], bool] = never
     openings: AdaptiveThrottle = field(default_factory=AdaptiveThrottle)
+    ask_load: AskLoad = unknown_load
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +78,7 @@ class Member(Generic[S]):
     peer: Peer
     services: S
     occupants: dict[OnLoss, None] = field(default_factory=dict)
+    lost_at: float | None = None
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -81,7 +94,8 @@ class Members(Generic[S]):
         peers: who they are, and whether they answer.
         open_services: makes the clients of a member.
         failure: of the attempts at a member that is lost.
-        patience_s: how long a member whose host answers may be away before it counts as lost: its process may restart.
+        patience_s: how long a member whose host answers may be away before its attempts end: its process may restart.
+        silence_s: the same for a member whose host does not answer either.
     """
 
     def __init__(
@@ -90,12 +104,14 @@ class Members(Generic[S]):
         open_services: Callable[[Peer], S],
         failure: Callable[[str], Failure],
         patience_s: float,
+        silence_s: float = 0.0,
     ) -> None:
         self.changed = peers.changed
         self._peers = peers
         self._open = open_services
         self._failure = failure
         self._patience_s = patience_s
+        self._silence_s = silence_s
         self._members: dict[Peer, Member[S]] = {}
 
     async def settled(self, timeout_s: float) -> None:
@@ -116,7 +132,12 @@ class Members(Generic[S]):
         return None if peer is None else self._of(peer)
 
     async def follow(self) -> None:
-        """End the attempts at members that are lost. Never returns."""
+        """End the attempts at members that are lost. Never returns. Raises an error after which no loss is seen."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._peers.until_broken())
+            tasks.create_task(self._follow())
+
+    async def _follow(self) -> None:
         while True:
             number = self.changed.number
             present = set(self._peers.all())
@@ -124,14 +145,24 @@ class Members(Generic[S]):
                 if peer not in present:
                     del self._members[peer]
                     self._end(member)
-                elif not peer.is_lost:
+                elif peer.is_lost:
+                    self._end_later(member)
+                else:
+                    member.lost_at = None
                     self._stop_waiting(member)
-                elif member.timer is None and member.occupants:
-                    loop = asyncio.get_running_loop()
-                    member.timer = loop.call_later(self._patience_s, self._end, member)
-                if peer.is_lost and peer.is_silent:
-                    self._end(member)
             await self.changed.wait(number)
+
+    def _end_later(self, member: Member[S]) -> None:
+        """End the attempts at a lost member once it has been away too long."""
+        loop = asyncio.get_running_loop()
+        self._stop_waiting(member)
+        if member.lost_at is None:
+            member.lost_at = loop.time()
+        patience_s = self._silence_s if member.peer.is_silent else self._patience_s
+        if loop.time() >= member.lost_at + patience_s:
+            self._end(member)
+        else:
+            member.timer = loop.call_at(member.lost_at + patience_s, self._end, member)
 
     async def first(self, order: Sequence[Member[S]], ask: Callable[[S], Awaitable[T]]) -> T | None:
         """Return the answer of the first member that can be reached; None if there is none. Raises its error."""
@@ -193,12 +224,14 @@ class FleetPlacement:
         self._nodes = nodes
         self._gates = gates
         self._compose = compose
+        self._node_loads = Loads(nodes, lambda node, timeout_s: node.ask_load(timeout_s))
+        self._gate_loads = Loads(gates, lambda gate, timeout_s: gate.ask_load(timeout_s))
 
     async def follow(self) -> None:
-        """End the attempts at sandbox services and gates that are lost. Never returns; cancel it."""
+        """End the attempts at sandbox services and gates that are lost; read their loads. Never returns; cancel it."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._nodes.follow())
-            tasks.create_task(self._gates.follow())
+            for work in (self._nodes, self._gates, self._node_loads, self._gate_loads):
+                tasks.create_task(work.follow())
 
     async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
         """See Placement."""
@@ -212,10 +245,14 @@ class FleetPlacement:
         with self._nodes.occupied(place.node, on_loss), self._gates.occupied(place.gate, on_loss):
             yield
 
-    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
-        """See Placement. What a lost member has is released when it is back, or goes with it when it is removed."""
+    async def release(self, rollout_id: str, labels: Mapping[str, str], *, sandboxes_over: bool = False) -> None:
+        """See Placement. What a lost member has is released when it is back, or goes with it when it is removed.
+
+        Sandboxes there also end by their leases; a rollout that a lost gate has does not.
+        """
+        nodes = [node for node in self._nodes.all() if not (node.peer.is_lost and sandboxes_over)]
         work: list[tuple[Peer, Callable[[], Awaitable[object]]]] = [
-            *((node.peer, partial(node.services.sandboxes.delete_labelled, labels)) for node in self._nodes.all()),
+            *((node.peer, partial(node.services.sandboxes.delete_labelled, labels)) for node in nodes),
             *((one.peer, partial(one.services.gate.close, rollout_id, "ROLLOUT_ENDED")) for one in self._gates.all()),
         ]
         async with asyncio.timeout(RELEASE_S):
@@ -223,6 +260,13 @@ class FleetPlacement:
         failures = [failure for failure in results if failure is not None]
         if failures:
             raise failures[0]
+
+    def peers(self) -> Mapping[str, Sequence[Peer]]:
+        """See Placement."""
+        return {
+            "sandbox": [node.peer for node in self._nodes.all()],
+            "interception": [gate.peer for gate in self._gates.all()],
+        }
 
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See Placement."""
@@ -268,9 +312,11 @@ class FleetPlacement:
             await members.changed.wait(number, until - loop.time())
 
     def _node(self, spec: RolloutSpec, avoid: Avoid) -> Member[NodeServices] | None:
-        ready = {node.name: node for node in self._nodes.ready()}
-        name = choose({name: len(node.occupants) for name, node in ready.items()}, spec.environment_key, avoid.nodes)
-        return None if name is None else ready[name]
+        ready = self._node_loads.with_room(self._nodes.ready(), spec.sandbox.memory_bytes)
+        content = next((key for node in ready if (key := node.services.environments.content(spec))), "")
+        holding = self._node_loads.holding(ready, content) if content else ()
+        name = choose(self._node_loads.of(ready), spec.environment_key, avoid.nodes, holding)
+        return next((node for node in ready if node.name == name), None)
 
     def _gate(self, spec: RolloutSpec, avoid: Avoid) -> Member[GateServices] | None:
         if spec.gate_terms.HasField("run_budgets"):
@@ -278,10 +324,10 @@ class FleetPlacement:
             if chosen is None or chosen.peer.state is not State.LOST:
                 return chosen
             raise RolloutFailed(_run_gate_lost(chosen.name))
-        ready = {gate.name: gate for gate in self._gates.ready()}
-        loads = {name: len(gate.occupants) for name, gate in ready.items() if name not in avoid.gates}
-        loads = loads or {name: len(gate.occupants) for name, gate in ready.items()}
-        return ready[min(loads, key=lambda name: (loads[name], name))] if loads else None
+        ready = self._gates.ready()
+        ready = [gate for gate in ready if gate.name not in avoid.gates] or ready
+        loads = self._gate_loads.of(ready)
+        return min(ready, key=lambda gate: (loads[gate.name], gate.name), default=None)
 
 
 def pinned(gates: Members[GateServices], run_id: str) -> Member[GateServices] | None:

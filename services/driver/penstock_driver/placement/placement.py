@@ -6,11 +6,13 @@ attempt is over at once, and is never graded (R120): the next one has another pl
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock_chassis.membership.peers import Peer
 from penstock_driver.domain.ports import CallEnded
 from penstock_driver.domain.rollout import Failure, RolloutSpec
 from penstock_driver.placement.services import RunnerServices
@@ -38,17 +40,24 @@ class Place:
 class Placement(Protocol):
     """All sandbox services and gates that a driver may use."""
 
+    async def follow(self) -> None:
+        """End the attempts at places that are lost. Never returns; cancel it. Its error ends the driver."""
+
     async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
         """Choose a place, waiting for one a while. Raises RolloutFailed: there is none."""
 
     def occupied(self, place: Place, on_loss: OnLoss) -> AbstractContextManager[None]:
         """While the context is open, the attempt counts as load there, and `on_loss` is called once if it is lost."""
 
-    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
+    async def release(self, rollout_id: str, labels: Mapping[str, str], *, sandboxes_over: bool = False) -> None:
         """Delete the sandboxes with these labels and close the rollout, wherever they are.
 
+        `sandboxes_over`: their leases have ended, so that nothing is left of them at a sandbox service that is lost.
         Raises PenstockError: something is not released, or may not be.
         """
+
+    def peers(self) -> Mapping[str, Sequence[Peer]]:
+        """The members by kind of service; empty where none is probed."""
 
     def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """Yield the model calls of all gates as they end. Never ends."""
@@ -60,6 +69,10 @@ class OnePlace:
     def __init__(self, services: RunnerServices) -> None:
         self._place = Place(services)
 
+    async def follow(self) -> None:
+        """See Placement. There is nothing to follow."""
+        await asyncio.Event().wait()
+
     async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
         """See Placement."""
         return self._place
@@ -69,7 +82,7 @@ class OnePlace:
         """See Placement."""
         yield
 
-    async def release(self, rollout_id: str, labels: Mapping[str, str]) -> None:
+    async def release(self, rollout_id: str, labels: Mapping[str, str], *, sandboxes_over: bool = False) -> None:
         """See Placement."""
         await self._place.services.sandboxes.delete_labelled(labels)
         await self._place.services.gate.close(rollout_id, "ROLLOUT_ENDED")
@@ -77,3 +90,7 @@ class OnePlace:
     def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See Placement."""
         return self._place.services.gate.calls(labels)
+
+    def peers(self) -> Mapping[str, Sequence[Peer]]:
+        """See Placement."""
+        return {}

@@ -9,6 +9,7 @@ and one that records its end. One that waits costs no task.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,12 @@ import structlog
 
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.aio.fair_queue import FairQueue, Ticket
-from penstock_chassis.errors import ResourceExhausted, Unavailable
+from penstock_chassis.errors import NotFound, ResourceExhausted, Unavailable
 from penstock_driver.domain.failures import internal_failure
 from penstock_driver.domain.ports import CallEnded
 from penstock_driver.domain.records import Filter, GroupRecord, Record, RolloutEnd
 from penstock_driver.domain.rollout import (
+    MAKE_S,
     CallFinished,
     Cause,
     Component,
@@ -43,6 +45,7 @@ from penstock_driver.rollouts.recorder import RolloutRecorder, count_end
 from penstock_driver.rollouts.runner import STOPPED, RolloutRunner
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
+from penstock_driver.wire.specs import limits_from_proto
 from penstock_driver.wire.to_proto import outcome_to_proto
 
 ROLLOUT_LABEL: Final = "penstock_rollout"
@@ -462,7 +465,19 @@ class RolloutManager:
         return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
 
     async def _release(self, rollout_id: str) -> None:
-        await self._placement.release(rollout_id, self._labels(rollout_id))
+        # At a sandbox service that is lost they are over once their leases must have ended: nobody renews them.
+        over = await self._are_sandboxes_over(rollout_id)
+        await self._placement.release(rollout_id, self._labels(rollout_id), sandboxes_over=over)
+
+    async def _are_sandboxes_over(self, rollout_id: str) -> bool:
+        try:
+            record = await self._records.get(rollout_id)
+        except NotFound:
+            return False  # deleted: how long its sandboxes could live is not known any more
+        if record.end_time is None:
+            return False
+        # The last request may have been sent just before the end, and a lease begins when its sandbox is ready.
+        return time.time() > record.end_time + MAKE_S + limits_from_proto(record.spec.limits).sandbox_s
 
     def _clean_up_later(self, rollout_id: str) -> None:
         self._cleanups.owe(rollout_id, partial(self._cleaned_up, rollout_id))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Final
 
 import structlog
 
 from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
+from penstock_driver import metrics
 from penstock_driver.domain.failures import internal_failure
 from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.placement.placement import Avoid, Placement
@@ -41,6 +43,7 @@ class RolloutRunner:
     """
 
     __slots__ = (
+        "_accepted_at",
         "_attempt",
         "_cancellation",
         "_cleanup_pending",
@@ -66,6 +69,7 @@ class RolloutRunner:
         self._attempt = Cancellation()
         """Of the current attempt, which a loss of its place also ends."""
         self._cleanup_pending = False
+        self._accepted_at = time.monotonic()
         self._task: asyncio.Task[Outcome] | None = None
 
     @property
@@ -76,6 +80,7 @@ class RolloutRunner:
     def start(self) -> None:
         """Begin to run, unless the rollout was cancelled."""
         if self._cancellation.failure is None:
+            metrics.QUEUE_SECONDS.observe(time.monotonic() - self._accepted_at)
             self._task = asyncio.ensure_future(self._run())
 
     def cancel(self, failure: Failure) -> None:

@@ -36,7 +36,7 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
         found.add("spec.mode", "is required: MODE_BLACK_BOX, MODE_TRANSPARENT_PROXY or MODE_INTERCEPTION_GATE")
     found.refuse()
     agent = agents.get(namespace, request.agent.name, request.agent.spec_sha256)
-    limits = _limits(request.limits)
+    limits = limits_from_proto(request.limits)
     if not request.limits.HasField("agent"):
         limits = replace(limits, agent_s=agent.spec.default_timeout_s)
     spec = RolloutSpec(
@@ -152,7 +152,7 @@ _verifier: Final = reader(
 )
 
 _read_task: Final = reader(Task, rollout_pb2.Task, left_out=("metadata",))
-_limits: Final = reader(Limits, rollout_pb2.Limits)
+limits_from_proto: Final = reader(Limits, rollout_pb2.Limits)
 _server: Final = reader(
     McpServer,
     rollout_pb2.McpServer,

@@ -356,6 +356,7 @@ class _Connection(asyncio.Protocol):
         self.peer = str(address[0]) if address else ""
         # Reports the first unsent byte, not only the first 64 KiB.
         self._transport.set_write_buffer_limits(0)
+        sockets.end_if_cut(transport)
         self._served = self._connections.opened(self)
         if self._served:
             self.inner.connection_made(transport)

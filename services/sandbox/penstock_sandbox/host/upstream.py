@@ -15,6 +15,7 @@ import ssl
 import struct
 from functools import lru_cache
 
+from penstock_chassis import sockets
 from penstock_sandbox.domain.model import NetworkPolicy
 
 CHUNK = 64 * 1024
@@ -37,6 +38,7 @@ async def connect(policy: NetworkPolicy) -> Streams:
         host, _, port = upstream.removeprefix(_TLS).rpartition(":")
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=CHUNK, ssl=tls)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.end_if_cut(writer.transport)
         return reader, writer
 
 

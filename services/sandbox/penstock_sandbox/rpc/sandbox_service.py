@@ -19,6 +19,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_chassis.validation import check_request_id, invalid_field
 from penstock_sandbox import files
 from penstock_sandbox.domain.model import Sandbox, Snapshot
+from penstock_sandbox.host import machine
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
@@ -26,9 +27,12 @@ from penstock_sandbox.sandboxes.layer_refs import unknown
 from penstock_sandbox.sandboxes.manager import Sandboxes
 from penstock_sandbox.snapshots.forks import Forks
 from penstock_sandbox.snapshots.manager import CommandStarted, Snapshots
+from penstock_sandbox.toolboxes.manager import Toolboxes
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _MOST_CHILDREN = 256
+# Snapshots and toolboxes named in a status.
+_MOST_HELD = 4096
 # Fraction of a caller's deadline that may be spent in a queue: the rest is for the create, or for the error response.
 _PART_OF_DEADLINE = 0.8
 
@@ -36,10 +40,11 @@ _PART_OF_DEADLINE = 0.8
 class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     """See the contract."""
 
-    def __init__(self, sandboxes: Sandboxes, forks: Forks, snapshots: Snapshots) -> None:
+    def __init__(self, sandboxes: Sandboxes, forks: Forks, snapshots: Snapshots, toolboxes: Toolboxes) -> None:
         self._sandboxes = sandboxes
         self._forks = forks
         self._snapshots = snapshots
+        self._toolboxes = toolboxes
 
     async def CreateSandbox(self, request: pb.CreateSandboxRequest, context: Context) -> pb.CreateSandboxResponse:  # noqa: N802
         check_request_id(request.request_id)
@@ -94,6 +99,20 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
 
     async def ListBackends(self, request: pb.ListBackendsRequest, context: Context) -> pb.ListBackendsResponse:  # noqa: N802
         return pb.ListBackendsResponse(backends=map(convert.backend_to, self._sandboxes.backends()))
+
+    async def GetNodeStatus(self, request: pb.GetNodeStatusRequest, context: Context) -> pb.GetNodeStatusResponse:  # noqa: N802
+        snapshots = itertools.islice(self._snapshots.all(), _MOST_HELD)
+        toolboxes = itertools.islice(self._toolboxes.all(), _MOST_HELD)
+        return pb.GetNodeStatusResponse(
+            sandbox_count=len(self._sandboxes.table.matching({})),
+            waiting_count=self._sandboxes.waiting,
+            room=self._sandboxes.room,
+            free_memory_bytes=machine.free_memory(),
+            cpu_count=os.cpu_count() or 0,
+            busy_cpu_count=machine.busy_cpus(),
+            snapshot_keys=dict.fromkeys(snapshot.key for snapshot in snapshots),
+            toolbox_ids=(toolbox.id for toolbox in toolboxes),
+        )
 
     async def PrepareSnapshot(  # noqa: N802
         self, request: pb.PrepareSnapshotRequest, context: Context

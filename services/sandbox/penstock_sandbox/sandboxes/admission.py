@@ -40,6 +40,16 @@ class Admission:
         self._slots = FairQueue[Owner](most, lambda owner: None if owner is None else most_per_owner)
         self._turns: dict[str, FairQueue[Owner]] = {}
 
+    @property
+    def free(self) -> int:
+        """How many more sandboxes are admitted now, whoever makes them."""
+        return self._slots.free
+
+    @property
+    def queued(self) -> int:
+        """How many creates wait for a slot."""
+        return self._slots.queued
+
     async def slot(self, owner: Owner, wait_s: float | None) -> Callable[[], None]:
         """Takes a slot, waiting at most ``wait_s`` and the operator's limit; returns a function that frees it.
 

@@ -31,6 +31,7 @@ from penstock_chassis.errors import (
     Aborted,
     FailedPrecondition,
     PenstockError,
+    ResourceExhausted,
     Unavailable,
 )
 from penstock_chassis.homes import Home
@@ -125,6 +126,20 @@ class Sandboxes:
         await self.drain()
         await self._teardowns.aclose()
         await self.layer_refs.aclose()
+
+    @property
+    def room(self) -> int:
+        """How many more sandboxes are admitted now, of all owners; 0 while the disk is low."""
+        try:
+            self._watermark.check()
+        except ResourceExhausted:
+            return 0
+        return self._admission.free
+
+    @property
+    def waiting(self) -> int:
+        """How many creates wait for a free place."""
+        return self._admission.queued
 
     # Creating ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
+from penstock_chassis.aio.retry import Delays
 from penstock_chassis.channel import connect
 from penstock_chassis.health import Health
 from penstock_chassis.membership import peers as module
@@ -132,3 +133,54 @@ async def test_work_at_a_peer_that_stays_has_its_result_or_error() -> None:
 
             with pytest.raises(RuntimeError, match="its own"):
                 await until_lost(peer, fails())
+
+
+async def test_a_probe_that_breaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without probes no loss would be seen any more, so the whole service has to end."""
+
+    async def breaks(_stub: object) -> State:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(module, "_probed", breaks)
+    source = Members(Member("n0", "127.0.0.1:1"))
+    async with following("sandbox", source, lambda member: connect(member.address)) as peers:
+        with pytest.raises(ExceptionGroup) as caught:
+            await peers.until_broken()
+    assert caught.group_contains(RuntimeError, match="a defect")
+
+
+async def test_a_list_of_members_that_breaks_is_seen() -> None:
+    class Broken:
+        async def read(self) -> AsyncIterator[dict[str, Member]]:
+            yield {}
+            raise RuntimeError("a defect")
+
+    async with following("sandbox", Broken(), lambda member: connect(member.address)) as peers:
+        with pytest.raises(ExceptionGroup) as caught:
+            await peers.until_broken()
+    assert caught.group_contains(RuntimeError, match="a defect")
+
+
+async def test_the_host_of_a_lost_peer_is_tried_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    async def silent(_address: str) -> bool:
+        nonlocal tries
+        tries += 1
+        return True
+
+    probes = asyncio.Semaphore(0)
+
+    async def probed(_stub: object) -> State:
+        probes.release()
+        return State.LOST
+
+    monkeypatch.setattr(module, "_is_silent", silent)
+    monkeypatch.setattr(module, "_probed", probed)
+    monkeypatch.setattr(module, "SILENCE_DELAYS", Delays(3600.0, 3600.0))
+    async with following("sandbox", Members(Member("n0", "127.0.0.1:1")), lambda one: connect(one.address)) as peers:
+        peer = await until(peers, "n0", State.LOST)
+        for _ in range(10):
+            await probes.acquire()
+    assert peer.is_silent
+    assert tries == 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
 from penstock_chassis.testing import serve
 from penstock_driver.clients.sandboxes import GrpcSandboxes
-from penstock_driver.domain.ports import PreparedSnapshot, SandboxTerms, SnapshotSpec
+from penstock_driver.domain.ports import Load, PreparedSnapshot, SandboxTerms, SnapshotSpec
+from penstock_driver.environments.throttle import Creations, Pace
+from penstock_driver.settings import DriverSettings
 
 
 @pytest.mark.requirement("R57")
@@ -26,3 +31,77 @@ async def test_a_prepared_snapshot_tells_how_its_sandboxes_are_copied() -> None:
         spec = SnapshotSpec(terms=SandboxTerms(), toolbox_ids=(), files=(), setup=())
         steps = [step async for step in GrpcSandboxes(channel).prepare_snapshot(spec)]
     assert steps == [PreparedSnapshot("n", sandbox_pb2.FORK_KIND_ARCHIVE)]
+
+
+class Making(sandbox_service_pb2_grpc.SandboxServiceServicer):
+    """Makes sandboxes at once, and notes when it was asked."""
+
+    def __init__(self) -> None:
+        self.asked_at: list[float] = []
+
+    async def CreateSandbox(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.asked_at.append(asyncio.get_running_loop().time())
+        return sandbox_service_pb2.CreateSandboxResponse(sandbox=sandbox_pb2.Sandbox(sandbox_id="s"))
+
+    async def GetNodeStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return sandbox_service_pb2.GetNodeStatusResponse(
+            sandbox_count=3, waiting_count=2, room=7, free_memory_bytes=1 << 30, snapshot_keys=["k"]
+        )
+
+
+async def test_a_sandbox_services_load_has_what_it_says_and_the_measured_creations() -> None:
+    servicer = Making()  # type: ignore[abstract]
+    async with serve((servicer, sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server)) as (_, channel):
+        sandboxes = GrpcSandboxes(channel)
+        assert await sandboxes.load(10.0) == Load(5, 7, 1 << 30, frozenset({"k"}), None)
+        await sandboxes.create(SandboxTerms(), 60.0, {})
+        took = (await sandboxes.load(10.0)).creation_s
+        assert took is not None and took > 0
+
+
+@pytest.mark.requirement("R51")
+async def test_many_creates_at_once_keep_to_the_rate_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's clock is what the pace reads: time passes by the pauses alone."""
+    now, starts = 100.0, []
+
+    async def pause(seconds: float) -> None:
+        starts.append(now + seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(time=lambda: now))
+    pace = Pace(10.0)
+    for _ in range(150):
+        await pace.turn()
+    starts = [now, *starts]
+    assert len(starts) == 150
+    assert all(sum(start <= one < start + 1 for one in starts) <= 10 for start in starts), "the cap of every second"
+    assert starts[-1] - now < 150 / 10 * 1.25 + 1, "and it is used"
+
+
+async def test_without_a_rate_creates_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(asyncio, "sleep")
+    for _ in range(3):
+        await Pace().turn()
+
+
+def _failing(creations: Creations) -> None:
+    with creations.measured():
+        raise ValueError
+
+
+async def test_a_creation_under_way_shows_how_slow_a_service_is() -> None:
+    creations = Creations()
+    assert creations.seconds is None
+    with creations.measured():
+        assert creations.seconds is not None
+    took = creations.seconds
+    with pytest.raises(ValueError):
+        _failing(creations)
+    assert creations.seconds == took, "a creation that fails does not count"
+    assert creations.seconds is not None and creations.seconds < 60
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "many"])
+def test_a_bad_creation_rate_is_refused_by_name(rate: str) -> None:
+    with pytest.raises(ValidationError, match="node_creates_per_s"):
+        DriverSettings(anonymous=True, node_creates_per_s=cast(Any, rate))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,9 +16,11 @@ from tests.unit.driver.world import Directories, HttpGate
 
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock_chassis.aio.broadcast import Signal
+from penstock_chassis.errors import Unsupported
 from penstock_chassis.membership.members import Member
 from penstock_chassis.membership.peers import Peer, Peers, State
 from penstock_driver.app import runner_services
+from penstock_driver.domain.ports import Load, SandboxTerms
 from penstock_driver.domain.rollout import Failure, RolloutFailed
 from penstock_driver.placement import fleet as module
 from penstock_driver.placement.fleet import FleetPlacement, GateServices, Members, NodeServices, gate_lost, node_lost
@@ -31,6 +34,7 @@ class Known:
 
     changed: Signal = field(default_factory=Signal)
     peers: dict[str, Peer] = field(default_factory=dict)
+    broken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, *names: str) -> None:
         for name in names:
@@ -53,6 +57,10 @@ class Known:
     def get(self, name: str) -> Peer | None:
         return self.peers.get(name)
 
+    async def until_broken(self) -> None:
+        await self.broken.wait()
+        raise RuntimeError("the probes broke")
+
 
 @dataclass
 class World:
@@ -62,7 +70,18 @@ class World:
     gates: Known
     placement: FleetPlacement
     sandboxes: dict[str, Directories]
+    work: asyncio.Task[None]
+    said: dict[str, Load] = field(default_factory=dict)
+    """What each sandbox service and gate says of its load; those that are not here are older."""
+    asked: Signal = field(default_factory=Signal)
     losses: list[Failure] = field(default_factory=list)
+
+    async def read(self, **said: Load) -> None:
+        """Returns when all members have been asked again after they say this."""
+        self.said.update(said)
+        number = self.asked.number
+        while self.asked.number < number + 2 * (len(self.nodes.peers) + len(self.gates.peers)):
+            await self.asked.wait(self.asked.number)
 
 
 @pytest.fixture
@@ -72,7 +91,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, patience_s: float = 60.0) -> AsyncIterator[World]:
+async def opened(folder: Path, patience_s: float = 60.0, silence_s: float = 0.0) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         nodes, gates = Known(), Known()
         nodes.add("n0", "n1")
@@ -80,41 +99,55 @@ async def opened(folder: Path, patience_s: float = 60.0) -> AsyncIterator[World]
         sandboxes = {name: Directories(folder / name) for name in nodes.peers}
         listening = {name: await stack.enter_async_context(HttpGate(write_then_stop)) for name in gates.peers}
         settings = DriverSettings(anonymous=True, state_dir=folder)
+        said: dict[str, Load] = {}
+        asked = Signal()
+
+        async def ask(name: str) -> Load:
+            asked.notify()
+            if name not in said:
+                raise Unsupported("older", reason="UNIMPLEMENTED")
+            return said[name]
+
         placement = FleetPlacement(
             Members(
                 cast(Peers, nodes),
-                lambda peer: NodeServices.of(sandboxes[peer.name], lambda: peer.is_lost),
+                lambda peer: NodeServices.of(sandboxes[peer.name], lambda: peer.is_lost, lambda _: ask(peer.name)),
                 node_lost,
                 0.0,
             ),
             Members(
                 cast(Peers, gates),
-                lambda peer: GateServices(listening[peer.name], lambda: peer.is_lost),
+                lambda peer: GateServices(
+                    listening[peer.name], lambda: peer.is_lost, ask_load=lambda _: ask(peer.name)
+                ),
                 gate_lost,
                 patience_s,
+                silence_s,
             ),
             lambda node, gate: runner_services(node, gate, settings),
         )
         work = asyncio.create_task(placement.follow())
         try:
-            yield World(nodes, gates, placement, sandboxes)
+            yield World(nodes, gates, placement, sandboxes, work, said, asked)
         finally:
             work.cancel()
             await asyncio.wait([work])
 
 
-def spec(key: str = "k", **budgets: int) -> Any:
+def spec(key: str = "k", memory_bytes: int | None = None, **budgets: int) -> Any:
     """What placement reads of a rollout."""
 
     @dataclass
     class Spec:
         environment_key: str
         gate_terms: rollout_gate_service_pb2.OpenRolloutRequest
+        agent: Any
+        sandbox: SandboxTerms
 
     terms = rollout_gate_service_pb2.OpenRolloutRequest(run_id="run")
     if budgets:
         terms.run_budgets.max_calls = 5
-    return Spec(key, terms)
+    return Spec(key, terms, SimpleNamespace(sha256="a"), SandboxTerms(memory_bytes=memory_bytes))
 
 
 async def lost_once(world: World, known: Known, name: str, *, silent: bool) -> Failure:
@@ -163,6 +196,36 @@ async def test_a_gate_that_stays_away_ends_its_attempts(tmp_path: Path) -> None:
     async with opened(tmp_path, patience_s=0.0) as world:
         place = await world.placement.place(spec(), Avoid())
         assert (await lost_once(world, world.gates, place.gate, silent=False)).reason == "GATE_LOST"
+
+
+async def test_a_silent_gate_that_returns_in_time_ends_no_attempt(tmp_path: Path) -> None:
+    async with opened(tmp_path, patience_s=0.0, silence_s=3600.0) as world:
+        place = await world.placement.place(spec(), Avoid())
+        losses: list[Failure] = []
+        with world.placement.occupied(place, losses.append):
+            world.gates.lose(place.gate, silent=True)
+            await asyncio.sleep(0)
+            world.gates.find(place.gate)
+            await asyncio.sleep(0)
+        assert not losses
+
+
+async def test_a_host_that_answers_without_its_gate_ends_the_patience_with_silence(tmp_path: Path) -> None:
+    async with opened(tmp_path, patience_s=0.0, silence_s=3600.0) as world:
+        place = await world.placement.place(spec(), Avoid())
+        reported: asyncio.Queue[Failure] = asyncio.Queue()
+        with world.placement.occupied(place, reported.put_nowait):
+            world.gates.lose(place.gate, silent=True)
+            await asyncio.sleep(0)
+            assert reported.empty()
+            world.gates.lose(place.gate, silent=False)
+            assert (await reported.get()).reason == "GATE_LOST"
+
+
+async def test_broken_probes_end_the_work_of_placement(world: World) -> None:
+    world.gates.broken.set()
+    with pytest.raises(ExceptionGroup):
+        await asyncio.shield(world.work)
 
 
 async def test_a_removed_member_ends_its_attempts(world: World) -> None:
@@ -231,3 +294,15 @@ async def test_a_release_fails_while_a_lost_service_may_hold_something(world: Wo
     world.nodes.find("n0")
     await world.placement.release("r", labels)
     assert not world.sandboxes["n0"].boxes
+
+
+async def test_what_a_lost_sandbox_service_had_is_over_with_its_leases(world: World) -> None:
+    labels = {"rollout": "r"}
+    for sandboxes in world.sandboxes.values():
+        sandboxes._new(labels)
+    world.nodes.lose("n0")
+    await world.placement.release("r", labels, sandboxes_over=True)
+    assert not world.sandboxes["n1"].boxes, "where one can be asked, it is"
+    world.gates.lose("g0")
+    with pytest.raises(Exception, match="g0 does not answer"):
+        await world.placement.release("r", labels, sandboxes_over=True)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +44,7 @@ from penstock_driver.domain.terminal_episode import (
     TerminalSpec,
 )
 from penstock_driver.environments import cleanup
+from penstock_driver.placement.placement import OnePlace
 from penstock_driver.rpc.terminal_service import terminal_to_proto
 from penstock_driver.status import Health
 from penstock_driver.terminals import records as terminal_records
@@ -536,7 +537,7 @@ async def test_an_opening_recorded_while_the_driver_stops_leaves_no_sandbox(
 @pytest.fixture
 def health(world: World) -> Health:
     """What is reported of the world's terminals, and of no rollout."""
-    return Health(world.opened.parts.manager, world.terminals)
+    return Health(world.opened.parts.manager, world.terminals, OnePlace(cast(Any, None)))
 
 
 @pytest.mark.requirement("R50", "R70")

@@ -11,7 +11,7 @@ from penstock.client.sandboxes.handle import Fork, SandboxHandle, forks
 from penstock.client.tasks import spec as tasks
 from penstock.client.transport.endpoints import Endpoints
 from penstock.client.transport.rpc import Service
-from penstock.client.types.sandboxes import Backend, RunResult, SandboxesUsage, SandboxSpec, Snapshot
+from penstock.client.types.sandboxes import Backend, NodeStatus, RunResult, SandboxesUsage, SandboxSpec, Snapshot
 from penstock.client.wire import chat, sandboxes, specs
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
@@ -162,6 +162,11 @@ class SandboxesClient:
         request = pb.DeleteSandboxesRequest(labels=labels)
         answer = await self._service.call(self._stub.DeleteSandboxes, request, timeout=120.0, repeatable=True)
         return tuple(answer.sandbox_ids)
+
+    async def node_status(self) -> NodeStatus:
+        """Returns how much runs at the service, how much more it admits, and what it has prepared. Operators only."""
+        answer = await self._service.call(self._stub.GetNodeStatus, pb.GetNodeStatusRequest(), repeatable=True)
+        return sandboxes.node_status(answer)
 
     async def backends(self) -> Sequence[Backend]:
         """Returns the capabilities of the service's backends on its machine."""

@@ -163,6 +163,24 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """How much runs at a sandbox service, how much more it admits, and what it has prepared, of all namespaces.
+
+    `room` is how many more sandboxes it admits now; 0 = full. `cpu_count` 0 = unknown. `snapshot_keys` (of
+    `Snapshot.key`) and `toolbox_ids` have at most 4096 each, the newest first.
+    """
+
+    sandbox_count: int
+    waiting_count: int
+    room: int
+    free_memory_bytes: int | None
+    cpu_count: float
+    busy_cpu_count: float
+    snapshot_keys: tuple[str, ...]
+    toolbox_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """A backend of the sandbox service and its capabilities. `unavailable_reason` names what to install or set.
 

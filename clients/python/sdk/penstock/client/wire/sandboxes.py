@@ -6,6 +6,7 @@ from penstock.client.types import processes, toolboxes
 from penstock.client.types.sandboxes import (
     Backend,
     FileInfo,
+    NodeStatus,
     RunResult,
     Sandbox,
     SandboxesUsage,
@@ -39,6 +40,9 @@ run_result: Final = reader(RunResult, process_service_pb2.RunResult)
 
 snapshot: Final = reader(Snapshot, pb.Snapshot, renamed={"fork": "fork_kind"}, left_out=("setup",))
 """Converts a snapshot, without the results of its setup."""
+
+node_status: Final = reader(NodeStatus, pb.GetNodeStatusResponse)
+"""Converts a sandbox service's load."""
 
 file_info: Final = reader(FileInfo, file_service_pb2.FileInfo, left_out=("raw_name",))
 """Converts metadata of a file."""

@@ -491,6 +491,80 @@ class ListBackendsResponse(_message.Message):
 Global___ListBackendsResponse: _TypeAlias = ListBackendsResponse  # noqa: Y015
 
 @_typing.final
+class GetNodeStatusRequest(_message.Message):
+    """See GetNodeStatus."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNodeStatusRequest: _TypeAlias = GetNodeStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetNodeStatusResponse(_message.Message):
+    """See GetNodeStatus."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SANDBOX_COUNT_FIELD_NUMBER: _builtins.int
+    WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
+    FREE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    CPU_COUNT_FIELD_NUMBER: _builtins.int
+    BUSY_CPU_COUNT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_KEYS_FIELD_NUMBER: _builtins.int
+    TOOLBOX_IDS_FIELD_NUMBER: _builtins.int
+    sandbox_count: _builtins.int
+    """Sandboxes that exist or are being made, the service's own included."""
+    waiting_count: _builtins.int
+    """Creates that wait for a free place."""
+    room: _builtins.int
+    """How many more sandboxes it admits now. 0 = full: its limit is reached or its disk is low. Limits of an owner or of a
+    namespace may leave less.
+    """
+    free_memory_bytes: _builtins.int
+    """Memory of the service's machine that is free for more. Unset = unknown."""
+    cpu_count: _builtins.float
+    """Processors of the service's machine, and how many run or wait now (mean of a minute). 0 = unknown."""
+    busy_cpu_count: _builtins.float
+    @_builtins.property
+    def snapshot_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of the snapshots that it has (Snapshot.key), the most recently made first, at most 4096."""
+
+    @_builtins.property
+    def toolbox_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the toolboxes that it has, the most recently made first, at most 4096."""
+
+    def __init__(
+        self,
+        *,
+        sandbox_count: _builtins.int = ...,
+        waiting_count: _builtins.int = ...,
+        room: _builtins.int = ...,
+        free_memory_bytes: _builtins.int | None = ...,
+        cpu_count: _builtins.float = ...,
+        busy_cpu_count: _builtins.float = ...,
+        snapshot_keys: _abc.Iterable[_builtins.str] | None = ...,
+        toolbox_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_memory_bytes", b"_free_memory_bytes", "free_memory_bytes", b"free_memory_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_memory_bytes", b"_free_memory_bytes", "busy_cpu_count", b"busy_cpu_count", "cpu_count", b"cpu_count", "free_memory_bytes", b"free_memory_bytes", "room", b"room", "sandbox_count", b"sandbox_count", "snapshot_keys", b"snapshot_keys", "toolbox_ids", b"toolbox_ids", "waiting_count", b"waiting_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__free_memory_bytes: _TypeAlias = _typing.Literal["free_memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__free_memory_bytes: _TypeAlias = _typing.Literal["_free_memory_bytes", b"_free_memory_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_memory_bytes) -> _WhichOneofReturnType__free_memory_bytes | None: ...
+
+Global___GetNodeStatusResponse: _TypeAlias = GetNodeStatusResponse  # noqa: Y015
+
+@_typing.final
 class SeedFile(_message.Message):
     """SeedFile is a file to write before setup."""
 

@@ -92,6 +92,11 @@ class SandboxServiceStub(object):
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListBackendsRequest.SerializeToString,
                 response_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListBackendsResponse.FromString,
                 _registered_method=True)
+        self.GetNodeStatus = channel.unary_unary(
+                '/penstock.sandbox.v1.SandboxService/GetNodeStatus',
+                request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetNodeStatusRequest.SerializeToString,
+                response_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetNodeStatusResponse.FromString,
+                _registered_method=True)
         self.PrepareSnapshot = channel.unary_stream(
                 '/penstock.sandbox.v1.SandboxService/PrepareSnapshot',
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.PrepareSnapshotRequest.SerializeToString,
@@ -248,6 +253,14 @@ class SandboxServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetNodeStatus(self, request, context):
+        """GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+        namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PrepareSnapshot(self, request, context):
         """PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
         later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
@@ -398,6 +411,11 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     servicer.ListBackends,
                     request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListBackendsRequest.FromString,
                     response_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListBackendsResponse.SerializeToString,
+            ),
+            'GetNodeStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNodeStatus,
+                    request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetNodeStatusRequest.FromString,
+                    response_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetNodeStatusResponse.SerializeToString,
             ),
             'PrepareSnapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.PrepareSnapshot,
@@ -728,6 +746,33 @@ class SandboxService(object):
             '/penstock.sandbox.v1.SandboxService/ListBackends',
             penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListBackendsRequest.SerializeToString,
             penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListBackendsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNodeStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.sandbox.v1.SandboxService/GetNodeStatus',
+            penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetNodeStatusRequest.SerializeToString,
+            penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetNodeStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,6 +92,10 @@ class SandboxServiceStub:
     """
     ListBackends: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]
     """ListBackends lists this service's backends and their capabilities on this machine."""
+    GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetNodeStatusRequest, _sandbox_service_pb2.GetNodeStatusResponse]
+    """GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+    namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+    """
     PrepareSnapshot: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.PrepareSnapshotRequest, _sandbox_service_pb2.PrepareSnapshotResponse]
     """PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
     later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
@@ -214,6 +218,10 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     ListBackends: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]  # type: ignore[assignment]
     """ListBackends lists this service's backends and their capabilities on this machine."""
+    GetNodeStatus: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetNodeStatusRequest, _sandbox_service_pb2.GetNodeStatusResponse]  # type: ignore[assignment]
+    """GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+    namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+    """
     PrepareSnapshot: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.PrepareSnapshotRequest, _sandbox_service_pb2.PrepareSnapshotResponse]  # type: ignore[assignment]
     """PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
     later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
@@ -393,6 +401,16 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ListBackendsResponse, _abc.Awaitable[_sandbox_service_pb2.ListBackendsResponse]]:
         """ListBackends lists this service's backends and their capabilities on this machine."""
+
+    @_abc_1.abstractmethod
+    def GetNodeStatus(
+        self,
+        request: _sandbox_service_pb2.GetNodeStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.GetNodeStatusResponse, _abc.Awaitable[_sandbox_service_pb2.GetNodeStatusResponse]]:
+        """GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+        namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+        """
 
     @_abc_1.abstractmethod
     def PrepareSnapshot(

@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/sandbox/v1/sandbox_service.proto.
  */
 export const file_penstock_sandbox_v1_sandbox_service: GenFile = /*@__PURE__*/
-  fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3hfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSJaChRDcmVhdGVTYW5kYm94UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KBHNwZWMYAiABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjIo4BChVDcmVhdGVTYW5kYm94UmVzcG9uc2USLQoHc2FuZGJveBgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveBI3CgpkYXRhX3BsYW5lGAIgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5EYXRhUGxhbmVIAIgBAUINCgtfZGF0YV9wbGFuZSInChFHZXRTYW5kYm94UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJIkMKEkdldFNhbmRib3hSZXNwb25zZRItCgdzYW5kYm94GAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94IikKE0dldERhdGFQbGFuZVJlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCSJeChRHZXREYXRhUGxhbmVSZXNwb25zZRI3CgpkYXRhX3BsYW5lGAEgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5EYXRhUGxhbmVIAIgBAUINCgtfZGF0YV9wbGFuZSLLAQoUTGlzdFNhbmRib3hlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSRQoGbGFiZWxzGAMgAygLMjUucGVuc3RvY2suc2FuZGJveC52MS5MaXN0U2FuZGJveGVzUmVxdWVzdC5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgEIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBImEKFUxpc3RTYW5kYm94ZXNSZXNwb25zZRIvCglzYW5kYm94ZXMYASADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3gSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIikKE1dhdGNoU2FuZGJveFJlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCSJFChRXYXRjaFNhbmRib3hSZXNwb25zZRItCgdzYW5kYm94GAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94IioKFERlbGV0ZVNhbmRib3hSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkiFwoVRGVsZXRlU2FuZGJveFJlc3BvbnNlIqgBChZEZWxldGVTYW5kYm94ZXNSZXF1ZXN0EkcKBmxhYmVscxgBIAMoCzI3LnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlU2FuZGJveGVzUmVxdWVzdC5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgCIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIi4KF0RlbGV0ZVNhbmRib3hlc1Jlc3BvbnNlEhMKC3NhbmRib3hfaWRzGAEgAygJIlEKEVJlbmV3TGVhc2VSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSKAoFbGVhc2UYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iRQoSUmVuZXdMZWFzZVJlc3BvbnNlEi8KC2V4cGlyZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCIVChNMaXN0QmFja2VuZHNSZXF1ZXN0IkYKFExpc3RCYWNrZW5kc1Jlc3BvbnNlEi4KCGJhY2tlbmRzGAEgAygLMhwucGVuc3RvY2suc2FuZGJveC52MS5CYWNrZW5kIkUKCFNlZWRGaWxlEgwKBHBhdGgYASABKAkSDwoHY29udGVudBgCIAEoDBIRCgRtb2RlGAMgASgNSACIAQFCBwoFX21vZGUinAEKDFNuYXBzaG90U3BlYxIxCgdzYW5kYm94GAEgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYxIsCgVmaWxlcxgCIAMoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU2VlZEZpbGUSKwoFc2V0dXAYAyADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQi2AEKCFNuYXBzaG90EhMKC3NuYXBzaG90X2lkGAEgASgJEgsKA2tleRgCIAEoCRIPCgdiYWNrZW5kGAMgASgJEi8KC2NyZWF0ZV90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBISCgpzaXplX2J5dGVzGAUgASgDEjAKCWZvcmtfa2luZBgGIAEoDjIdLnBlbnN0b2NrLnNhbmRib3gudjEuRm9ya0tpbmQSEQoJbmFtZXNwYWNlGAcgASgJEg8KB3NlcnZpY2UYCCABKAkiSQoWUHJlcGFyZVNuYXBzaG90UmVxdWVzdBIvCgRzcGVjGAEgASgLMiEucGVuc3RvY2suc2FuZGJveC52MS5TbmFwc2hvdFNwZWMi+gIKF1ByZXBhcmVTbmFwc2hvdFJlc3BvbnNlElYKD2NvbW1hbmRfc3RhcnRlZBgBIAEoCzI7LnBlbnN0b2NrLnNhbmRib3gudjEuUHJlcGFyZVNuYXBzaG90UmVzcG9uc2UuQ29tbWFuZFN0YXJ0ZWRIABJYChBjb21tYW5kX2ZpbmlzaGVkGAIgASgLMjwucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlU25hcHNob3RSZXNwb25zZS5Db21tYW5kRmluaXNoZWRIABIxCghzbmFwc2hvdBgDIAEoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU25hcHNob3RIABofCg5Db21tYW5kU3RhcnRlZBINCgVpbmRleBgBIAEoBRpQCg9Db21tYW5kRmluaXNoZWQSDQoFaW5kZXgYASABKAUSLgoGcmVzdWx0GAIgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SdW5SZXN1bHRCBwoFZXZlbnQiKQoSR2V0U25hcHNob3RSZXF1ZXN0EhMKC3NuYXBzaG90X2lkGAEgASgJIkYKE0dldFNuYXBzaG90UmVzcG9uc2USLwoIc25hcHNob3QYASABKAsyHS5wZW5zdG9jay5zYW5kYm94LnYxLlNuYXBzaG90IlUKFExpc3RTbmFwc2hvdHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhYKDmFsbF9uYW1lc3BhY2VzGAMgASgIImIKFUxpc3RTbmFwc2hvdHNSZXNwb25zZRIwCglzbmFwc2hvdHMYASADKAsyHS5wZW5zdG9jay5zYW5kYm94LnYxLlNuYXBzaG90EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIsChVEZWxldGVTbmFwc2hvdFJlcXVlc3QSEwoLc25hcHNob3RfaWQYASABKAkiGAoWRGVsZXRlU25hcHNob3RSZXNwb25zZSKgAQoURm9ya1NhbmRib3hlc1JlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIVCgtzbmFwc2hvdF9pZBgCIAEoCUgAEhQKCnNhbmRib3hfaWQYAyABKAlIABINCgVjb3VudBgEIAEoBRIuCgRzcGVjGAUgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlY0IICgZzb3VyY2UitwIKFUZvcmtTYW5kYm94ZXNSZXNwb25zZRINCgVpbmRleBgBIAEoBRIvCgdzYW5kYm94GAIgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94SAASSQoHZmFpbHVyZRgDIAEoCzI2LnBlbnN0b2NrLnNhbmRib3gudjEuRm9ya1NhbmRib3hlc1Jlc3BvbnNlLkZvcmtGYWlsdXJlSAASNwoKZGF0YV9wbGFuZRgEIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuRGF0YVBsYW5lSAGIAQEaQQoLRm9ya0ZhaWx1cmUSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSEQoJcmV0cmlhYmxlGAMgASgIQggKBnJlc3VsdEINCgtfZGF0YV9wbGFuZSJiChdTZXROZXR3b3JrUG9saWN5UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEjMKB25ldHdvcmsYAiABKAsyIi5wZW5zdG9jay5zYW5kYm94LnYxLk5ldHdvcmtQb2xpY3kiGgoYU2V0TmV0d29ya1BvbGljeVJlc3BvbnNlIikKE1BhdXNlU2FuZGJveFJlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCSIWChRQYXVzZVNhbmRib3hSZXNwb25zZSIqChRSZXN1bWVTYW5kYm94UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJIhcKFVJlc3VtZVNhbmRib3hSZXNwb25zZSLvAQoVV2F0Y2hTYW5kYm94ZXNSZXF1ZXN0EkYKBmxhYmVscxgBIAMoCzI2LnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hTYW5kYm94ZXNSZXF1ZXN0LkxhYmVsc0VudHJ5EisKCGludGVydmFsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhEKBG1vc3QYAyABKAVIAIgBARIWCg5hbGxfbmFtZXNwYWNlcxgEIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgcKBV9tb3N0IuoBChZXYXRjaFNhbmRib3hlc1Jlc3BvbnNlEkQKCXNhbmRib3hlcxgBIAMoCzIxLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hTYW5kYm94ZXNSZXNwb25zZS5Vc2FnZRINCgVjb3VudBgCIAEoBRp7CgVVc2FnZRItCgdzYW5kYm94GAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94EjkKBXN0YXRzGAIgASgLMiUucGVuc3RvY2suc2FuZGJveC52MS5HZXRTdGF0c1Jlc3BvbnNlSACIAQFCCAoGX3N0YXRzIiUKD0dldFN0YXRzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJIoUCChBHZXRTdGF0c1Jlc3BvbnNlEhkKDG1lbW9yeV9ieXRlcxgBIAEoA0gAiAEBEh4KEW1lbW9yeV9wZWFrX2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEisKCGNwdV90aW1lGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhcKCmRpc2tfYnl0ZXMYBSABKANIA4gBARITCgZpbm9kZXMYBiABKANIBIgBAUIPCg1fbWVtb3J5X2J5dGVzQhQKEl9tZW1vcnlfcGVha19ieXRlc0IHCgVfcGlkc0INCgtfZGlza19ieXRlc0IJCgdfaW5vZGVzIl0KEkRpZmZTYW5kYm94UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEg0KBWJlbG93GAIgAygJEhYKCW1heF9ieXRlcxgDIAEoA0gAiAEBQgwKCl9tYXhfYnl0ZXMiwQEKE0RpZmZTYW5kYm94UmVzcG9uc2USEwoJdGFyX2NodW5rGAEgASgMSAASPwoDZW5kGAIgASgLMjAucGVuc3RvY2suc2FuZGJveC52MS5EaWZmU2FuZGJveFJlc3BvbnNlLkRpZmZFbmRIABpLCgdEaWZmRW5kEhUKDWRlbGV0ZWRfcGF0aHMYASADKAkSDgoGc2hhMjU2GAIgASgMEhkKEXJhd19kZWxldGVkX3BhdGhzGAMgAygMQgcKBWV2ZW50Mt8VCg5TYW5kYm94U2VydmljZRKbAQoNQ3JlYXRlU2FuZGJveBIpLnBlbnN0b2NrLnNhbmRib3gudjEuQ3JlYXRlU2FuZGJveFJlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLkNyZWF0ZVNhbmRib3hSZXNwb25zZSIzsrsYLwoWeC1wZW5zdG9jay1zbmFwc2hvdC1pZBIVc3BlYy5iYXNlLnNuYXBzaG90X2lkEoYBCgpHZXRTYW5kYm94EiYucGVuc3RvY2suc2FuZGJveC52MS5HZXRTYW5kYm94UmVxdWVzdBonLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0U2FuZGJveFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSjAEKDEdldERhdGFQbGFuZRIoLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0RGF0YVBsYW5lUmVxdWVzdBopLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0RGF0YVBsYW5lUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBJmCg1MaXN0U2FuZGJveGVzEikucGVuc3RvY2suc2FuZGJveC52MS5MaXN0U2FuZGJveGVzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFNhbmRib3hlc1Jlc3BvbnNlEo4BCgxXYXRjaFNhbmRib3gSKC5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoU2FuZGJveFJlcXVlc3QaKS5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoU2FuZGJveFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQwARJrCg5XYXRjaFNhbmRib3hlcxIqLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hTYW5kYm94ZXNSZXF1ZXN0GisucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFNhbmRib3hlc1Jlc3BvbnNlMAESjwEKDURlbGV0ZVNhbmRib3gSKS5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVNhbmRib3hSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5EZWxldGVTYW5kYm94UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBJsCg9EZWxldGVTYW5kYm94ZXMSKy5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVNhbmRib3hlc1JlcXVlc3QaLC5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVNhbmRib3hlc1Jlc3BvbnNlEoYBCgpSZW5ld0xlYXNlEiYucGVuc3RvY2suc2FuZGJveC52MS5SZW5ld0xlYXNlUmVxdWVzdBonLnBlbnN0b2NrLnNhbmRib3gudjEuUmVuZXdMZWFzZVJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSYwoMTGlzdEJhY2tlbmRzEigucGVuc3RvY2suc2FuZGJveC52MS5MaXN0QmFja2VuZHNSZXF1ZXN0GikucGVuc3RvY2suc2FuZGJveC52MS5MaXN0QmFja2VuZHNSZXNwb25zZRKrAQoPUHJlcGFyZVNuYXBzaG90EisucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlU25hcHNob3RSZXF1ZXN0GiwucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlU25hcHNob3RSZXNwb25zZSI7srsYNwoWeC1wZW5zdG9jay1zbmFwc2hvdC1pZBIdc3BlYy5zYW5kYm94LmJhc2Uuc25hcHNob3RfaWQwARKLAQoLR2V0U25hcHNob3QSJy5wZW5zdG9jay5zYW5kYm94LnYxLkdldFNuYXBzaG90UmVxdWVzdBooLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0U25hcHNob3RSZXNwb25zZSIpsrsYJQoWeC1wZW5zdG9jay1zbmFwc2hvdC1pZBILc25hcHNob3RfaWQSZgoNTGlzdFNuYXBzaG90cxIpLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFNuYXBzaG90c1JlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RTbmFwc2hvdHNSZXNwb25zZRKUAQoORGVsZXRlU25hcHNob3QSKi5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVNuYXBzaG90UmVxdWVzdBorLnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlU25hcHNob3RSZXNwb25zZSIpsrsYJQoWeC1wZW5zdG9jay1zbmFwc2hvdC1pZBILc25hcHNob3RfaWQSugEKDUZvcmtTYW5kYm94ZXMSKS5wZW5zdG9jay5zYW5kYm94LnYxLkZvcmtTYW5kYm94ZXNSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrU2FuZGJveGVzUmVzcG9uc2UiULK7GCUKFngtcGVuc3RvY2stc25hcHNob3QtaWQSC3NuYXBzaG90X2lksrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkMAESmAEKEFNldE5ldHdvcmtQb2xpY3kSLC5wZW5zdG9jay5zYW5kYm94LnYxLlNldE5ldHdvcmtQb2xpY3lSZXF1ZXN0Gi0ucGVuc3RvY2suc2FuZGJveC52MS5TZXROZXR3b3JrUG9saWN5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKMAQoMUGF1c2VTYW5kYm94EigucGVuc3RvY2suc2FuZGJveC52MS5QYXVzZVNhbmRib3hSZXF1ZXN0GikucGVuc3RvY2suc2FuZGJveC52MS5QYXVzZVNhbmRib3hSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEo8BCg1SZXN1bWVTYW5kYm94EikucGVuc3RvY2suc2FuZGJveC52MS5SZXN1bWVTYW5kYm94UmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzdW1lU2FuZGJveFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSgAEKCEdldFN0YXRzEiQucGVuc3RvY2suc2FuZGJveC52MS5HZXRTdGF0c1JlcXVlc3QaJS5wZW5zdG9jay5zYW5kYm94LnYxLkdldFN0YXRzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKLAQoLRGlmZlNhbmRib3gSJy5wZW5zdG9jay5zYW5kYm94LnYxLkRpZmZTYW5kYm94UmVxdWVzdBooLnBlbnN0b2NrLnNhbmRib3gudjEuRGlmZlNhbmRib3hSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkMAFCpAEKE3BlbnN0b2NrLnNhbmRib3gudjFCE1NhbmRib3hTZXJ2aWNlUHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vc2FuZGJveC92MTtzYW5kYm94djGqAhNQZW5zdG9jay5TYW5kYm94LlYxygITUGVuc3RvY2tcU2FuZGJveFxWMeoCFVBlbnN0b2NrOjpTYW5kYm94OjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options, file_penstock_sandbox_v1_process_service, file_penstock_sandbox_v1_sandbox]);
+  fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3hfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSJaChRDcmVhdGVTYW5kYm94UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEi4KBHNwZWMYAiABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjIo4BChVDcmVhdGVTYW5kYm94UmVzcG9uc2USLQoHc2FuZGJveBgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveBI3CgpkYXRhX3BsYW5lGAIgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5EYXRhUGxhbmVIAIgBAUINCgtfZGF0YV9wbGFuZSInChFHZXRTYW5kYm94UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJIkMKEkdldFNhbmRib3hSZXNwb25zZRItCgdzYW5kYm94GAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94IikKE0dldERhdGFQbGFuZVJlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCSJeChRHZXREYXRhUGxhbmVSZXNwb25zZRI3CgpkYXRhX3BsYW5lGAEgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5EYXRhUGxhbmVIAIgBAUINCgtfZGF0YV9wbGFuZSLLAQoUTGlzdFNhbmRib3hlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSRQoGbGFiZWxzGAMgAygLMjUucGVuc3RvY2suc2FuZGJveC52MS5MaXN0U2FuZGJveGVzUmVxdWVzdC5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgEIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBImEKFUxpc3RTYW5kYm94ZXNSZXNwb25zZRIvCglzYW5kYm94ZXMYASADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3gSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIikKE1dhdGNoU2FuZGJveFJlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCSJFChRXYXRjaFNhbmRib3hSZXNwb25zZRItCgdzYW5kYm94GAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94IioKFERlbGV0ZVNhbmRib3hSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkiFwoVRGVsZXRlU2FuZGJveFJlc3BvbnNlIqgBChZEZWxldGVTYW5kYm94ZXNSZXF1ZXN0EkcKBmxhYmVscxgBIAMoCzI3LnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlU2FuZGJveGVzUmVxdWVzdC5MYWJlbHNFbnRyeRIWCg5hbGxfbmFtZXNwYWNlcxgCIAEoCBotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIi4KF0RlbGV0ZVNhbmRib3hlc1Jlc3BvbnNlEhMKC3NhbmRib3hfaWRzGAEgAygJIlEKEVJlbmV3TGVhc2VSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSKAoFbGVhc2UYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iRQoSUmVuZXdMZWFzZVJlc3BvbnNlEi8KC2V4cGlyZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCIVChNMaXN0QmFja2VuZHNSZXF1ZXN0IkYKFExpc3RCYWNrZW5kc1Jlc3BvbnNlEi4KCGJhY2tlbmRzGAEgAygLMhwucGVuc3RvY2suc2FuZGJveC52MS5CYWNrZW5kIhYKFEdldE5vZGVTdGF0dXNSZXF1ZXN0IuABChVHZXROb2RlU3RhdHVzUmVzcG9uc2USFQoNc2FuZGJveF9jb3VudBgBIAEoBRIVCg13YWl0aW5nX2NvdW50GAIgASgFEgwKBHJvb20YAyABKAUSHgoRZnJlZV9tZW1vcnlfYnl0ZXMYBCABKANIAIgBARIRCgljcHVfY291bnQYBSABKAESFgoOYnVzeV9jcHVfY291bnQYBiABKAESFQoNc25hcHNob3Rfa2V5cxgHIAMoCRITCgt0b29sYm94X2lkcxgIIAMoCUIUChJfZnJlZV9tZW1vcnlfYnl0ZXMiRQoIU2VlZEZpbGUSDAoEcGF0aBgBIAEoCRIPCgdjb250ZW50GAIgASgMEhEKBG1vZGUYAyABKA1IAIgBAUIHCgVfbW9kZSKcAQoMU25hcHNob3RTcGVjEjEKB3NhbmRib3gYASABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjEiwKBWZpbGVzGAIgAygLMh0ucGVuc3RvY2suc2FuZGJveC52MS5TZWVkRmlsZRIrCgVzZXR1cBgDIAMoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZCLYAQoIU25hcHNob3QSEwoLc25hcHNob3RfaWQYASABKAkSCwoDa2V5GAIgASgJEg8KB2JhY2tlbmQYAyABKAkSLwoLY3JlYXRlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhIKCnNpemVfYnl0ZXMYBSABKAMSMAoJZm9ya19raW5kGAYgASgOMh0ucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrS2luZBIRCgluYW1lc3BhY2UYByABKAkSDwoHc2VydmljZRgIIAEoCSJJChZQcmVwYXJlU25hcHNob3RSZXF1ZXN0Ei8KBHNwZWMYASABKAsyIS5wZW5zdG9jay5zYW5kYm94LnYxLlNuYXBzaG90U3BlYyL6AgoXUHJlcGFyZVNuYXBzaG90UmVzcG9uc2USVgoPY29tbWFuZF9zdGFydGVkGAEgASgLMjsucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlU25hcHNob3RSZXNwb25zZS5Db21tYW5kU3RhcnRlZEgAElgKEGNvbW1hbmRfZmluaXNoZWQYAiABKAsyPC5wZW5zdG9jay5zYW5kYm94LnYxLlByZXBhcmVTbmFwc2hvdFJlc3BvbnNlLkNvbW1hbmRGaW5pc2hlZEgAEjEKCHNuYXBzaG90GAMgASgLMh0ucGVuc3RvY2suc2FuZGJveC52MS5TbmFwc2hvdEgAGh8KDkNvbW1hbmRTdGFydGVkEg0KBWluZGV4GAEgASgFGlAKD0NvbW1hbmRGaW5pc2hlZBINCgVpbmRleBgBIAEoBRIuCgZyZXN1bHQYAiABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlc3VsdEIHCgVldmVudCIpChJHZXRTbmFwc2hvdFJlcXVlc3QSEwoLc25hcHNob3RfaWQYASABKAkiRgoTR2V0U25hcHNob3RSZXNwb25zZRIvCghzbmFwc2hvdBgBIAEoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU25hcHNob3QiVQoUTGlzdFNuYXBzaG90c1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSFgoOYWxsX25hbWVzcGFjZXMYAyABKAgiYgoVTGlzdFNuYXBzaG90c1Jlc3BvbnNlEjAKCXNuYXBzaG90cxgBIAMoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU25hcHNob3QSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiwKFURlbGV0ZVNuYXBzaG90UmVxdWVzdBITCgtzbmFwc2hvdF9pZBgBIAEoCSIYChZEZWxldGVTbmFwc2hvdFJlc3BvbnNlIqABChRGb3JrU2FuZGJveGVzUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhUKC3NuYXBzaG90X2lkGAIgASgJSAASFAoKc2FuZGJveF9pZBgDIAEoCUgAEg0KBWNvdW50GAQgASgFEi4KBHNwZWMYBSABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjQggKBnNvdXJjZSK3AgoVRm9ya1NhbmRib3hlc1Jlc3BvbnNlEg0KBWluZGV4GAEgASgFEi8KB3NhbmRib3gYAiABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hIABJJCgdmYWlsdXJlGAMgASgLMjYucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrU2FuZGJveGVzUmVzcG9uc2UuRm9ya0ZhaWx1cmVIABI3CgpkYXRhX3BsYW5lGAQgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5EYXRhUGxhbmVIAYgBARpBCgtGb3JrRmFpbHVyZRIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIRCglyZXRyaWFibGUYAyABKAhCCAoGcmVzdWx0Qg0KC19kYXRhX3BsYW5lImIKF1NldE5ldHdvcmtQb2xpY3lSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSMwoHbmV0d29yaxgCIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeSIaChhTZXROZXR3b3JrUG9saWN5UmVzcG9uc2UiKQoTUGF1c2VTYW5kYm94UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJIhYKFFBhdXNlU2FuZGJveFJlc3BvbnNlIioKFFJlc3VtZVNhbmRib3hSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkiFwoVUmVzdW1lU2FuZGJveFJlc3BvbnNlIu8BChVXYXRjaFNhbmRib3hlc1JlcXVlc3QSRgoGbGFiZWxzGAEgAygLMjYucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFNhbmRib3hlc1JlcXVlc3QuTGFiZWxzRW50cnkSKwoIaW50ZXJ2YWwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEQoEbW9zdBgDIAEoBUgAiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAQgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCBwoFX21vc3Qi6gEKFldhdGNoU2FuZGJveGVzUmVzcG9uc2USRAoJc2FuZGJveGVzGAEgAygLMjEucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFNhbmRib3hlc1Jlc3BvbnNlLlVzYWdlEg0KBWNvdW50GAIgASgFGnsKBVVzYWdlEi0KB3NhbmRib3gYASABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3gSOQoFc3RhdHMYAiABKAsyJS5wZW5zdG9jay5zYW5kYm94LnYxLkdldFN0YXRzUmVzcG9uc2VIAIgBAUIICgZfc3RhdHMiJQoPR2V0U3RhdHNSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkihQIKEEdldFN0YXRzUmVzcG9uc2USGQoMbWVtb3J5X2J5dGVzGAEgASgDSACIAQESHgoRbWVtb3J5X3BlYWtfYnl0ZXMYAiABKANIAYgBARIRCgRwaWRzGAMgASgFSAKIAQESKwoIY3B1X3RpbWUYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFwoKZGlza19ieXRlcxgFIAEoA0gDiAEBEhMKBmlub2RlcxgGIAEoA0gEiAEBQg8KDV9tZW1vcnlfYnl0ZXNCFAoSX21lbW9yeV9wZWFrX2J5dGVzQgcKBV9waWRzQg0KC19kaXNrX2J5dGVzQgkKB19pbm9kZXMiXQoSRGlmZlNhbmRib3hSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSDQoFYmVsb3cYAiADKAkSFgoJbWF4X2J5dGVzGAMgASgDSACIAQFCDAoKX21heF9ieXRlcyLBAQoTRGlmZlNhbmRib3hSZXNwb25zZRITCgl0YXJfY2h1bmsYASABKAxIABI/CgNlbmQYAiABKAsyMC5wZW5zdG9jay5zYW5kYm94LnYxLkRpZmZTYW5kYm94UmVzcG9uc2UuRGlmZkVuZEgAGksKB0RpZmZFbmQSFQoNZGVsZXRlZF9wYXRocxgBIAMoCRIOCgZzaGEyNTYYAiABKAwSGQoRcmF3X2RlbGV0ZWRfcGF0aHMYAyADKAxCBwoFZXZlbnQyxxYKDlNhbmRib3hTZXJ2aWNlEpsBCg1DcmVhdGVTYW5kYm94EikucGVuc3RvY2suc2FuZGJveC52MS5DcmVhdGVTYW5kYm94UmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuQ3JlYXRlU2FuZGJveFJlc3BvbnNlIjOyuxgvChZ4LXBlbnN0b2NrLXNuYXBzaG90LWlkEhVzcGVjLmJhc2Uuc25hcHNob3RfaWQShgEKCkdldFNhbmRib3gSJi5wZW5zdG9jay5zYW5kYm94LnYxLkdldFNhbmRib3hSZXF1ZXN0GicucGVuc3RvY2suc2FuZGJveC52MS5HZXRTYW5kYm94UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKMAQoMR2V0RGF0YVBsYW5lEigucGVuc3RvY2suc2FuZGJveC52MS5HZXREYXRhUGxhbmVSZXF1ZXN0GikucGVuc3RvY2suc2FuZGJveC52MS5HZXREYXRhUGxhbmVSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEmYKDUxpc3RTYW5kYm94ZXMSKS5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RTYW5kYm94ZXNSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5MaXN0U2FuZGJveGVzUmVzcG9uc2USjgEKDFdhdGNoU2FuZGJveBIoLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hTYW5kYm94UmVxdWVzdBopLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hTYW5kYm94UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZDABEmsKDldhdGNoU2FuZGJveGVzEioucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFNhbmRib3hlc1JlcXVlc3QaKy5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoU2FuZGJveGVzUmVzcG9uc2UwARKPAQoNRGVsZXRlU2FuZGJveBIpLnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlU2FuZGJveFJlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVNhbmRib3hSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEmwKD0RlbGV0ZVNhbmRib3hlcxIrLnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlU2FuZGJveGVzUmVxdWVzdBosLnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlU2FuZGJveGVzUmVzcG9uc2UShgEKClJlbmV3TGVhc2USJi5wZW5zdG9jay5zYW5kYm94LnYxLlJlbmV3TGVhc2VSZXF1ZXN0GicucGVuc3RvY2suc2FuZGJveC52MS5SZW5ld0xlYXNlUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBJjCgxMaXN0QmFja2VuZHMSKC5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RCYWNrZW5kc1JlcXVlc3QaKS5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RCYWNrZW5kc1Jlc3BvbnNlEmYKDUdldE5vZGVTdGF0dXMSKS5wZW5zdG9jay5zYW5kYm94LnYxLkdldE5vZGVTdGF0dXNSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5HZXROb2RlU3RhdHVzUmVzcG9uc2USqwEKD1ByZXBhcmVTbmFwc2hvdBIrLnBlbnN0b2NrLnNhbmRib3gudjEuUHJlcGFyZVNuYXBzaG90UmVxdWVzdBosLnBlbnN0b2NrLnNhbmRib3gudjEuUHJlcGFyZVNuYXBzaG90UmVzcG9uc2UiO7K7GDcKFngtcGVuc3RvY2stc25hcHNob3QtaWQSHXNwZWMuc2FuZGJveC5iYXNlLnNuYXBzaG90X2lkMAESiwEKC0dldFNuYXBzaG90EicucGVuc3RvY2suc2FuZGJveC52MS5HZXRTbmFwc2hvdFJlcXVlc3QaKC5wZW5zdG9jay5zYW5kYm94LnYxLkdldFNuYXBzaG90UmVzcG9uc2UiKbK7GCUKFngtcGVuc3RvY2stc25hcHNob3QtaWQSC3NuYXBzaG90X2lkEmYKDUxpc3RTbmFwc2hvdHMSKS5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RTbmFwc2hvdHNSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5MaXN0U25hcHNob3RzUmVzcG9uc2USlAEKDkRlbGV0ZVNuYXBzaG90EioucGVuc3RvY2suc2FuZGJveC52MS5EZWxldGVTbmFwc2hvdFJlcXVlc3QaKy5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVNuYXBzaG90UmVzcG9uc2UiKbK7GCUKFngtcGVuc3RvY2stc25hcHNob3QtaWQSC3NuYXBzaG90X2lkEroBCg1Gb3JrU2FuZGJveGVzEikucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrU2FuZGJveGVzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuRm9ya1NhbmRib3hlc1Jlc3BvbnNlIlCyuxglChZ4LXBlbnN0b2NrLXNuYXBzaG90LWlkEgtzbmFwc2hvdF9pZLK7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZDABEpgBChBTZXROZXR3b3JrUG9saWN5EiwucGVuc3RvY2suc2FuZGJveC52MS5TZXROZXR3b3JrUG9saWN5UmVxdWVzdBotLnBlbnN0b2NrLnNhbmRib3gudjEuU2V0TmV0d29ya1BvbGljeVJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSjAEKDFBhdXNlU2FuZGJveBIoLnBlbnN0b2NrLnNhbmRib3gudjEuUGF1c2VTYW5kYm94UmVxdWVzdBopLnBlbnN0b2NrLnNhbmRib3gudjEuUGF1c2VTYW5kYm94UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKPAQoNUmVzdW1lU2FuZGJveBIpLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzdW1lU2FuZGJveFJlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLlJlc3VtZVNhbmRib3hSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEoABCghHZXRTdGF0cxIkLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0U3RhdHNSZXF1ZXN0GiUucGVuc3RvY2suc2FuZGJveC52MS5HZXRTdGF0c1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSiwEKC0RpZmZTYW5kYm94EicucGVuc3RvY2suc2FuZGJveC52MS5EaWZmU2FuZGJveFJlcXVlc3QaKC5wZW5zdG9jay5zYW5kYm94LnYxLkRpZmZTYW5kYm94UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZDABQqQBChNwZW5zdG9jay5zYW5kYm94LnYxQhNTYW5kYm94U2VydmljZVByb3RvUAFaMnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL3NhbmRib3gvdjE7c2FuZGJveHYxqgITUGVuc3RvY2suU2FuZGJveC5WMcoCE1BlbnN0b2NrXFNhbmRib3hcVjHqAhVQZW5zdG9jazo6U2FuZGJveDo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options, file_penstock_sandbox_v1_process_service, file_penstock_sandbox_v1_sandbox]);
 
 /**
  * See CreateSandbox.
@@ -416,6 +416,90 @@ export const ListBackendsResponseSchema: GenMessage<ListBackendsResponse> = /*@_
   messageDesc(file_penstock_sandbox_v1_sandbox_service, 17);
 
 /**
+ * See GetNodeStatus.
+ *
+ * @generated from message penstock.sandbox.v1.GetNodeStatusRequest
+ */
+export type GetNodeStatusRequest = Message<"penstock.sandbox.v1.GetNodeStatusRequest"> & {
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.GetNodeStatusRequest.
+ * Use `create(GetNodeStatusRequestSchema)` to create a new message.
+ */
+export const GetNodeStatusRequestSchema: GenMessage<GetNodeStatusRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 18);
+
+/**
+ * See GetNodeStatus.
+ *
+ * @generated from message penstock.sandbox.v1.GetNodeStatusResponse
+ */
+export type GetNodeStatusResponse = Message<"penstock.sandbox.v1.GetNodeStatusResponse"> & {
+  /**
+   * Sandboxes that exist or are being made, the service's own included.
+   *
+   * @generated from field: int32 sandbox_count = 1;
+   */
+  sandboxCount: number;
+
+  /**
+   * Creates that wait for a free place.
+   *
+   * @generated from field: int32 waiting_count = 2;
+   */
+  waitingCount: number;
+
+  /**
+   * How many more sandboxes it admits now. 0 = full: its limit is reached or its disk is low. Limits of an owner or of a
+   * namespace may leave less.
+   *
+   * @generated from field: int32 room = 3;
+   */
+  room: number;
+
+  /**
+   * Memory of the service's machine that is free for more. Unset = unknown.
+   *
+   * @generated from field: optional int64 free_memory_bytes = 4;
+   */
+  freeMemoryBytes?: bigint | undefined;
+
+  /**
+   * Processors of the service's machine, and how many run or wait now (mean of a minute). 0 = unknown.
+   *
+   * @generated from field: double cpu_count = 5;
+   */
+  cpuCount: number;
+
+  /**
+   * @generated from field: double busy_cpu_count = 6;
+   */
+  busyCpuCount: number;
+
+  /**
+   * Keys of the snapshots that it has (Snapshot.key), the most recently made first, at most 4096.
+   *
+   * @generated from field: repeated string snapshot_keys = 7;
+   */
+  snapshotKeys: string[];
+
+  /**
+   * Ids of the toolboxes that it has, the most recently made first, at most 4096.
+   *
+   * @generated from field: repeated string toolbox_ids = 8;
+   */
+  toolboxIds: string[];
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.GetNodeStatusResponse.
+ * Use `create(GetNodeStatusResponseSchema)` to create a new message.
+ */
+export const GetNodeStatusResponseSchema: GenMessage<GetNodeStatusResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 19);
+
+/**
  * SeedFile is a file to write before setup.
  *
  * @generated from message penstock.sandbox.v1.SeedFile
@@ -446,7 +530,7 @@ export type SeedFile = Message<"penstock.sandbox.v1.SeedFile"> & {
  * Use `create(SeedFileSchema)` to create a new message.
  */
 export const SeedFileSchema: GenMessage<SeedFile> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 18);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 20);
 
 /**
  * SnapshotSpec is what a snapshot is made from. Specs with equal content share one snapshot.
@@ -479,7 +563,7 @@ export type SnapshotSpec = Message<"penstock.sandbox.v1.SnapshotSpec"> & {
  * Use `create(SnapshotSpecSchema)` to create a new message.
  */
 export const SnapshotSpecSchema: GenMessage<SnapshotSpec> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 19);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 21);
 
 /**
  * Snapshot is a sealed, immutable state of a sandbox's files.
@@ -541,7 +625,7 @@ export type Snapshot = Message<"penstock.sandbox.v1.Snapshot"> & {
  * Use `create(SnapshotSchema)` to create a new message.
  */
 export const SnapshotSchema: GenMessage<Snapshot> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 20);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 22);
 
 /**
  * See PrepareSnapshot.
@@ -560,7 +644,7 @@ export type PrepareSnapshotRequest = Message<"penstock.sandbox.v1.PrepareSnapsho
  * Use `create(PrepareSnapshotRequestSchema)` to create a new message.
  */
 export const PrepareSnapshotRequestSchema: GenMessage<PrepareSnapshotRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 21);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 23);
 
 /**
  * See PrepareSnapshot.
@@ -601,7 +685,7 @@ export type PrepareSnapshotResponse = Message<"penstock.sandbox.v1.PrepareSnapsh
  * Use `create(PrepareSnapshotResponseSchema)` to create a new message.
  */
 export const PrepareSnapshotResponseSchema: GenMessage<PrepareSnapshotResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 22);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 24);
 
 /**
  * CommandStarted states that a setup command began.
@@ -620,7 +704,7 @@ export type PrepareSnapshotResponse_CommandStarted = Message<"penstock.sandbox.v
  * Use `create(PrepareSnapshotResponse_CommandStartedSchema)` to create a new message.
  */
 export const PrepareSnapshotResponse_CommandStartedSchema: GenMessage<PrepareSnapshotResponse_CommandStarted> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 22, 0);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 24, 0);
 
 /**
  * CommandFinished states that a setup command ended.
@@ -644,7 +728,7 @@ export type PrepareSnapshotResponse_CommandFinished = Message<"penstock.sandbox.
  * Use `create(PrepareSnapshotResponse_CommandFinishedSchema)` to create a new message.
  */
 export const PrepareSnapshotResponse_CommandFinishedSchema: GenMessage<PrepareSnapshotResponse_CommandFinished> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 22, 1);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 24, 1);
 
 /**
  * See GetSnapshot.
@@ -663,7 +747,7 @@ export type GetSnapshotRequest = Message<"penstock.sandbox.v1.GetSnapshotRequest
  * Use `create(GetSnapshotRequestSchema)` to create a new message.
  */
 export const GetSnapshotRequestSchema: GenMessage<GetSnapshotRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 23);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 25);
 
 /**
  * See GetSnapshot.
@@ -682,7 +766,7 @@ export type GetSnapshotResponse = Message<"penstock.sandbox.v1.GetSnapshotRespon
  * Use `create(GetSnapshotResponseSchema)` to create a new message.
  */
 export const GetSnapshotResponseSchema: GenMessage<GetSnapshotResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 24);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 26);
 
 /**
  * See ListSnapshots.
@@ -715,7 +799,7 @@ export type ListSnapshotsRequest = Message<"penstock.sandbox.v1.ListSnapshotsReq
  * Use `create(ListSnapshotsRequestSchema)` to create a new message.
  */
 export const ListSnapshotsRequestSchema: GenMessage<ListSnapshotsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 25);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 27);
 
 /**
  * See ListSnapshots.
@@ -739,7 +823,7 @@ export type ListSnapshotsResponse = Message<"penstock.sandbox.v1.ListSnapshotsRe
  * Use `create(ListSnapshotsResponseSchema)` to create a new message.
  */
 export const ListSnapshotsResponseSchema: GenMessage<ListSnapshotsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 26);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 28);
 
 /**
  * See DeleteSnapshot.
@@ -758,7 +842,7 @@ export type DeleteSnapshotRequest = Message<"penstock.sandbox.v1.DeleteSnapshotR
  * Use `create(DeleteSnapshotRequestSchema)` to create a new message.
  */
 export const DeleteSnapshotRequestSchema: GenMessage<DeleteSnapshotRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 27);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 29);
 
 /**
  * See DeleteSnapshot.
@@ -773,7 +857,7 @@ export type DeleteSnapshotResponse = Message<"penstock.sandbox.v1.DeleteSnapshot
  * Use `create(DeleteSnapshotResponseSchema)` to create a new message.
  */
 export const DeleteSnapshotResponseSchema: GenMessage<DeleteSnapshotResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 28);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 30);
 
 /**
  * See ForkSandboxes.
@@ -826,7 +910,7 @@ export type ForkSandboxesRequest = Message<"penstock.sandbox.v1.ForkSandboxesReq
  * Use `create(ForkSandboxesRequestSchema)` to create a new message.
  */
 export const ForkSandboxesRequestSchema: GenMessage<ForkSandboxesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 29);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 31);
 
 /**
  * See ForkSandboxes.
@@ -871,7 +955,7 @@ export type ForkSandboxesResponse = Message<"penstock.sandbox.v1.ForkSandboxesRe
  * Use `create(ForkSandboxesResponseSchema)` to create a new message.
  */
 export const ForkSandboxesResponseSchema: GenMessage<ForkSandboxesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 30);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 32);
 
 /**
  * ForkFailure is why one child could not be made.
@@ -902,7 +986,7 @@ export type ForkSandboxesResponse_ForkFailure = Message<"penstock.sandbox.v1.For
  * Use `create(ForkSandboxesResponse_ForkFailureSchema)` to create a new message.
  */
 export const ForkSandboxesResponse_ForkFailureSchema: GenMessage<ForkSandboxesResponse_ForkFailure> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 30, 0);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 32, 0);
 
 /**
  * See SetNetworkPolicy.
@@ -926,7 +1010,7 @@ export type SetNetworkPolicyRequest = Message<"penstock.sandbox.v1.SetNetworkPol
  * Use `create(SetNetworkPolicyRequestSchema)` to create a new message.
  */
 export const SetNetworkPolicyRequestSchema: GenMessage<SetNetworkPolicyRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 31);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 33);
 
 /**
  * See SetNetworkPolicy.
@@ -941,7 +1025,7 @@ export type SetNetworkPolicyResponse = Message<"penstock.sandbox.v1.SetNetworkPo
  * Use `create(SetNetworkPolicyResponseSchema)` to create a new message.
  */
 export const SetNetworkPolicyResponseSchema: GenMessage<SetNetworkPolicyResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 32);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 34);
 
 /**
  * See PauseSandbox.
@@ -960,7 +1044,7 @@ export type PauseSandboxRequest = Message<"penstock.sandbox.v1.PauseSandboxReque
  * Use `create(PauseSandboxRequestSchema)` to create a new message.
  */
 export const PauseSandboxRequestSchema: GenMessage<PauseSandboxRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 33);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 35);
 
 /**
  * See PauseSandbox.
@@ -975,7 +1059,7 @@ export type PauseSandboxResponse = Message<"penstock.sandbox.v1.PauseSandboxResp
  * Use `create(PauseSandboxResponseSchema)` to create a new message.
  */
 export const PauseSandboxResponseSchema: GenMessage<PauseSandboxResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 34);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 36);
 
 /**
  * See ResumeSandbox.
@@ -994,7 +1078,7 @@ export type ResumeSandboxRequest = Message<"penstock.sandbox.v1.ResumeSandboxReq
  * Use `create(ResumeSandboxRequestSchema)` to create a new message.
  */
 export const ResumeSandboxRequestSchema: GenMessage<ResumeSandboxRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 35);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 37);
 
 /**
  * See ResumeSandbox.
@@ -1009,7 +1093,7 @@ export type ResumeSandboxResponse = Message<"penstock.sandbox.v1.ResumeSandboxRe
  * Use `create(ResumeSandboxResponseSchema)` to create a new message.
  */
 export const ResumeSandboxResponseSchema: GenMessage<ResumeSandboxResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 36);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 38);
 
 /**
  * See WatchSandboxes.
@@ -1051,7 +1135,7 @@ export type WatchSandboxesRequest = Message<"penstock.sandbox.v1.WatchSandboxesR
  * Use `create(WatchSandboxesRequestSchema)` to create a new message.
  */
 export const WatchSandboxesRequestSchema: GenMessage<WatchSandboxesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 37);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 39);
 
 /**
  * See WatchSandboxes.
@@ -1077,7 +1161,7 @@ export type WatchSandboxesResponse = Message<"penstock.sandbox.v1.WatchSandboxes
  * Use `create(WatchSandboxesResponseSchema)` to create a new message.
  */
 export const WatchSandboxesResponseSchema: GenMessage<WatchSandboxesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 38);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 40);
 
 /**
  * Usage is a sandbox and what it uses. It has no figures while the sandbox is not READY or its backend cannot measure
@@ -1102,7 +1186,7 @@ export type WatchSandboxesResponse_Usage = Message<"penstock.sandbox.v1.WatchSan
  * Use `create(WatchSandboxesResponse_UsageSchema)` to create a new message.
  */
 export const WatchSandboxesResponse_UsageSchema: GenMessage<WatchSandboxesResponse_Usage> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 38, 0);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 40, 0);
 
 /**
  * See GetStats.
@@ -1121,7 +1205,7 @@ export type GetStatsRequest = Message<"penstock.sandbox.v1.GetStatsRequest"> & {
  * Use `create(GetStatsRequestSchema)` to create a new message.
  */
 export const GetStatsRequestSchema: GenMessage<GetStatsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 39);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 41);
 
 /**
  * See GetStats. An unset field = the backend cannot measure it.
@@ -1167,7 +1251,7 @@ export type GetStatsResponse = Message<"penstock.sandbox.v1.GetStatsResponse"> &
  * Use `create(GetStatsResponseSchema)` to create a new message.
  */
 export const GetStatsResponseSchema: GenMessage<GetStatsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 40);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 42);
 
 /**
  * See DiffSandbox.
@@ -1201,7 +1285,7 @@ export type DiffSandboxRequest = Message<"penstock.sandbox.v1.DiffSandboxRequest
  * Use `create(DiffSandboxRequestSchema)` to create a new message.
  */
 export const DiffSandboxRequestSchema: GenMessage<DiffSandboxRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 41);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 43);
 
 /**
  * See DiffSandbox.
@@ -1234,7 +1318,7 @@ export type DiffSandboxResponse = Message<"penstock.sandbox.v1.DiffSandboxRespon
  * Use `create(DiffSandboxResponseSchema)` to create a new message.
  */
 export const DiffSandboxResponseSchema: GenMessage<DiffSandboxResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 42);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 44);
 
 /**
  * DiffEnd ends the tar stream.
@@ -1267,7 +1351,7 @@ export type DiffSandboxResponse_DiffEnd = Message<"penstock.sandbox.v1.DiffSandb
  * Use `create(DiffSandboxResponse_DiffEndSchema)` to create a new message.
  */
 export const DiffSandboxResponse_DiffEndSchema: GenMessage<DiffSandboxResponse_DiffEnd> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_sandbox_service, 42, 0);
+  messageDesc(file_penstock_sandbox_v1_sandbox_service, 44, 0);
 
 /**
  * SandboxService manages the lifecycle of sandboxes and snapshots. It knows nothing of agents or models.
@@ -1404,6 +1488,17 @@ export const SandboxService: GenService<{
     methodKind: "unary";
     input: typeof ListBackendsRequestSchema;
     output: typeof ListBackendsResponseSchema;
+  },
+  /**
+   * GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+   * namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+   *
+   * @generated from rpc penstock.sandbox.v1.SandboxService.GetNodeStatus
+   */
+  getNodeStatus: {
+    methodKind: "unary";
+    input: typeof GetNodeStatusRequestSchema;
+    output: typeof GetNodeStatusResponseSchema;
   },
   /**
    * PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
