@@ -75,7 +75,7 @@ async def test_watches_without_end_are_bounded_in_number() -> None:
 @pytest.mark.requirement("R7")
 async def test_stopping_server_does_not_wait_for_watchers() -> None:
     """They need no token: anybody could hold a stop up for as long as calls may drain."""
-    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), drain_s=120.0)
+    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), stop_s=120.0)
     async with asyncio.timeout(60), connect_to(server) as stub:
         watch = aiter(stub.Watch(asked()))
         assert (await anext(watch)).status == STATUS.SERVING
@@ -86,7 +86,7 @@ async def test_stopping_server_does_not_wait_for_watchers() -> None:
 @pytest.mark.requirement("R7")
 async def test_check_of_a_name_that_is_not_served_is_not_found() -> None:
     """As the protocol has it."""
-    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), drain_s=0.0)
+    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), stop_s=0.0)
     async with connect_to(server) as stub:
         with pytest.raises(NotFound) as refused, typed_errors():
             await stub.Check(asked("penstock.none"))

@@ -33,7 +33,7 @@ TOKENS = {Role.OPERATOR: "an-operator", Role.OBSERVER: "an-observer"}
 async def serving(watched: Operations) -> AsyncIterator[str]:
     """A server with nothing but the service for operators."""
     with closing(watched):
-        server = Server(watched_by(watched, Service(registrations=())), Authenticator(TOKENS), drain_s=0.0)
+        server = Server(watched_by(watched, Service(registrations=())), Authenticator(TOKENS), stop_s=0.0)
         async with server:
             yield server.address
 

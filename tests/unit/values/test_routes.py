@@ -49,6 +49,8 @@ NOT_ROUTED: Final = {
             "SandboxService.ListBackends",
             "OperationsService.GetStatus",
             "OperationsService.GetServerInfo",
+            "OperationsService.Drain",
+            "OperationsService.Undrain",
             *(f"AgentService.{name}" for name in ("ListAgents", "GetAgent", "RegisterAgent", "DeleteAgent")),
             "AgentService.CheckAgent",
             *(

@@ -45,9 +45,12 @@ class NodeServices:
     is_lost: Callable[[], bool]
 
     @classmethod
-    def of(cls, sandboxes: Sandboxes, is_lost: Callable[[], bool] = never) -> NodeServices:
-        """Nothing is prepared yet."""
-        return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), is_lost)
+    def of(cls, sandboxes: Sandboxes, peer: Peer | None = None) -> NodeServices:
+        """Nothing is prepared yet. None: there is no other sandbox service."""
+        if peer is None:
+            return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), never)
+        forks = ThrottledForks(sandboxes, waits_out_drains=False)
+        return cls(sandboxes, Environments(sandboxes), forks, lambda: peer.is_lost)
 
 
 @dataclass(frozen=True, slots=True)

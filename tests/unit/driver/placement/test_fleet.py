@@ -83,7 +83,7 @@ async def opened(folder: Path, patience_s: float = 60.0) -> AsyncIterator[World]
         placement = FleetPlacement(
             Members(
                 cast(Peers, nodes),
-                lambda peer: NodeServices.of(sandboxes[peer.name], lambda: peer.is_lost),
+                lambda peer: NodeServices.of(sandboxes[peer.name], peer),
                 node_lost,
                 0.0,
             ),
