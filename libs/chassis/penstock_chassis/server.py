@@ -76,9 +76,10 @@ class Service:
 
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still reports NOT_SERVING. `draining` refuses new work and counts what runs, which a
-    stop lets end first. After that `drain(seconds)` ends what is left within that time. `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators. `features`
-    are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose the resources are that
-    requests name, by `package.Service/Method`.
+    stop lets end first. After that `drain(seconds)` ends what is left within that time.
+    `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for
+    operators. `features` are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose
+    the resources are that requests name, by `package.Service/Method`.
     `home` refuses requests about what another service has; None refuses none.
     `judged_alone` are full names of messages inside requests whose provisional fields the handler refuses itself, by
     `refuse_provisional`, so that one item does not refuse the others.

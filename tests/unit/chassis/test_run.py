@@ -82,7 +82,7 @@ def test_a_signal_drains_closes_and_exits_cleanly(number: signal.Signals, start:
     process = start("--stop-s", "7")
     ready(process)
     process.send_signal(number)
-    assert [line(process), line(process), line(process)] == ["draining 7", "closed", ""]
+    assert [line(process) for _ in range(4)] == ["takes False", "draining 7", "closed", ""]
     assert process.wait() == 0
 
 
@@ -90,7 +90,7 @@ def test_a_drain_that_does_not_end_is_given_up_in_time(start: Start) -> None:
     process = start("--stuck-drain", "--stop-s", "0.05")
     ready(process)
     process.terminate()
-    assert [line(process), line(process)] == ["draining 0.05", "closed"]
+    assert [line(process) for _ in range(3)] == ["takes False", "draining 0.05", "closed"]
     assert process.wait() == 0
 
 
@@ -98,10 +98,28 @@ def test_a_second_signal_stops_without_waiting(start: Start) -> None:
     process = start("--stuck-drain", "--stop-s", "3600")
     ready(process)
     process.terminate()
-    assert line(process) == "draining 3600"
+    assert [line(process) for _ in range(2)] == ["takes False", "draining 3600"]
     process.terminate()
     assert line(process) == "closed"
     assert process.wait() != 0
+
+
+def test_a_second_signal_stops_a_service_whose_work_still_runs(start: Start) -> None:
+    process = start("--busy", "--drain-s", "3600")
+    ready(process)
+    process.terminate()
+    assert line(process) == "takes False"
+    process.terminate()
+    assert line(process) == "closed"
+    assert process.wait() != 0
+
+
+def test_work_that_outlasts_the_drain_is_ended(start: Start) -> None:
+    process = start("--busy", "--drain-s", "0.05", "--stop-s", "7")
+    ready(process)
+    process.terminate()
+    assert [line(process) for _ in range(3)] == ["takes False", "draining 7", "closed"]
+    assert process.wait() == 0
 
 
 def test_a_signal_during_a_long_start_stops_it(start: Start) -> None:
@@ -193,7 +211,7 @@ def test_a_service_ends_with_its_parent(how: str, start: Start, environment: dic
             process.kill()
             # The pidfd is readable once the process has ended; the test's own guard bounds the wait.
             select.select([service], [], [])
-            assert process.stdout.readline().startswith("draining")
+            assert process.stdout.readline().startswith("takes False")
         finally:
             os.close(service)
 
