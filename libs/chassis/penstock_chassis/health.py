@@ -19,8 +19,9 @@ MAX_WATCHES: Final = 256
 """Of one server, together."""
 LOOK_S: Final = 0.25
 """How often a drain looks whether anything still runs."""
-NOTICE_S: Final = 3.0
-"""How long a service that drivers place work on must have had none: by then they all know that it drains."""
+NOTICE_S: Final = 5.0
+"""How long a service that drivers place work on must have had none: by then they all know that it drains, and that one
+which was restarted just before is back (three probes)."""
 _Status: Any = health_pb2.HealthCheckResponse
 
 

@@ -113,6 +113,10 @@ class Members(Generic[S]):
         """Those that take new work."""
         return [member for member in self.all() if member.peer.state is State.SERVING]
 
+    def answering(self) -> Sequence[Member[S]]:
+        """Those that answer questions: the ones that take new work first, then those that drain."""
+        return [*self.ready(), *(member for member in self.all() if member.peer.state is State.DRAINING)]
+
     def get(self, name: str) -> Member[S] | None:
         """The member of this name."""
         peer = self._peers.get(name)
