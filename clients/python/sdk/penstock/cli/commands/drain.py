@@ -67,7 +67,7 @@ def drain(
             target = await _found(ps, name, is_address=is_address)
             if undo:
                 await ps.operations.undrain(target.service)
-                return _said(target, as_json, "takes new work again", draining=False)
+                return _said(target, as_json, "takes new work again", draining=False, running=None, drained=False)
             return await _drained(target, wait, timeout, as_json)
 
     run(work())
