@@ -1,4 +1,4 @@
-"""`grpc.health.v1.Health`: whether a service serves, for load balancers, orchestrators and peers.
+"""`grpc.health.v1.Health`: whether a service serves, for load balancers, orchestrators and peers; and `Draining`.
 
 Both methods need no credential, so a watcher holds nothing but its stream: no other caller waits for a slow one, as
 they would with the servicer of grpcio-health-checking, which sends while it holds the lock that a change needs.
@@ -7,17 +7,77 @@ they would with the servicer of grpcio-health-checking, which sends while it hol
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Final
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock_chassis.errors import NotFound, ResourceExhausted
+from penstock_chassis.errors import NotFound, ResourceExhausted, Unavailable
 
 HEALTH_SERVICE: Final[str] = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 MAX_WATCHES: Final = 256
 """Of one server, together."""
+LOOK_S: Final = 0.25
+"""How often a drain looks whether anything still runs."""
+NOTICE_S: Final = 5.0
+"""How long a service that drivers place work on must have had none: by then they all know that it drains, and that one
+which was restarted just before is back (three probes)."""
 _Status: Any = health_pb2.HealthCheckResponse
+
+
+class Draining:
+    """Whether a service takes no new work, and how much of its work still runs. Belongs to one event loop.
+
+    Args:
+        take: called with False when the service is to refuse new work (DRAINING), with True when it takes it again.
+        running: how much runs now; >= 0.
+        quiet_s: seconds without work after which no work can be on its way any more.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[bool], None] = lambda _takes: None,
+        running: Callable[[], int] = lambda: 0,
+        quiet_s: float = 0.0,
+    ) -> None:
+        self.is_on = False
+        self.is_stopping = False
+        """Whether the service is about to end, so that this cannot be undone."""
+        self.on_change: Callable[[], None] = lambda: None
+        self.running = running
+        self._take = take
+        self._quiet_s = quiet_s
+
+    def begin(self, *, stopping: bool = False) -> None:
+        """Refuses new work. Idempotent."""
+        self.is_stopping |= stopping
+        self._set(True)
+
+    def undo(self) -> None:
+        """Takes new work again. Raises Unavailable (DRAINING) once the service is stopping."""
+        if self.is_stopping:
+            raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=5.0)
+        self._set(False)
+
+    async def finished(self) -> None:
+        """Waits until nothing has run for `quiet_s` seconds."""
+        loop = asyncio.get_running_loop()
+        quiet_since: float | None = None
+        while True:
+            now = loop.time()
+            if self.running():
+                quiet_since = None
+            else:
+                quiet_since = now if quiet_since is None else quiet_since
+                if now - quiet_since >= self._quiet_s:
+                    return
+            await asyncio.sleep(LOOK_S)
+
+    def _set(self, on: bool) -> None:
+        if on is not self.is_on:
+            self.is_on = on
+            self._take(not on)
+            self.on_change()
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types

@@ -6,6 +6,7 @@ service adds its own by `Service.troubles`. Nothing here acts on them.
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import shutil
 import time
@@ -20,13 +21,20 @@ from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis import times
 from penstock_chassis.auth import Role, caller
 from penstock_chassis.errors import Violation
+from penstock_chassis.health import Draining
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S
 from penstock_chassis.telemetry import metrics
 from penstock_chassis.telemetry.loop_lag import LoopLag
 from penstock_chassis.validation import invalid
 
 SERVICE: Final = "penstock.ops.v1.OperationsService"
-ROLES: Final = {SERVICE: frozenset(Role)}
+ROLES: Final = {
+    SERVICE: frozenset(Role),
+    f"{SERVICE}/Drain": frozenset({Role.OPERATOR}),
+    f"{SERVICE}/Undrain": frozenset({Role.OPERATOR}),
+}
+WAIT_S: Final = 60.0
+"""How long Drain waits without a deadline."""
 
 FEATURES: Final = ("namespaces",)
 """What every service serves of the contract beyond revision 1."""
@@ -78,6 +86,7 @@ class Operations(rpc.OperationsServiceServicer):
         last_end: how the previous process ended.
         features: what the service serves of the contract beyond revision 1.
         own_name: the service's name among those of its kind.
+        draining: whether it takes new work.
     """
 
     def __init__(
@@ -90,9 +99,11 @@ class Operations(rpc.OperationsServiceServicer):
         last_end: str = "",
         features: Sequence[str] = (),
         own_name: str = "",
+        draining: Draining | None = None,
     ) -> None:
         self._name = name
         self._info = server_info(name, features, own_name)
+        self._draining = draining or Draining()
         self._troubles = troubles
         self._disks = dict(disks or {})
         self._clock = clock
@@ -119,7 +130,26 @@ class Operations(rpc.OperationsServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Any
     ) -> pb.GetServerInfoResponse:
         found = caller()
-        return pb.GetServerInfoResponse(server=self._info, role=found.role, namespace=found.namespace or "")
+        return pb.GetServerInfoResponse(
+            server=self._info, role=found.role, namespace=found.namespace or "", draining=self._draining.is_on
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        self._draining.begin()
+        drained = False
+        if request.wait:
+            left = context.time_remaining()
+            try:
+                async with asyncio.timeout(WAIT_S if left is None else left * 0.8):
+                    await self._draining.finished()
+                drained = True
+            except TimeoutError:
+                pass
+        return pb.DrainResponse(running_count=self._draining.running(), drained=drained)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Any) -> pb.UndrainResponse:  # noqa: N802
+        self._draining.undo()
+        return pb.UndrainResponse()
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         patience = (
@@ -146,7 +176,7 @@ class Operations(rpc.OperationsServiceServicer):
         for family, values in metrics.gauges():
             for labels, value in values.items():
                 answer.gauges.add(name=family.name, labels=dict(zip(family.labels, labels, strict=True)), value=value)
-        found = [*self._troubles(patience), *_of_process(answer, least), *self._of_restarts()]
+        found = [*self._troubles(patience), *_of_process(answer, least), *self._of_restarts(), *self._of_drain()]
         for trouble in sorted(found, key=lambda trouble: not trouble.grave):
             answer.troubles.add(
                 reason=trouble.reason,
@@ -165,6 +195,15 @@ class Operations(rpc.OperationsServiceServicer):
                 f"the {self._name} service was restarted {times_} after an unexpected end. {self._last_end}",
                 "read its log from before that end. If the kernel killed it for memory, give it more memory or run "
                 "less at once. State held in memory only is lost, such as weights pushed to an engine",
+                grave=False,
+            )
+
+    def _of_drain(self) -> Iterator[Trouble]:
+        if self._draining.is_on:
+            yield Trouble(
+                "SERVICE_DRAINING",
+                f"the {self._name} service takes no new work; {self._draining.running()} of its work still runs",
+                "stop it when nothing runs (`penstock drain NAME --wait`), or let it take work again (--undo)",
                 grave=False,
             )
 

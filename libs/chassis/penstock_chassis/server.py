@@ -3,9 +3,9 @@
 `run` is the whole of a service's `__main__`: settings, logs, event loop, signals. Tests use `Server` directly: one
 server on one address with health, reflection and the interceptor.
 
-A service stops in this order: health reports NOT_SERVING; the service drains (asks its streams to go away, accepts no
-new work, waits for what is open); the server refuses new RPCs and lets open ones end; the service's own resources close
-and persist the rest.
+A service stops in this order: it refuses new work, and health reports NOT_SERVING; what runs has `drain_s` to end, and
+is served as before; the service asks its streams to go away and ends its work; the server refuses new RPCs and lets
+open ones end; the service's own resources close and persist the rest.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from penstock_chassis.auth import Authenticator, Owned, Role, RoleTable, Token
 from penstock_chassis.disk import refused_start
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.garbage_collection import Collector
-from penstock_chassis.health import HEALTH_SERVICE, Health
+from penstock_chassis.health import HEALTH_SERVICE, Draining, Health
 from penstock_chassis.homes import Home
 from penstock_chassis.interceptor import ServerInterceptor
 from penstock_chassis.journal import refusal
@@ -75,10 +75,11 @@ class Service:
     """A service's servicers, their roles, and how it starts and stops.
 
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
-    `warm_up` runs while health still reports NOT_SERVING. `drain(seconds)` ends open work within that time. `endpoints`
-    are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for operators. `features`
-    are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose the resources are that
-    requests name, by `package.Service/Method`.
+    `warm_up` runs while health still reports NOT_SERVING. `draining` refuses new work and counts what runs, which a
+    stop lets end first. After that `drain(seconds)` ends what is left within that time.
+    `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for
+    operators. `features` are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose
+    the resources are that requests name, by `package.Service/Method`.
     `home` refuses requests about what another service has; None refuses none.
     `judged_alone` are full names of messages inside requests whose provisional fields the handler refuses itself, by
     `refuse_provisional`, so that one item does not refuse the others.
@@ -87,6 +88,7 @@ class Service:
     registrations: Sequence[Registration]
     roles: Mapping[str, Iterable[Role]] = field(default_factory=dict)
     warm_up: Callable[[], Awaitable[None]] = _nothing
+    draining: Draining = field(default_factory=Draining)
     drain: Callable[[float], Awaitable[None]] = _nothing
     endpoints: Mapping[str, str] = field(default_factory=dict)
     troubles: Troubles = no_troubles
@@ -105,7 +107,8 @@ class Server:
         host: address to listen on.
         port: 0 lets the kernel choose; `address` has the result.
         tls: certificates; None serves plaintext.
-        drain_s: seconds that open RPCs may take to end when stopping.
+        drain_s: seconds that what runs may take to end when stopping; the service refuses new work meanwhile.
+        stop_s: seconds that open RPCs may take to end after that.
         limits: limits for callers.
 
     Entering raises FailedPrecondition `PORT_IN_USE` when the address cannot be bound, and ValueError when `roles` names
@@ -120,7 +123,8 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         tls: ServerTls | None = None,
-        drain_s: float = 10.0,
+        drain_s: float = 0.0,
+        stop_s: float = 10.0,
         limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> None:
         self._service = service
@@ -129,8 +133,10 @@ class Server:
         self._port = port
         self._tls = tls
         self._drain_s = drain_s
+        self._stop_s = stop_s
         self._limits = limits
         self._health = Health()
+        self._names: Sequence[str] = ()
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -178,27 +184,55 @@ class Server:
         except BaseException:
             await server.stop(None)
             raise
-        self._health.serve(names, health_pb2.HealthCheckResponse.SERVING)
+        self._names = names
+        self._service.draining.on_change = self._tell_health
+        self._tell_health()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.stop(self._drain_s if error is None else 0.0)
+        if error is None:
+            await self.stop(self._stop_s, self._drain_s)
+        else:
+            await self.stop(0.0)
 
-    async def stop(self, grace_s: float) -> None:
-        """Drains for at most `grace_s` seconds, then ends the rest. Idempotent; cancelling it ends all at once."""
+    def _tell_health(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        drains = self._service.draining.is_on
+        self._health.serve(self._names, statuses.NOT_SERVING if drains else statuses.SERVING)
+
+    async def _drained(self, drain_s: float) -> None:
+        """Refuses new work, and lets what runs end."""
+        draining = self._service.draining
+        draining.begin(stopping=True)
+        self._health.stop()
+        if drain_s <= 0:
+            return
+        try:
+            async with asyncio.timeout(drain_s):
+                await draining.finished()
+        except TimeoutError:
+            _log.warning("work is left after the drain, and is ended", seconds=drain_s, running=draining.running())
+
+    async def stop(self, grace_s: float, drain_s: float = 0.0) -> None:
+        """Lets work end for at most `drain_s` seconds and RPCs for `grace_s` more, then ends the rest. Idempotent.
+
+        Cancelling it ends all at once.
+        """
         server, self._server = self._server, None
         if server is None:
             return
-        deadline = asyncio.get_running_loop().time() + grace_s
+        deadline = 0.0
         try:
-            self._health.stop()
+            await self._drained(drain_s)
+            until = asyncio.get_running_loop().time() + grace_s
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(until):
                     await self._service.drain(grace_s)
             except TimeoutError:
-                _log.warning("drain timed out", seconds=grace_s)
+                _log.warning("stopping timed out", seconds=grace_s)
+            deadline = until
         finally:
             self._health.end()
             # Shielded: a second signal cancels the wait above, and the server must still be taken down.
@@ -293,6 +327,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                         last_end=settings.last_end,
                         features=service.features,
                         own_name=service.home.name if service.home is not None else settings.name,
+                        draining=service.draining,
                     )
                 )
             )
@@ -357,6 +392,7 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
         port=settings.port,
         tls=_tls(settings),
         drain_s=settings.drain_s,
+        stop_s=settings.stop_s,
         limits=Limits(settings.max_streams, settings.max_connections, settings.reader_timeout_s),
     )
 

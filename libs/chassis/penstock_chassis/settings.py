@@ -126,7 +126,13 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     log_format: Literal["json", "console"] = Field("json", description="json lines, or text for people")
     drain_s: float = Field(
-        10.0, ge=0, le=3600, description="seconds that open calls have to end when the service stops"
+        0.0,
+        ge=0,
+        le=86_400,
+        description="seconds that a stop waits for what runs (docs/guides/cluster.md) and refuses new work",
+    )
+    stop_s: float = Field(
+        10.0, ge=0, le=3600, description="seconds that open calls have to end when the service stops, after drain_s"
     )
     metrics_host: str = Field("127.0.0.1", description="address to serve metrics on; as for host")
     metrics_port: int | None = Field(

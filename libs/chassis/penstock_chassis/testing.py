@@ -38,7 +38,7 @@ async def serve(
     server = Server(
         Service(registrations=registrations, roles=roles or {}, owned=owned or {}),
         Authenticator(tokens or {}, more=more, anonymous=tokens is None),
-        drain_s=0.0,
+        stop_s=0.0,
     )
     async with server, connect(server.address, (tokens or {}).get(Role.OPERATOR)) as channel:
         yield server.address, channel

@@ -16,6 +16,7 @@ from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc,
 from penstock_chassis import times
 from penstock_chassis.auth import Owned, Role
 from penstock_chassis.channel import connect
+from penstock_chassis.health import Draining
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.membership import members
@@ -28,7 +29,7 @@ from penstock_driver.clients.gate import GrpcGate
 from penstock_driver.clients.sandboxes import GrpcSandboxes
 from penstock_driver.domain.ports import GateClient, GateReader, Sandboxes
 from penstock_driver.domain.records import new_id
-from penstock_driver.environments.throttle import Pace
+from penstock_driver.environments.throttle import AdaptiveThrottle, Pace
 from penstock_driver.placement.everywhere import AllGates, AllSandboxes
 from penstock_driver.placement.fleet import (
     GATE_PATIENCE_S,
@@ -114,6 +115,14 @@ class Driver:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.terminals.aclose())
             tasks.create_task(self.manager.aclose())
+
+    def take(self, takes: bool) -> None:
+        """Take new rollouts and terminals, or refuse them."""
+        self.manager.draining = self.terminals.draining = not takes
+
+    def running(self) -> int:
+        """How many rollouts and terminals have not ended."""
+        return self.manager.running_count + self.terminals.open_count
 
     def registrations(self) -> Sequence[Registration]:
         """The servicers with the generated functions that add them to a server."""
@@ -215,11 +224,11 @@ async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandbo
 
     def node_services(peer: Peer) -> NodeServices:
         sandboxes = GrpcSandboxes(peer.channel, dial, Pace(settings.node_creates_per_s))
-        return NodeServices.of(sandboxes, lambda: peer.is_lost, sandboxes.load)
+        return NodeServices.of(sandboxes, peer, sandboxes.load)
 
     def gate_services(peer: Peer) -> GateServices:
         gate = GrpcGate(peer.channel)
-        return GateServices(gate, lambda: peer.is_lost, ask_load=gate.load)
+        return GateServices(gate, lambda: peer.is_lost, AdaptiveThrottle(waits_out_drains=False), gate.load)
 
     async with AsyncExitStack() as stack:
         if not settings.sandbox_members:
@@ -274,8 +283,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         stack.enter_context(health.reported())
 
         async def drain(_seconds: float) -> None:
-            # What is not over when the time is, `driver.stop()` ends below.
-            await driver.manager.drain()
+            await driver.stop()
 
         try:
             await driver.recover()
@@ -289,6 +297,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 yield Service(
                     registrations=driver.registrations(),
                     roles=ROLES,
+                    draining=Draining(driver.take, driver.running),
                     drain=drain,
                     troubles=health.troubles,
                     owned=driver.owned,

@@ -60,6 +60,9 @@ class DriverSettings(ServiceSettings):
         le=65535,
         description="port of the model endpoint on each sandbox's own loopback",
     )
+    drain_s: float = Field(
+        10.0, ge=0, le=86_400, description="seconds that a stop waits for rollouts and terminals, and takes no new ones"
+    )
     max_running: int = Field(256, ge=1, le=10_000, description="most concurrent rollouts; more wait")
     max_changes_bytes: int = Field(
         DEFAULT_MAX_CHANGES_BYTES,

@@ -11,6 +11,7 @@ import structlog
 
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.health import Draining
 from penstock_chassis.server import Service
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
@@ -59,7 +60,12 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
             engine, files, codec, updates, adapters, transfers, settings.weights_namespace, settings.quotas()
         )
         stack.enter_context(servicer.health.reported())
-        yield Service(registrations=[(servicer, REGISTER)], roles=ROLES, troubles=servicer.health.troubles)
+        yield Service(
+            registrations=[(servicer, REGISTER)],
+            roles=ROLES,
+            draining=Draining(servicer.served.take, servicer.served.count),
+            troubles=servicer.health.troubles,
+        )
 
 
 async def _engine(settings: InferenceSettings, options: EngineOptions) -> Engine:

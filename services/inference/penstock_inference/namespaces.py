@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock_chassis.auth import DEFAULT_NAMESPACE, Quotas, is_namespace
+from penstock_chassis.errors import Unavailable
 
 
 def scoped(namespace: str, name: str) -> str:
@@ -35,13 +36,24 @@ class Served:
     def __init__(self, quotas: Mapping[str, int]) -> None:
         self._quotas = Quotas(quotas, "requests")
         self._ids: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._takes = True
+
+    def take(self, takes: bool) -> None:
+        """Takes new requests, or refuses them."""
+        self._takes = takes
+
+    def count(self) -> int:
+        """Returns how many requests are being served."""
+        return sum(ids.total() for ids in self._ids.values())
 
     @contextmanager
     def serving(self, namespace: str, request_id: str = "") -> Iterator[None]:
         """Counts a request while the context is open; `request_id` is the engine's.
 
-        Raises ResourceExhausted (NAMESPACE_QUOTA).
+        Raises ResourceExhausted (NAMESPACE_QUOTA), Unavailable (DRAINING).
         """
+        if not self._takes:
+            raise Unavailable("This service drains: it takes no requests.", reason="DRAINING", retry_after_s=5.0)
         ids = self._ids[namespace]
         self._quotas.check(namespace, ids.total())
         ids[request_id] += 1

@@ -22,6 +22,9 @@ class InferenceSettings(ServiceSettings):
 
     port: int = Field(7704, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
     model_dir: Path = Field(description="directory with config.json, model.safetensors, tokenizer.json, chat template")
+    drain_s: float = Field(
+        10.0, ge=0, le=86_400, description="seconds that a stop waits for requests, and takes no new ones"
+    )
     model_name: str = Field("", description="the model's name for agents; empty = the directory's name")
     engine: str = Field(
         "numpy",

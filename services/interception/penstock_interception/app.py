@@ -17,6 +17,7 @@ from aiohttp import web
 from penstock_chassis.auth import Role
 from penstock_chassis.channel import connect
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.health import NOTICE_S, Draining
 from penstock_chassis.server import Service
 from penstock_chassis.tls import ClientTls
 from penstock_interception.clients.inference import InferenceSource
@@ -124,6 +125,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
                 (intercept, register_intercept),
             ],
             roles=ROLES,
+            draining=Draining(interceptor.take, lambda: interceptor.registry.open_rollouts, NOTICE_S),
             drain=partial(_drain, interceptor, stopping),
             endpoints={"ingress": address},
             troubles=health.troubles,

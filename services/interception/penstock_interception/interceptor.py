@@ -285,6 +285,10 @@ class Interceptor:
             _log.error("an old rollout could not be deleted", rollout_id=rollout_id, reason=error.reason)
             self.gate.delete_later(rollout_id)
 
+    def take(self, takes: bool) -> None:
+        """Opens rollouts, or refuses to (DRAINING), but for those of runs whose budgets are counted here."""
+        self.registry.closed_to_new = not takes
+
     async def drain(self, grace_s: float) -> None:
         """Stops admitting calls, wakes everybody who waits, and waits up to `grace_s` for the open calls to end."""
         self.gate.drain()

@@ -22,6 +22,7 @@ from penstock.sandbox.v1 import (
 )
 from penstock_chassis.auth import Owned, Role
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.health import NOTICE_S, Draining
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
@@ -190,7 +191,7 @@ def servicers(app: App, health: Health) -> Service:
     """Returns the gRPC service of an opened app."""
 
     async def drain(_seconds: float) -> None:
-        # A sandbox cannot outlive the service, so waiting for its work would only delay its end.
+        # A sandbox cannot outlive the service: those that are left after the drain end now.
         await app.sandboxes.drain()
 
     return Service(
@@ -208,6 +209,7 @@ def servicers(app: App, health: Health) -> Service:
         ),
         roles=ROLES,
         owned=_owned(app),
+        draining=Draining(app.sandboxes.take, lambda: app.sandboxes.table.count, NOTICE_S),
         drain=drain,
         troubles=health.troubles,
         home=app.sandboxes.home,

@@ -233,7 +233,7 @@ async def start_variant(
         "PENSTOCK_SANDBOX_OPERATOR_TOKEN": TOKEN,
         "PENSTOCK_SANDBOX_STATE_DIR": str(state_dir / "state"),
         "PENSTOCK_SANDBOX_LOG_LEVEL": "warning",
-        "PENSTOCK_SANDBOX_DRAIN_S": "1",
+        "PENSTOCK_SANDBOX_STOP_S": "1",
         "PENSTOCK_SANDBOX_ALLOWED_UPSTREAMS": '["127.0.0.1:*", "unix:/tmp/*"]',
         # A marker that no sandbox may ever see (R12).
         "PENSTOCK_CONFORMANCE_HOST_SECRET": "sk-host-secret",

@@ -112,6 +112,8 @@ METHODS: Final[dict[str, dict[str, str]]] = {
     "OperationsService": {
         "GetStatus": "OperationsClient.status",
         "GetServerInfo": "OperationsClient.server_info",
+        "Drain": "OperationsClient.drain",
+        "Undrain": "OperationsClient.undrain",
     },
     "FileService": {
         "ReadFile": "SandboxHandle.read_file",

@@ -321,4 +321,6 @@ async def test_every_service_says_what_it_is(ps: Penstock, calls: Calls) -> None
     info = await ps.operations.server_info("interception")
     assert info.service == "interception" and "top_logprobs" in info.features and info.min_ping_interval > 0
     assert (await ps.operations.status("driver")).service == "driver"
+    assert (await ps.operations.drain("inference", wait=True)).drained
+    await ps.operations.undrain("inference")
     assert calls.of("OperationsService") == expected("OperationsService")

@@ -108,6 +108,7 @@ RUNS: dict[str, Callable[[Ground], list[str]]] = {
     "eval diff": lambda _: ["eval", "diff", "evaluation", "evaluation"],
     "eval report": lambda _: ["eval", "report", "evaluation"],
     "doctor": lambda _: ["doctor"],
+    "drain": lambda _: ["drain", "driver", "--undo"],
     "credentials": lambda _: ["credentials", "made"],
     "export": lambda _: ["export", "rows.jsonl", "--run-id", "json"],
     "verify": lambda _: ["verify", "turns.jsonl"],

@@ -270,7 +270,7 @@ async def running(made: InterceptionSettings, codec: Codec) -> AsyncIterator[Ser
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(build(made))
         tokens = {Role.OPERATOR: OPERATOR, Role.TRAINER: TRAINER, Role.OBSERVER: OBSERVER}
-        server = await stack.enter_async_context(Server(service, Authenticator(tokens), drain_s=0.0))
+        server = await stack.enter_async_context(Server(service, Authenticator(tokens), stop_s=0.0))
         channel = await stack.enter_async_context(connect(server.address, TRAINER))
         made_service = Service(channel, server.address, codec, stack)
         made_service.ingress = service.endpoints["ingress"]

@@ -105,6 +105,18 @@ async def test_a_run_that_is_used_up_opens_no_further_rollout(service: Any) -> N
     assert error.retry_after_s is None
 
 
+async def test_a_gate_that_drains_opens_rollouts_of_runs_that_it_counts_alone(service: Any) -> None:
+    """Those can be at no other gate; all else is refused until the drain is undone."""
+    counted = RunBudgets(max_calls=5)
+    await service.open(run_id="run", run_budgets=counted)
+    service.interceptor.take(False)
+    await service.open(run_id="run", run_budgets=counted)
+    for terms in ({}, {"run_id": "run"}, {"run_id": "other", "run_budgets": counted}):
+        assert (await refused(service.open(**terms))).reason == "DRAINING"
+    service.interceptor.take(True)
+    await service.open()
+
+
 @pytest.mark.requirement("R63")
 async def test_first_budgets_of_a_run_are_fixed(service: Any) -> None:
     """The same ones and none at all join the run; a difference is named."""

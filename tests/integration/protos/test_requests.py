@@ -85,7 +85,7 @@ DOES_NOT_CREATE: Final = {
         "GetInfo GetTokenizer Score Abort Pause Resume Sleep Wake FinishTransfer UnloadAdapter ListAdapters Render "
         "Parse WatchStats"
     ),
-    "penstock.ops.v1.OperationsService": "GetStatus GetServerInfo",
+    "penstock.ops.v1.OperationsService": "GetStatus GetServerInfo Drain Undrain",
     "penstock.sandbox.v1.SandboxService": (
         "GetSandbox GetDataPlane ListSandboxes WatchSandbox WatchSandboxes DeleteSandbox DeleteSandboxes RenewLease "
         "ListBackends GetNodeStatus GetSnapshot ListSnapshots DeleteSnapshot SetNetworkPolicy PauseSandbox "

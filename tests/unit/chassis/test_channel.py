@@ -98,7 +98,7 @@ async def test_a_server_with_a_client_ca_takes_only_its_certificates(registratio
         Authenticator(TOKENS),
         host="localhost",
         tls=ServerTls(files.cert, files.key, files.ca),
-        drain_s=0,
+        stop_s=0,
     )
     async with server:
         for tls in (ClientTls(files.ca), ClientTls(files.ca, foreign.cert, foreign.key)):

@@ -12,11 +12,41 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect, typed_errors
-from penstock_chassis.errors import NotFound, ResourceExhausted
-from penstock_chassis.health import MAX_WATCHES, Health
+from penstock_chassis.errors import NotFound, ResourceExhausted, Unavailable
+from penstock_chassis.health import LOOK_S, MAX_WATCHES, Draining, Health
 from penstock_chassis.server import Server, Service
+from penstock_chassis.testing import in_virtual_time
 
 STATUS: Any = health_pb2.HealthCheckResponse
+
+
+def test_a_drain_is_over_when_nothing_has_run_for_a_while() -> None:
+    """Work that begins within that time starts it anew."""
+    running = 1
+    draining = Draining(running=lambda: running, quiet_s=3.0)
+
+    async def work() -> float:
+        nonlocal running
+        finished = asyncio.ensure_future(draining.finished())
+        for after_s, count in ((10.0, 0), (2.0, 1), (10.0, 0)):
+            await asyncio.sleep(after_s)
+            running = count
+        await finished
+        return asyncio.get_running_loop().time()
+
+    assert 25.0 <= in_virtual_time(work()) <= 25.0 + 2 * LOOK_S
+
+
+def test_a_drain_is_undone_until_the_service_stops() -> None:
+    taking: list[bool] = []
+    draining = Draining(taking.append)
+    draining.begin()
+    draining.begin()
+    draining.undo()
+    draining.begin(stopping=True)
+    with pytest.raises(Unavailable) as caught:
+        draining.undo()
+    assert (taking, draining.is_on, caught.value.reason) == ([False, True, False], True, "DRAINING")
 
 
 @asynccontextmanager
@@ -75,7 +105,7 @@ async def test_watches_without_end_are_bounded_in_number() -> None:
 @pytest.mark.requirement("R7")
 async def test_stopping_server_does_not_wait_for_watchers() -> None:
     """They need no token: anybody could hold a stop up for as long as calls may drain."""
-    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), drain_s=120.0)
+    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), stop_s=120.0)
     async with asyncio.timeout(60), connect_to(server) as stub:
         watch = aiter(stub.Watch(asked()))
         assert (await anext(watch)).status == STATUS.SERVING
@@ -86,7 +116,7 @@ async def test_stopping_server_does_not_wait_for_watchers() -> None:
 @pytest.mark.requirement("R7")
 async def test_check_of_a_name_that_is_not_served_is_not_found() -> None:
     """As the protocol has it."""
-    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), drain_s=0.0)
+    server = Server(Service(registrations=()), Authenticator({Role.OPERATOR: "an-operator"}), stop_s=0.0)
     async with connect_to(server) as stub:
         with pytest.raises(NotFound) as refused, typed_errors():
             await stub.Check(asked("penstock.none"))

@@ -29,7 +29,7 @@ def server(registration: Any, tls: ServerTls | None = None, **bounds: int) -> Se
         Authenticator({Role.OPERATOR: "op-token"}),
         host="localhost" if tls else "127.0.0.1",
         tls=tls,
-        drain_s=0,
+        stop_s=0,
         limits=Limits(**bounds),
     )
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.waiting import eventually
 
 from penstock.cli.commands.doctor.live import examine
@@ -19,7 +20,8 @@ from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect, typed_errors
-from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.errors import InvalidArgument, PermissionDenied
+from penstock_chassis.health import Draining
 from penstock_chassis.operations import CONTRACT_REVISION, Operations
 from penstock_chassis.operations import Trouble as RowCounts
 from penstock_chassis.server import Server, Service, watched_by
@@ -29,11 +31,40 @@ from penstock_chassis.testing import serve
 TOKENS = {Role.OPERATOR: "an-operator", Role.OBSERVER: "an-observer"}
 
 
+async def test_an_operator_drains_a_service_and_undoes_it() -> None:
+    """Everybody sees it: by health, by the service's info, by its troubles."""
+    running = 1
+    draining = Draining(running=lambda: running)
+    watched = Operations("driver", draining=draining)
+    with closing(watched):
+        service = watched_by(watched, Service(registrations=(), draining=draining))
+        async with (
+            Server(service, Authenticator(TOKENS), stop_s=0.0) as server,
+            connect(server.address, "an-operator") as channel,
+            connect(server.address, "an-observer") as observer,
+        ):
+            operator, health = rpc.OperationsServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+            with pytest.raises(PermissionDenied), typed_errors():
+                await rpc.OperationsServiceStub(observer).Drain(pb.DrainRequest())
+            answer = await operator.Drain(pb.DrainRequest())
+            assert (answer.running_count, answer.drained) == (1, False)
+            assert (await operator.GetServerInfo(pb.GetServerInfoRequest())).draining
+            assert [one.reason for one in (await status(server.address)).troubles][-1:] == ["SERVICE_DRAINING"]
+            seen = await health.Check(health_pb2.HealthCheckRequest())
+            assert seen.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            running = 0
+            assert (await operator.Drain(pb.DrainRequest(wait=True))).drained
+            await operator.Undrain(pb.UndrainRequest())
+            assert not (await operator.GetServerInfo(pb.GetServerInfoRequest())).draining
+            seen = await health.Check(health_pb2.HealthCheckRequest())
+            assert seen.status == health_pb2.HealthCheckResponse.SERVING
+
+
 @asynccontextmanager
 async def serving(watched: Operations) -> AsyncIterator[str]:
     """A server with nothing but the service for operators."""
     with closing(watched):
-        server = Server(watched_by(watched, Service(registrations=())), Authenticator(TOKENS), drain_s=0.0)
+        server = Server(watched_by(watched, Service(registrations=())), Authenticator(TOKENS), stop_s=0.0)
         async with server:
             yield server.address
 

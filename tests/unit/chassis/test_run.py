@@ -79,29 +79,47 @@ async def test_a_service_announces_itself_in_one_line_of_json(start: Start) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_closes_and_exits_cleanly(number: signal.Signals, start: Start) -> None:
-    process = start("--drain-s", "7")
+    process = start("--stop-s", "7")
     ready(process)
     process.send_signal(number)
-    assert [line(process), line(process), line(process)] == ["draining 7", "closed", ""]
+    assert [line(process) for _ in range(4)] == ["takes False", "draining 7", "closed", ""]
     assert process.wait() == 0
 
 
 def test_a_drain_that_does_not_end_is_given_up_in_time(start: Start) -> None:
-    process = start("--stuck-drain", "--drain-s", "0.05")
+    process = start("--stuck-drain", "--stop-s", "0.05")
     ready(process)
     process.terminate()
-    assert [line(process), line(process)] == ["draining 0.05", "closed"]
+    assert [line(process) for _ in range(3)] == ["takes False", "draining 0.05", "closed"]
     assert process.wait() == 0
 
 
 def test_a_second_signal_stops_without_waiting(start: Start) -> None:
-    process = start("--stuck-drain", "--drain-s", "3600")
+    process = start("--stuck-drain", "--stop-s", "3600")
     ready(process)
     process.terminate()
-    assert line(process) == "draining 3600"
+    assert [line(process) for _ in range(2)] == ["takes False", "draining 3600"]
     process.terminate()
     assert line(process) == "closed"
     assert process.wait() != 0
+
+
+def test_a_second_signal_stops_a_service_whose_work_still_runs(start: Start) -> None:
+    process = start("--busy", "--drain-s", "3600")
+    ready(process)
+    process.terminate()
+    assert line(process) == "takes False"
+    process.terminate()
+    assert line(process) == "closed"
+    assert process.wait() != 0
+
+
+def test_work_that_outlasts_the_drain_is_ended(start: Start) -> None:
+    process = start("--busy", "--drain-s", "0.05", "--stop-s", "7")
+    ready(process)
+    process.terminate()
+    assert [line(process) for _ in range(3)] == ["takes False", "draining 7", "closed"]
+    assert process.wait() == 0
 
 
 def test_a_signal_during_a_long_start_stops_it(start: Start) -> None:
@@ -158,7 +176,7 @@ async def test_a_token_of_shell_metacharacters_works_and_is_nowhere_to_be_read(s
 
 
 async def test_health_says_not_serving_from_the_first_moment_of_a_stop(start: Start) -> None:
-    process = start("--stuck-drain", "--drain-s", "3600")
+    process = start("--stuck-drain", "--stop-s", "3600")
     address = ready(process)
     async with connect(address, TOKEN) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -193,7 +211,7 @@ def test_a_service_ends_with_its_parent(how: str, start: Start, environment: dic
             process.kill()
             # The pidfd is readable once the process has ended; the test's own guard bounds the wait.
             select.select([service], [], [])
-            assert process.stdout.readline().startswith("draining")
+            assert process.stdout.readline().startswith("takes False")
         finally:
             os.close(service)
 

@@ -58,11 +58,11 @@ def test_defaults_bind_loopback_only(tmp_path: Path) -> None:
 def test_flags_win_over_the_environment_and_it_over_the_file(
     environment: pytest.MonkeyPatch, file: Callable[[str], None]
 ) -> None:
-    file("[valve]\nport = 1\nlog_level = 'debug'\ndrain_s = 3\n[sandbox]\nanything = true\n")
+    file("[valve]\nport = 1\nlog_level = 'debug'\nstop_s = 3\n[sandbox]\nanything = true\n")
     environment.setenv("PENSTOCK_VALVE_PORT", "2")
     environment.setenv("PENSTOCK_VALVE_LOG_LEVEL", "error")
     settings = ValveSettings.load(["--port", "3"])
-    assert (settings.port, settings.log_level, settings.drain_s) == (3, "error", 3.0)
+    assert (settings.port, settings.log_level, settings.stop_s) == (3, "error", 3.0)
 
 
 def test_lists_are_json_in_flags_and_environment(environment: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_help_lists_each_settings_variable_and_default(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         ValveSettings.load(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "[PENSTOCK_VALVE_DRAIN_S; default 10.0]" in text
+    assert "[PENSTOCK_VALVE_STOP_S; default 10.0]" in text
     assert "[PENSTOCK_VALVE_HOST; default 127.0.0.1]" in text
     assert "[PENSTOCK_VALVE_ANONYMOUS; default false]" in text
     assert "[PENSTOCK_VALVE_STATE_DIR]" in text, "no default that is known before the user is"

@@ -60,7 +60,7 @@ def server(flood: Flood, reader_s: float) -> Server:
     return Server(
         Service(registrations=[(flood, flood.register)]),
         Authenticator({}, anonymous=True),
-        drain_s=0,
+        stop_s=0,
         limits=Limits(reader_s=reader_s),
     )
 

@@ -52,7 +52,7 @@ async def test_a_certificate_outside_of_its_time_opens_no_connection(
         Authenticator({Role.OPERATOR: "op-token"}),
         host="localhost",
         tls=ServerTls(cert, key, tmp_path / "ca.pem"),
-        drain_s=0,
+        stop_s=0,
     )
     tls = ClientTls(tmp_path / "ca.pem", *issue(authority, tmp_path, "client", client))
     async with served, connect(served.address, "op-token", tls) as channel:

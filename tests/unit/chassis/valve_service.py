@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pydantic_settings import SettingsConfigDict
 
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.health import Draining
 from penstock_chassis.server import Service, run
 from penstock_chassis.settings import ServiceSettings
 
@@ -17,6 +18,7 @@ class ValveSettings(ServiceSettings):
     refuse: bool = False
     stuck_start: bool = False
     stuck_drain: bool = False
+    busy: bool = False
 
 
 @asynccontextmanager
@@ -33,7 +35,12 @@ async def build(settings: ValveSettings) -> AsyncIterator[Service]:
         if settings.stuck_start:
             print("starting", flush=True)
             await asyncio.get_running_loop().create_future()
-        yield Service(registrations=(), drain=drain, endpoints={"ingress": "127.0.0.1:7780"})
+        yield Service(
+            registrations=(),
+            draining=Draining(lambda takes: print(f"takes {takes}", flush=True), lambda: int(settings.busy)),
+            drain=drain,
+            endpoints={"ingress": "127.0.0.1:7780"},
+        )
     finally:
         print("closed", flush=True)
 

@@ -50,6 +50,8 @@ NOT_ROUTED: Final = {
             "SandboxService.GetNodeStatus",
             "OperationsService.GetStatus",
             "OperationsService.GetServerInfo",
+            "OperationsService.Drain",
+            "OperationsService.Undrain",
             *(f"AgentService.{name}" for name in ("ListAgents", "GetAgent", "RegisterAgent", "DeleteAgent")),
             "AgentService.CheckAgent",
             *(

@@ -352,11 +352,14 @@ class RunProgress:
             raise ValueError(f"a rollout does not go from {self.phase.name} to {phase.name}")
         return self._move(phase)
 
-    def begin_anew(self) -> None:
-        """Return to the state before preparation, for the next attempt; ValueError for a rollout that has ended."""
+    def begin_anew(self, *, counted: bool = True) -> None:
+        """Return to the state before preparation, for the next attempt; ValueError for a rollout that has ended.
+
+        With `counted` False it is the same attempt again, at another place.
+        """
         if self.phase is Phase.ENDED:
             raise ValueError("a rollout that has ended cannot start again")
-        self.attempt += 1
+        self.attempt += counted
         self._move(Phase.QUEUED)
 
     def _move(self, phase: Phase) -> float:

@@ -12,9 +12,11 @@ from penstock_driver.environments.throttle import AdaptiveThrottle
 class ThrottledForks:
     """Forks snapshots through one throttle for each backend."""
 
-    def __init__(self, sandboxes: Sandboxes) -> None:
+    def __init__(self, sandboxes: Sandboxes, *, waits_out_drains: bool = True) -> None:
         self._sandboxes = sandboxes
-        self._throttles: defaultdict[str, AdaptiveThrottle] = defaultdict(AdaptiveThrottle)
+        self._throttles: defaultdict[str, AdaptiveThrottle] = defaultdict(
+            lambda: AdaptiveThrottle(waits_out_drains=waits_out_drains)
+        )
 
     async def fork(
         self,

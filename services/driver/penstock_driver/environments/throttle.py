@@ -43,9 +43,19 @@ def passes(error: PenstockError) -> bool:
 
 
 class AdaptiveThrottle:
-    """One per service and kind of request, shared by all rollouts."""
+    """One per service and kind of request, shared by all rollouts.
 
-    def __init__(self, *, first_pause_s: float = FIRST_PAUSE_S, most_pause_s: float = MOST_PAUSE_S) -> None:
+    `waits_out_drains`: whether a service that drains is waited for. Where there are others, it is not.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_pause_s: float = FIRST_PAUSE_S,
+        most_pause_s: float = MOST_PAUSE_S,
+        waits_out_drains: bool = True,
+    ) -> None:
+        self._waits_out_drains = waits_out_drains
         self._backoff = Backoff(Delays(first_pause_s, most_pause_s, jitter=(1.0, 1.0 + _JITTER)))
         self._pause_s = 0.0
         self._window = FIRST_WINDOW
@@ -73,7 +83,7 @@ class AdaptiveThrottle:
             try:
                 result = await work()
             except PenstockError as error:
-                if not passes(error):
+                if not passes(error) or (error.reason == "DRAINING" and not self._waits_out_drains):
                     raise
                 self._fails(error, asked)
                 if self._opens > began + patience_s(error):

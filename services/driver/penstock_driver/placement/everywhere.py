@@ -50,7 +50,7 @@ class AllSandboxes:
         """The backends of all services that answer; one that is available anywhere is available."""
         found: dict[str, BackendFacts] = {}
         last: BaseException | None = None
-        asked = [until_lost(node.peer, node.services.sandboxes.backends()) for node in self._nodes.ready()]
+        asked = [until_lost(node.peer, node.services.sandboxes.backends()) for node in self._nodes.answering()]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, PenstockError | PeerLost):
                 last = answer
@@ -178,7 +178,7 @@ class AllGates:
             chosen = pinned(self._gates, terms.run_id)
             order = [] if chosen is None else [chosen]
         else:
-            order = sorted(self._gates.ready(), key=lambda gate: (len(gate.occupants), gate.name))
+            order = self._gates.answering()
         names = await self._gates.first(
             order,
             lambda services: services.gate.check(terms, rollout_id=rollout_id, group_id=group_id, labels=labels),

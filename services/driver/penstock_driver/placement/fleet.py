@@ -54,11 +54,12 @@ class NodeServices:
     ask_load: AskLoad
 
     @classmethod
-    def of(
-        cls, sandboxes: Sandboxes, is_lost: Callable[[], bool] = never, ask_load: AskLoad | None = None
-    ) -> NodeServices:
-        """Nothing is prepared yet."""
-        return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), is_lost, ask_load or unknown_load)
+    def of(cls, sandboxes: Sandboxes, peer: Peer | None = None, ask_load: AskLoad = unknown_load) -> NodeServices:
+        """Nothing is prepared yet. A peer of None: there is no other sandbox service."""
+        if peer is None:
+            return cls(sandboxes, Environments(sandboxes), ThrottledForks(sandboxes), never, ask_load)
+        forks = ThrottledForks(sandboxes, waits_out_drains=False)
+        return cls(sandboxes, Environments(sandboxes), forks, lambda: peer.is_lost, ask_load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,10 @@ class Members(Generic[S]):
     def ready(self) -> Sequence[Member[S]]:
         """Those that take new work."""
         return [member for member in self.all() if member.peer.state is State.SERVING]
+
+    def answering(self) -> Sequence[Member[S]]:
+        """Those that answer questions: the ones that take new work first, then those that drain."""
+        return [*self.ready(), *(member for member in self.all() if member.peer.state is State.DRAINING)]
 
     def get(self, name: str) -> Member[S] | None:
         """The member of this name."""

@@ -117,7 +117,7 @@ class Attempt:
 
     async def _run_phases(self) -> None:
         self._recorder.enter(Phase.PREPARING)
-        if self._attempt.number > 1:
+        if not self._attempt.is_first:
             await self._delete_last_capture()
         prepared = await self._prepare()
         opening = await self._open_gate()
@@ -196,7 +196,7 @@ class Attempt:
         hints, record = agent.auxiliary_calls, self._attempt.record
         request = OpenRequest(
             rollout_id=self._id,
-            request_id=self._id if self._attempt.number == 1 else secrets.token_hex(16),
+            request_id=self._id if self._attempt.is_first else secrets.token_hex(16),
             group_id=record.group_id,
             group_index=record.index if record.group_id else None,
             task_id=self._spec.task.task_id,

@@ -19,6 +19,13 @@ class AttemptSpec:
     rollout: RolloutSpec
     number: int
     labels: dict[str, str]
+    is_moved: bool = False
+    """Whether it began at another place before, which took no new work."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing of the rollout can be at a gate yet."""
+        return self.number == 1 and not self.is_moved
 
 
 @dataclass(slots=True)

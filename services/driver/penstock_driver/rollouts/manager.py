@@ -127,7 +127,8 @@ class RolloutManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: dict[str, GroupWatch] = {}
         self._stopping = False
-        self._draining = False
+        self.draining = False
+        """Whether new rollouts are refused."""
         self._calls: asyncio.Task[None] | None = None
 
     def watch_calls(self) -> None:
@@ -281,8 +282,8 @@ class RolloutManager:
 
         Raise ResourceExhausted (ROLLOUT_LIMIT) if there is none; Unavailable when stopping.
         """
-        if self._draining or self._stopping:
-            raise Unavailable("the driver is stopping", reason="DRAINING", retry_after_s=5.0)
+        if self.draining or self._stopping:
+            raise Unavailable("the driver takes no new rollouts: it drains", reason="DRAINING", retry_after_s=5.0)
         known = self._held[namespace]
         if known + count > self._max_live:
             raise ResourceExhausted(
@@ -361,16 +362,14 @@ class RolloutManager:
         """The phase of each rollout that has not ended."""
         return [runner.recorder.progress.phase for runner in self._live.values()]
 
+    @property
+    def running_count(self) -> int:
+        """Number of rollouts that have not ended, or whose end is not on disk yet."""
+        return len(self._ends)
+
     def is_running(self, rollout_id: str) -> bool:
         """Whether a rollout has not ended, or its end is not on disk yet."""
         return rollout_id in self._ends
-
-    async def drain(self) -> None:
-        """Take no new rollouts, and wait until those that run have ended."""
-        self._draining = True
-        while ends := list(self._ends.values()):
-            for end in ends:
-                await end.recorded.wait()
 
     async def aclose(self) -> None:
         """Cancel all running rollouts as DRIVER_STOPPED and wait until all of them are released."""

@@ -118,6 +118,12 @@ class RolloutRecorder:
         self.progress.begin_anew()
         self.fork_kind = 0
 
+    def move(self, failure: Failure) -> None:
+        """Record that the attempt begins again at another place, because this one drains."""
+        self.append(Progress(f"the attempt begins again at another place: {failure.message}"))
+        self.progress.begin_anew(counted=False)
+        self.fork_kind = 0
+
     def close(self) -> int:
         """Enter the last phase; return the sequence number of the outcome, which the caller records with the end."""
         if self._calls_without_event:

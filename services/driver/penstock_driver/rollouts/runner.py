@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import Final
+from typing import Final, TypeGuard
 
 import structlog
 
@@ -25,6 +25,8 @@ from penstock_driver.rollouts.recorder import RolloutRecorder
 
 FIRST_PAUSE_S: Final = 0.5
 MOST_PAUSE_S: Final = 30.0
+MOVES: Final = 5
+"""How often an attempt begins again elsewhere because its place drains. The driver knows within a second or two."""
 STOPPED: Final = Failure(
     Cause.INFRASTRUCTURE,
     "DRIVER_STOPPED",
@@ -113,11 +115,16 @@ class RolloutRunner:
         record, progress = self.recorder.record, self.recorder.progress
         working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
         with acting_in(record.namespace):
-            pause, avoid = FIRST_PAUSE_S, Avoid()
+            pause, avoid, moves = FIRST_PAUSE_S, Avoid(), 0
             while True:
-                result = await self._attempted(avoid)
+                result = await self._attempted(avoid, is_moved=moves > 0)
                 self._cleanup_pending |= result.cleanup_pending
                 outcome = result.outcome
+                if moves < MOVES and self._cancellation.failure is None and _is_of_a_drain(outcome.failure, avoid):
+                    moves += 1
+                    self.recorder.move(outcome.failure)
+                    await asyncio.sleep(FIRST_PAUSE_S)
+                    continue
                 is_last = progress.attempt >= self.spec.max_attempts or self._cancellation.failure is not None
                 if outcome.failure is None or not outcome.failure.retriable or outcome.reward or is_last:
                     return outcome
@@ -125,7 +132,7 @@ class RolloutRunner:
                 await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
                 pause = min(2 * pause, MOST_PAUSE_S)
 
-    async def _attempted(self, avoid: Avoid) -> AttemptResult:
+    async def _attempted(self, avoid: Avoid, *, is_moved: bool) -> AttemptResult:
         """Run one attempt at a place of its own, and add that place to `avoid`."""
         try:
             place = await self._placement.place(self.spec, avoid)
@@ -135,9 +142,16 @@ class RolloutRunner:
         avoid.gates.add(place.gate)
         self._attempt, task = Cancellation(), asyncio.current_task()
         assert task is not None
-        spec = AttemptSpec(self.recorder.record, self.spec, self.recorder.progress.attempt, self._labels)
+        spec = AttemptSpec(self.recorder.record, self.spec, self.recorder.progress.attempt, self._labels, is_moved)
         with self._placement.occupied(place, self._end_attempt):
             result = await Attempt(spec, place.services, self.recorder, self._attempt).run()
         if self._attempt.failure is not self._cancellation.failure:
             task.uncancel()  # the loss ended this attempt alone
         return result
+
+
+def _is_of_a_drain(failure: Failure | None, avoid: Avoid) -> TypeGuard[Failure]:
+    """Whether a service refused an attempt before its agent ran because it drains, and there may be others."""
+    return (
+        failure is not None and failure.reason == "DRAINING" and failure.phase < Phase.RUNNING and "" not in avoid.nodes
+    )

@@ -87,6 +87,8 @@ class TerminalManager:
         self._claims = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self.draining = False
+        """Whether new episodes are refused."""
 
     # Opening ----------------------------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class TerminalManager:
     @contextmanager
     def _claim(self) -> Iterator[None]:
         """Reserve one of the `max_open` slots."""
-        if self._closing:
+        if self._closing or self.draining:
             raise draining()
         count = len(self._live) + len(self._opening) + self._claims
         if count >= self._max_open:

@@ -56,7 +56,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._adapters = adapters
         self._transfers = transfers
         self._weights_namespace = weights_namespace
-        self._served = Served(quotas or {})
+        self.served = Served(quotas or {})
         self._gaps: defaultdict[str, GapReports] = defaultdict(GapReports)
         self.health = Health(engine, self._gaps[weights_namespace])
 
@@ -77,13 +77,13 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         info, namespace = self._engine.info(), caller().home
         rendered = request.WhichOneof("prompt") == "chat"
         if not info.capabilities.token_ids:
-            with self._served.serving(namespace, scoped(namespace, request.request_id)):
+            with self.served.serving(namespace, scoped(namespace, request.request_id)):
                 answer = await self._chat(request, info, namespace)
             yield answer
             return
         prompt = await self._render(request.chat) if rendered else convert.token_ids(request.token_ids, "token_ids")
         wanted = convert.generate_request(request, prompt, info, namespace)
-        with self._served.serving(namespace, wanted.request_id), self.health.generating(wanted):
+        with self.served.serving(namespace, wanted.request_id), self.health.generating(wanted):
             async with aclosing(self._engine.generate(wanted)) as events:
                 async for event in events:
                     if isinstance(event, Done):
@@ -100,7 +100,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             raise invalid_field("start", f"must be in [1, {ids.size}): the first token has no logprob")
         temperature = request.temperature if request.HasField("temperature") else 1.0
         namespace = caller().home
-        with self._served.serving(namespace):
+        with self.served.serving(namespace):
             scores = await self._engine.score(ids, temperature, scoped(namespace, request.adapter))
         if request.HasField("exact_version") and scores.policy_version != request.exact_version:
             raise FailedPrecondition(
@@ -123,7 +123,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             raise invalid_field("target", "must name requests, a session, or all = true")
         ids = [scoped(namespace, request_id) for request_id in request.requests.request_ids]
         count = await self._engine.abort(
-            request_ids=self._served.ids(scope) if target == "all" and scope is not None else ids,
+            request_ids=self.served.ids(scope) if target == "all" and scope is not None else ids,
             session_id=scoped(namespace, request.session_id) if target == "session_id" else None,
             everything=target == "all" and scope is None,
         )

@@ -19,6 +19,8 @@ class Registry:
         """How many rollouts are open in each namespace."""
         # The service is stopping: no rollout is opened, no call admitted.
         self.draining = False
+        # The service drains: only rollouts of runs that are counted here are opened.
+        self.closed_to_new = False
         self._rollouts: dict[str, Rollout] = {}
         # By namespace and request id.
         self._by_request: dict[tuple[str, str], Rollout] = {}

@@ -75,6 +75,10 @@ class BudgetEnforcer:
         if budget:
             raise _used_up(budget)
 
+    def counts(self, spec: RolloutSpec) -> bool:
+        """Whether the budgets of a rollout's run are counted here, so that it can be at no other gate."""
+        return spec.run_budgets is not None and spec.run_key in self._runs
+
     def open(self, rollout: Rollout, others: Iterable[Rollout]) -> Run | None:
         """Adds a rollout to its run; returns the run, to be written with it. `others` may belong to the same run."""
         spec = rollout.spec

@@ -48,6 +48,8 @@ class RolloutLifecycle:
         """
         if self._registry.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=5.0)
+        if self._registry.closed_to_new and not self._budgets.counts(spec):
+            raise Unavailable("This gate drains: it opens no rollouts.", reason="DRAINING", retry_after_s=5.0)
         if self._registry.open_rollouts >= self._limits.max_rollouts:
             raise ResourceExhausted("Too many rollouts are open.", reason="ROLLOUT_LIMIT", retry_after_s=5.0)
         self._quotas.check(spec.namespace, self._registry.open_in[spec.namespace])

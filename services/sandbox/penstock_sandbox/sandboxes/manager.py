@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import structlog
 
@@ -51,6 +51,10 @@ from penstock_sandbox.sandboxes.removal import Teardowns
 from penstock_sandbox.sandboxes.table import SandboxEntry, Table
 
 _log = structlog.get_logger(__name__)
+
+
+_Whose: TypeAlias = tuple[str, frozenset[tuple[str, str]]]
+"""A namespace and labels: those of one rollout's sandboxes are equal."""
 
 
 class Toolboxes(Protocol):
@@ -93,6 +97,8 @@ class Sandboxes:
         self._records = Records(journal)
         self._requests: IdempotencyTable[SandboxEntry] = IdempotencyTable(clock, cancelled=_deleted_meanwhile)
         self._quotas = Quotas(limits.quotas, "sandboxes")
+        self._staying: set[_Whose] | None = None
+        """While the service drains: the owners that had a sandbox here when that began."""
         self._held: Counter[str] = Counter()
         """Sandboxes by namespace, with those that are being made."""
         self._admission = Admission(
@@ -114,6 +120,18 @@ class Sandboxes:
         default = self._backends[self._default]
         if default.available and (missing := self._policy.not_held(default)):
             _log.warning("sandboxes have no default limits", backend=default.name, resources=missing)
+
+    def take(self, takes: bool) -> None:
+        """Takes new work, or refuses it: all but sandboxes of an owner that has some here already.
+
+        A rollout needs a second sandbox to grade in, so its labels are those of work that runs here.
+        """
+        self._staying = None if takes else {_whose(live.view.namespace, live.view.spec) for live in self.table}
+
+    def _check_takes(self, namespace: str, spec: SandboxSpec) -> None:
+        """Raises Unavailable (DRAINING)."""
+        if self._staying is not None and not (spec.labels and _whose(namespace, spec) in self._staying):
+            raise Unavailable("this service drains: it takes no new work", reason="DRAINING", retry_after_s=1.0)
 
     async def drain(self) -> None:
         """Stops creation and deletes all sandboxes, so that watchers see the end before the server stops."""
@@ -168,6 +186,7 @@ class Sandboxes:
 
         async def create() -> SandboxEntry:
             # Only for the first request: a repeated one gets its sandbox, whatever is refused by now.
+            self._check_takes(namespace, spec)
             backend, complete = self._applied(spec)
             return await self._create(request_id, namespace, backend, complete, owner, wait_s)
 
@@ -400,6 +419,10 @@ class Sandboxes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return found
+
+
+def _whose(namespace: str, spec: SandboxSpec) -> _Whose:
+    return namespace, frozenset(spec.labels.items())
 
 
 def _deleted_meanwhile() -> PenstockError:

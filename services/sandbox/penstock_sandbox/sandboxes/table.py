@@ -68,6 +68,11 @@ class Table:
     def __iter__(self) -> Iterator[SandboxEntry]:
         return iter(list(self._live.values()))
 
+    @property
+    def count(self) -> int:
+        """Number of sandboxes, with those that are being made and removed."""
+        return len(self._live)
+
     def add(self, live: SandboxEntry) -> None:
         self._live[live.view.id] = live
 

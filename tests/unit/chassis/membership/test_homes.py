@@ -55,7 +55,7 @@ class _Sandboxes(sandbox_service_pb2_grpc.SandboxServiceServicer):
 def served(home: Home) -> Server:
     add = sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server
     service = Service(registrations=((_Sandboxes(), add),), home=home)  # type: ignore[abstract]
-    return Server(service, Authenticator({}, anonymous=True), drain_s=0.0)
+    return Server(service, Authenticator({}, anonymous=True), stop_s=0.0)
 
 
 async def refusal(channel: grpc.aio.Channel, sandbox_id: str) -> PenstockError | None:
@@ -126,7 +126,7 @@ class _Terminals(terminal_service_pb2_grpc.TerminalServiceServicer):
 async def test_the_first_message_of_a_stream_names_the_home() -> None:
     add = terminal_service_pb2_grpc.add_TerminalServiceServicer_to_server
     service = Service(registrations=((_Terminals(), add),), home=Home("driver", "d1"))  # type: ignore[abstract]
-    async with Server(service, Authenticator({}, anonymous=True), drain_s=0.0) as server:  # noqa: SIM117
+    async with Server(service, Authenticator({}, anonymous=True), stop_s=0.0) as server:  # noqa: SIM117
         async with connect(server.address) as channel:
             stub = terminal_service_pb2_grpc.TerminalServiceStub(channel)
             own = [terminal_service_pb2.StepRequest(terminal_id="t", step_id=step) for step in "ab"]

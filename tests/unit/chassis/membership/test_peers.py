@@ -45,6 +45,16 @@ class Operations(operations_service_pb2_grpc.OperationsServiceServicer):
     ) -> operations_service_pb2.GetServerInfoResponse:
         return operations_service_pb2.GetServerInfoResponse(server=operations_service_pb2.ServerInfo(name=self._name))
 
+    async def Drain(  # noqa: N802
+        self, request: operations_service_pb2.DrainRequest, context: object
+    ) -> operations_service_pb2.DrainResponse:
+        return operations_service_pb2.DrainResponse()
+
+    async def Undrain(  # noqa: N802
+        self, request: operations_service_pb2.UndrainRequest, context: object
+    ) -> operations_service_pb2.UndrainResponse:
+        return operations_service_pb2.UndrainResponse()
+
     async def GetStatus(  # noqa: N802
         self, request: operations_service_pb2.GetStatusRequest, context: object
     ) -> operations_service_pb2.GetStatusResponse:

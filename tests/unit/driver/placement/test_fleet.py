@@ -111,7 +111,7 @@ async def opened(folder: Path, patience_s: float = 60.0, silence_s: float = 0.0)
         placement = FleetPlacement(
             Members(
                 cast(Peers, nodes),
-                lambda peer: NodeServices.of(sandboxes[peer.name], lambda: peer.is_lost, lambda _: ask(peer.name)),
+                lambda peer: NodeServices.of(sandboxes[peer.name], peer, lambda _: ask(peer.name)),
                 node_lost,
                 0.0,
             ),

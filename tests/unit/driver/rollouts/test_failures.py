@@ -66,9 +66,11 @@ from penstock_driver.domain.rollout import (
     Verifier,
 )
 from penstock_driver.environments.cleanup import Cleanups
+from penstock_driver.environments.forks import ThrottledForks
 from penstock_driver.grading.grader import Grader
 from penstock_driver.grading.restore import Baseline
-from penstock_driver.rollouts import manager
+from penstock_driver.placement.placement import Avoid, Place
+from penstock_driver.rollouts import manager, runner
 from penstock_driver.rollouts.attempt import Attempt
 from penstock_driver.rollouts.context import AttemptResult
 from penstock_driver.rollouts.preflight import Preflight
@@ -260,6 +262,30 @@ async def test_infrastructure_failure_in_any_phase_is_retried_in_a_new_sandbox(d
     assert driver.gate.deleted == [record.rollout_id], "what was captured of the first attempt is gone"
 
 
+@pytest.mark.parametrize(("refusals", "ends"), [(2, "a reward"), (20, "DRAINING")])
+async def test_an_attempt_that_a_draining_service_refuses_begins_elsewhere_uncounted(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, refusals: int, ends: str
+) -> None:
+    """So a drain costs no attempt; where every place drains, the rollout still ends."""
+    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.0)
+    placement = driver.manager._placement
+    one = placement.place
+
+    async def place(spec: RolloutSpec, avoid: Avoid) -> Place:
+        chosen = await one(spec, avoid)
+        forks = ThrottledForks(driver.sandboxes, waits_out_drains=False)
+        return replace(chosen, services=replace(chosen.services, forks=forks), node=f"n{len(avoid.nodes)}", gate="g0")
+
+    monkeypatch.setattr(placement, "place", place)
+    driver.sandboxes.fail["fork"] = [Unavailable("it drains", reason="DRAINING", retry_after_s=1.0)] * refusals
+    record = await driver.start(driver.spec())
+    outcome = await driver.outcome(record)
+    assert (outcome.failure.reason or "a reward") == ends
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
+    assert not told(await driver.events(record.rollout_id), "attempt_failed")
+    assert driver.sandboxes.calls.count("fork") <= runner.MOVES + 1
+
+
 @pytest.mark.requirement("R62", "R74")
 async def test_attempts_end_with_the_last_one_allowed_and_its_failure(driver: Driver) -> None:
     """Three of three, then it is excluded: no reward."""
@@ -446,15 +472,14 @@ async def test_a_creation_whose_caller_goes_away_is_begun_all_the_same(driver: D
     assert (await driver.outcome(records[0])).failure.reason == "DRIVER_STOPPED"
 
 
-async def test_a_driver_that_drains_ends_what_runs_and_takes_nothing_new(driver: Driver) -> None:
+async def test_a_driver_that_drains_goes_on_with_what_runs_and_takes_nothing_new(driver: Driver) -> None:
     """A rolling upgrade costs no rollout that ends in time."""
     record = await driver.start(driver.spec())
-    draining = asyncio.ensure_future(driver.manager.drain())
-    await asyncio.sleep(0)
+    driver.manager.draining = True
     with pytest.raises(Unavailable) as caught, driver.manager.room("default", 1):
         pass
     assert caught.value.reason == "DRAINING"
-    await draining
+    assert driver.manager.running_count == 1
     assert not (await driver.outcome(record)).HasField("failure")
 
 

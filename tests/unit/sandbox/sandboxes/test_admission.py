@@ -131,6 +131,21 @@ async def test_stopping_service_notifies_its_waiters(tmp_path: Path) -> None:
         assert (await refusal(domain.create())).reason == "DRAINING"
 
 
+async def test_a_service_that_drains_makes_sandboxes_of_owners_it_has_alone(tmp_path: Path) -> None:
+    """A rollout is graded in a second sandbox, also when its first one is gone."""
+    async with opened(tmp_path) as domain:
+        first = await domain.create("a", request="r")
+        domain.sandboxes.take(False)
+        for owner in ("b", ""):
+            error = await refusal(domain.create(owner))
+            assert isinstance(error, Unavailable) and error.reason == "DRAINING"
+        assert (await domain.create("a", request="r")).id == first.id
+        await domain.sandboxes.delete(first.id)
+        await domain.create("a")
+        domain.sandboxes.take(True)
+        await domain.create("b")
+
+
 @pytest.mark.requirement("R49", "R50")
 async def test_a_service_that_stops_lets_what_was_given_up_be_cleaned_up(tmp_path: Path) -> None:
     """Whoever gave it up, and however often."""

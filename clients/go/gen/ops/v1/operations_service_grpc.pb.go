@@ -31,6 +31,8 @@ const _ = grpc.SupportPackageIsVersion8
 const (
 	OperationsService_GetStatus_FullMethodName     = "/penstock.ops.v1.OperationsService/GetStatus"
 	OperationsService_GetServerInfo_FullMethodName = "/penstock.ops.v1.OperationsService/GetServerInfo"
+	OperationsService_Drain_FullMethodName         = "/penstock.ops.v1.OperationsService/Drain"
+	OperationsService_Undrain_FullMethodName       = "/penstock.ops.v1.OperationsService/Undrain"
 )
 
 // OperationsServiceClient is the client API for OperationsService service.
@@ -43,6 +45,13 @@ type OperationsServiceClient interface {
 	GetStatus(ctx context.Context, in *GetStatusRequest, opts ...grpc.CallOption) (*GetStatusResponse, error)
 	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
+	// Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+	// drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+	// call it; a service that drains already is not changed.
+	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
+	// Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+	// Errors: UNAVAILABLE (DRAINING: the service is stopping).
+	Undrain(ctx context.Context, in *UndrainRequest, opts ...grpc.CallOption) (*UndrainResponse, error)
 }
 
 type operationsServiceClient struct {
@@ -73,6 +82,26 @@ func (c *operationsServiceClient) GetServerInfo(ctx context.Context, in *GetServ
 	return out, nil
 }
 
+func (c *operationsServiceClient) Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DrainResponse)
+	err := c.cc.Invoke(ctx, OperationsService_Drain_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *operationsServiceClient) Undrain(ctx context.Context, in *UndrainRequest, opts ...grpc.CallOption) (*UndrainResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UndrainResponse)
+	err := c.cc.Invoke(ctx, OperationsService_Undrain_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // OperationsServiceServer is the server API for OperationsService service.
 // All implementations must embed UnimplementedOperationsServiceServer
 // for forward compatibility
@@ -83,6 +112,13 @@ type OperationsServiceServer interface {
 	GetStatus(context.Context, *GetStatusRequest) (*GetStatusResponse, error)
 	// GetServerInfo returns what a client should know before it uses the service. Every role may call it.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
+	// Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+	// drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+	// call it; a service that drains already is not changed.
+	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
+	// Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+	// Errors: UNAVAILABLE (DRAINING: the service is stopping).
+	Undrain(context.Context, *UndrainRequest) (*UndrainResponse, error)
 	mustEmbedUnimplementedOperationsServiceServer()
 }
 
@@ -95,6 +131,12 @@ func (UnimplementedOperationsServiceServer) GetStatus(context.Context, *GetStatu
 }
 func (UnimplementedOperationsServiceServer) GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetServerInfo not implemented")
+}
+func (UnimplementedOperationsServiceServer) Drain(context.Context, *DrainRequest) (*DrainResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Drain not implemented")
+}
+func (UnimplementedOperationsServiceServer) Undrain(context.Context, *UndrainRequest) (*UndrainResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Undrain not implemented")
 }
 func (UnimplementedOperationsServiceServer) mustEmbedUnimplementedOperationsServiceServer() {}
 
@@ -145,6 +187,42 @@ func _OperationsService_GetServerInfo_Handler(srv interface{}, ctx context.Conte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _OperationsService_Drain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DrainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OperationsServiceServer).Drain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OperationsService_Drain_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OperationsServiceServer).Drain(ctx, req.(*DrainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _OperationsService_Undrain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UndrainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OperationsServiceServer).Undrain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OperationsService_Undrain_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OperationsServiceServer).Undrain(ctx, req.(*UndrainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // OperationsService_ServiceDesc is the grpc.ServiceDesc for OperationsService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -159,6 +237,14 @@ var OperationsService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetServerInfo",
 			Handler:    _OperationsService_GetServerInfo_Handler,
+		},
+		{
+			MethodName: "Drain",
+			Handler:    _OperationsService_Drain_Handler,
+		},
+		{
+			MethodName: "Undrain",
+			Handler:    _OperationsService_Undrain_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

@@ -894,6 +894,152 @@ func (x *ListBackendsResponse) GetBackends() []*Backend {
 	return nil
 }
 
+// See GetNodeStatus.
+type GetNodeStatusRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetNodeStatusRequest) Reset() {
+	*x = GetNodeStatusRequest{}
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetNodeStatusRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetNodeStatusRequest) ProtoMessage() {}
+
+func (x *GetNodeStatusRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetNodeStatusRequest.ProtoReflect.Descriptor instead.
+func (*GetNodeStatusRequest) Descriptor() ([]byte, []int) {
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{18}
+}
+
+// See GetNodeStatus.
+type GetNodeStatusResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Sandboxes that exist or are being made, the service's own included.
+	SandboxCount int32 `protobuf:"varint,1,opt,name=sandbox_count,json=sandboxCount,proto3" json:"sandbox_count,omitempty"`
+	// Creates that wait for a free place.
+	WaitingCount int32 `protobuf:"varint,2,opt,name=waiting_count,json=waitingCount,proto3" json:"waiting_count,omitempty"`
+	// How many more sandboxes it admits now. 0 = full: its limit is reached or its disk is low. Limits of an owner or of a
+	// namespace may leave less.
+	Room int32 `protobuf:"varint,3,opt,name=room,proto3" json:"room,omitempty"`
+	// Memory of the service's machine that is free for more. Unset = unknown.
+	FreeMemoryBytes *int64 `protobuf:"varint,4,opt,name=free_memory_bytes,json=freeMemoryBytes,proto3,oneof" json:"free_memory_bytes,omitempty"`
+	// Processors of the service's machine, and how many run or wait now (mean of a minute). 0 = unknown.
+	CpuCount     float64 `protobuf:"fixed64,5,opt,name=cpu_count,json=cpuCount,proto3" json:"cpu_count,omitempty"`
+	BusyCpuCount float64 `protobuf:"fixed64,6,opt,name=busy_cpu_count,json=busyCpuCount,proto3" json:"busy_cpu_count,omitempty"`
+	// Keys of the snapshots that it has (Snapshot.key), the most recently made first, at most 4096.
+	SnapshotKeys []string `protobuf:"bytes,7,rep,name=snapshot_keys,json=snapshotKeys,proto3" json:"snapshot_keys,omitempty"`
+	// Ids of the toolboxes that it has, the most recently made first, at most 4096.
+	ToolboxIds    []string `protobuf:"bytes,8,rep,name=toolbox_ids,json=toolboxIds,proto3" json:"toolbox_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetNodeStatusResponse) Reset() {
+	*x = GetNodeStatusResponse{}
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetNodeStatusResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetNodeStatusResponse) ProtoMessage() {}
+
+func (x *GetNodeStatusResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetNodeStatusResponse.ProtoReflect.Descriptor instead.
+func (*GetNodeStatusResponse) Descriptor() ([]byte, []int) {
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *GetNodeStatusResponse) GetSandboxCount() int32 {
+	if x != nil {
+		return x.SandboxCount
+	}
+	return 0
+}
+
+func (x *GetNodeStatusResponse) GetWaitingCount() int32 {
+	if x != nil {
+		return x.WaitingCount
+	}
+	return 0
+}
+
+func (x *GetNodeStatusResponse) GetRoom() int32 {
+	if x != nil {
+		return x.Room
+	}
+	return 0
+}
+
+func (x *GetNodeStatusResponse) GetFreeMemoryBytes() int64 {
+	if x != nil && x.FreeMemoryBytes != nil {
+		return *x.FreeMemoryBytes
+	}
+	return 0
+}
+
+func (x *GetNodeStatusResponse) GetCpuCount() float64 {
+	if x != nil {
+		return x.CpuCount
+	}
+	return 0
+}
+
+func (x *GetNodeStatusResponse) GetBusyCpuCount() float64 {
+	if x != nil {
+		return x.BusyCpuCount
+	}
+	return 0
+}
+
+func (x *GetNodeStatusResponse) GetSnapshotKeys() []string {
+	if x != nil {
+		return x.SnapshotKeys
+	}
+	return nil
+}
+
+func (x *GetNodeStatusResponse) GetToolboxIds() []string {
+	if x != nil {
+		return x.ToolboxIds
+	}
+	return nil
+}
+
 // SeedFile is a file to write before setup.
 type SeedFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -908,7 +1054,7 @@ type SeedFile struct {
 
 func (x *SeedFile) Reset() {
 	*x = SeedFile{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[18]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -920,7 +1066,7 @@ func (x *SeedFile) String() string {
 func (*SeedFile) ProtoMessage() {}
 
 func (x *SeedFile) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[18]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -933,7 +1079,7 @@ func (x *SeedFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SeedFile.ProtoReflect.Descriptor instead.
 func (*SeedFile) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{18}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SeedFile) GetPath() string {
@@ -971,7 +1117,7 @@ type SnapshotSpec struct {
 
 func (x *SnapshotSpec) Reset() {
 	*x = SnapshotSpec{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[19]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -983,7 +1129,7 @@ func (x *SnapshotSpec) String() string {
 func (*SnapshotSpec) ProtoMessage() {}
 
 func (x *SnapshotSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[19]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -996,7 +1142,7 @@ func (x *SnapshotSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotSpec.ProtoReflect.Descriptor instead.
 func (*SnapshotSpec) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{19}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SnapshotSpec) GetSandbox() *SandboxSpec {
@@ -1041,7 +1187,7 @@ type Snapshot struct {
 
 func (x *Snapshot) Reset() {
 	*x = Snapshot{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[20]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1053,7 +1199,7 @@ func (x *Snapshot) String() string {
 func (*Snapshot) ProtoMessage() {}
 
 func (x *Snapshot) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[20]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1066,7 +1212,7 @@ func (x *Snapshot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Snapshot.ProtoReflect.Descriptor instead.
 func (*Snapshot) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{20}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Snapshot) GetSnapshotId() string {
@@ -1135,7 +1281,7 @@ type PrepareSnapshotRequest struct {
 
 func (x *PrepareSnapshotRequest) Reset() {
 	*x = PrepareSnapshotRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[21]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1147,7 +1293,7 @@ func (x *PrepareSnapshotRequest) String() string {
 func (*PrepareSnapshotRequest) ProtoMessage() {}
 
 func (x *PrepareSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[21]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1160,7 +1306,7 @@ func (x *PrepareSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrepareSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*PrepareSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{21}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *PrepareSnapshotRequest) GetSpec() *SnapshotSpec {
@@ -1185,7 +1331,7 @@ type PrepareSnapshotResponse struct {
 
 func (x *PrepareSnapshotResponse) Reset() {
 	*x = PrepareSnapshotResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[22]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1197,7 +1343,7 @@ func (x *PrepareSnapshotResponse) String() string {
 func (*PrepareSnapshotResponse) ProtoMessage() {}
 
 func (x *PrepareSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[22]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1210,7 +1356,7 @@ func (x *PrepareSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrepareSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*PrepareSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{22}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *PrepareSnapshotResponse) GetEvent() isPrepareSnapshotResponse_Event {
@@ -1281,7 +1427,7 @@ type GetSnapshotRequest struct {
 
 func (x *GetSnapshotRequest) Reset() {
 	*x = GetSnapshotRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[23]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1293,7 +1439,7 @@ func (x *GetSnapshotRequest) String() string {
 func (*GetSnapshotRequest) ProtoMessage() {}
 
 func (x *GetSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[23]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1306,7 +1452,7 @@ func (x *GetSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*GetSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{23}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetSnapshotRequest) GetSnapshotId() string {
@@ -1326,7 +1472,7 @@ type GetSnapshotResponse struct {
 
 func (x *GetSnapshotResponse) Reset() {
 	*x = GetSnapshotResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[24]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1338,7 +1484,7 @@ func (x *GetSnapshotResponse) String() string {
 func (*GetSnapshotResponse) ProtoMessage() {}
 
 func (x *GetSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[24]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1351,7 +1497,7 @@ func (x *GetSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*GetSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{24}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetSnapshotResponse) GetSnapshot() *Snapshot {
@@ -1375,7 +1521,7 @@ type ListSnapshotsRequest struct {
 
 func (x *ListSnapshotsRequest) Reset() {
 	*x = ListSnapshotsRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[25]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1387,7 +1533,7 @@ func (x *ListSnapshotsRequest) String() string {
 func (*ListSnapshotsRequest) ProtoMessage() {}
 
 func (x *ListSnapshotsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[25]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1400,7 +1546,7 @@ func (x *ListSnapshotsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSnapshotsRequest.ProtoReflect.Descriptor instead.
 func (*ListSnapshotsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{25}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListSnapshotsRequest) GetPageSize() int32 {
@@ -1435,7 +1581,7 @@ type ListSnapshotsResponse struct {
 
 func (x *ListSnapshotsResponse) Reset() {
 	*x = ListSnapshotsResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[26]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1447,7 +1593,7 @@ func (x *ListSnapshotsResponse) String() string {
 func (*ListSnapshotsResponse) ProtoMessage() {}
 
 func (x *ListSnapshotsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[26]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1460,7 +1606,7 @@ func (x *ListSnapshotsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSnapshotsResponse.ProtoReflect.Descriptor instead.
 func (*ListSnapshotsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{26}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListSnapshotsResponse) GetSnapshots() []*Snapshot {
@@ -1487,7 +1633,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[27]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1499,7 +1645,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[27]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1512,7 +1658,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{27}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DeleteSnapshotRequest) GetSnapshotId() string {
@@ -1531,7 +1677,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[28]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1543,7 +1689,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[28]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1556,7 +1702,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{28}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{30}
 }
 
 // See ForkSandboxes.
@@ -1580,7 +1726,7 @@ type ForkSandboxesRequest struct {
 
 func (x *ForkSandboxesRequest) Reset() {
 	*x = ForkSandboxesRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[29]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1738,7 @@ func (x *ForkSandboxesRequest) String() string {
 func (*ForkSandboxesRequest) ProtoMessage() {}
 
 func (x *ForkSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[29]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1751,7 @@ func (x *ForkSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ForkSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{29}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ForkSandboxesRequest) GetRequestId() string {
@@ -1688,7 +1834,7 @@ type ForkSandboxesResponse struct {
 
 func (x *ForkSandboxesResponse) Reset() {
 	*x = ForkSandboxesResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[30]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1700,7 +1846,7 @@ func (x *ForkSandboxesResponse) String() string {
 func (*ForkSandboxesResponse) ProtoMessage() {}
 
 func (x *ForkSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[30]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1713,7 +1859,7 @@ func (x *ForkSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForkSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ForkSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{30}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ForkSandboxesResponse) GetIndex() int32 {
@@ -1782,7 +1928,7 @@ type SetNetworkPolicyRequest struct {
 
 func (x *SetNetworkPolicyRequest) Reset() {
 	*x = SetNetworkPolicyRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[31]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1794,7 +1940,7 @@ func (x *SetNetworkPolicyRequest) String() string {
 func (*SetNetworkPolicyRequest) ProtoMessage() {}
 
 func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[31]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1807,7 +1953,7 @@ func (x *SetNetworkPolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNetworkPolicyRequest.ProtoReflect.Descriptor instead.
 func (*SetNetworkPolicyRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{31}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SetNetworkPolicyRequest) GetSandboxId() string {
@@ -1833,7 +1979,7 @@ type SetNetworkPolicyResponse struct {
 
 func (x *SetNetworkPolicyResponse) Reset() {
 	*x = SetNetworkPolicyResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[32]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1845,7 +1991,7 @@ func (x *SetNetworkPolicyResponse) String() string {
 func (*SetNetworkPolicyResponse) ProtoMessage() {}
 
 func (x *SetNetworkPolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[32]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1858,7 +2004,7 @@ func (x *SetNetworkPolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNetworkPolicyResponse.ProtoReflect.Descriptor instead.
 func (*SetNetworkPolicyResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{32}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{34}
 }
 
 // See PauseSandbox.
@@ -1871,7 +2017,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[33]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1883,7 +2029,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[33]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1896,7 +2042,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{33}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PauseSandboxRequest) GetSandboxId() string {
@@ -1915,7 +2061,7 @@ type PauseSandboxResponse struct {
 
 func (x *PauseSandboxResponse) Reset() {
 	*x = PauseSandboxResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[34]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1927,7 +2073,7 @@ func (x *PauseSandboxResponse) String() string {
 func (*PauseSandboxResponse) ProtoMessage() {}
 
 func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[34]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1940,7 +2086,7 @@ func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
 func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{34}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{36}
 }
 
 // See ResumeSandbox.
@@ -1953,7 +2099,7 @@ type ResumeSandboxRequest struct {
 
 func (x *ResumeSandboxRequest) Reset() {
 	*x = ResumeSandboxRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[35]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1965,7 +2111,7 @@ func (x *ResumeSandboxRequest) String() string {
 func (*ResumeSandboxRequest) ProtoMessage() {}
 
 func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[35]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1978,7 +2124,7 @@ func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{35}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ResumeSandboxRequest) GetSandboxId() string {
@@ -1997,7 +2143,7 @@ type ResumeSandboxResponse struct {
 
 func (x *ResumeSandboxResponse) Reset() {
 	*x = ResumeSandboxResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[36]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2009,7 +2155,7 @@ func (x *ResumeSandboxResponse) String() string {
 func (*ResumeSandboxResponse) ProtoMessage() {}
 
 func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[36]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2022,7 +2168,7 @@ func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
 func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{36}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{38}
 }
 
 // See WatchSandboxes.
@@ -2042,7 +2188,7 @@ type WatchSandboxesRequest struct {
 
 func (x *WatchSandboxesRequest) Reset() {
 	*x = WatchSandboxesRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[37]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2054,7 +2200,7 @@ func (x *WatchSandboxesRequest) String() string {
 func (*WatchSandboxesRequest) ProtoMessage() {}
 
 func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[37]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2067,7 +2213,7 @@ func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{37}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *WatchSandboxesRequest) GetLabels() map[string]string {
@@ -2110,7 +2256,7 @@ type WatchSandboxesResponse struct {
 
 func (x *WatchSandboxesResponse) Reset() {
 	*x = WatchSandboxesResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[38]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2122,7 +2268,7 @@ func (x *WatchSandboxesResponse) String() string {
 func (*WatchSandboxesResponse) ProtoMessage() {}
 
 func (x *WatchSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[38]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2135,7 +2281,7 @@ func (x *WatchSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{38}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *WatchSandboxesResponse) GetSandboxes() []*WatchSandboxesResponse_Usage {
@@ -2162,7 +2308,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[39]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2174,7 +2320,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[39]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2187,7 +2333,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{39}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *GetStatsRequest) GetSandboxId() string {
@@ -2213,7 +2359,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[40]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2225,7 +2371,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[40]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2238,7 +2384,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{40}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *GetStatsResponse) GetMemoryBytes() int64 {
@@ -2298,7 +2444,7 @@ type DiffSandboxRequest struct {
 
 func (x *DiffSandboxRequest) Reset() {
 	*x = DiffSandboxRequest{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[41]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2310,7 +2456,7 @@ func (x *DiffSandboxRequest) String() string {
 func (*DiffSandboxRequest) ProtoMessage() {}
 
 func (x *DiffSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[41]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2323,7 +2469,7 @@ func (x *DiffSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiffSandboxRequest.ProtoReflect.Descriptor instead.
 func (*DiffSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{41}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *DiffSandboxRequest) GetSandboxId() string {
@@ -2361,7 +2507,7 @@ type DiffSandboxResponse struct {
 
 func (x *DiffSandboxResponse) Reset() {
 	*x = DiffSandboxResponse{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[42]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2373,7 +2519,7 @@ func (x *DiffSandboxResponse) String() string {
 func (*DiffSandboxResponse) ProtoMessage() {}
 
 func (x *DiffSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[42]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2386,7 +2532,7 @@ func (x *DiffSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiffSandboxResponse.ProtoReflect.Descriptor instead.
 func (*DiffSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{42}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *DiffSandboxResponse) GetEvent() isDiffSandboxResponse_Event {
@@ -2441,7 +2587,7 @@ type PrepareSnapshotResponse_CommandStarted struct {
 
 func (x *PrepareSnapshotResponse_CommandStarted) Reset() {
 	*x = PrepareSnapshotResponse_CommandStarted{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[45]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2453,7 +2599,7 @@ func (x *PrepareSnapshotResponse_CommandStarted) String() string {
 func (*PrepareSnapshotResponse_CommandStarted) ProtoMessage() {}
 
 func (x *PrepareSnapshotResponse_CommandStarted) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[45]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2466,7 +2612,7 @@ func (x *PrepareSnapshotResponse_CommandStarted) ProtoReflect() protoreflect.Mes
 
 // Deprecated: Use PrepareSnapshotResponse_CommandStarted.ProtoReflect.Descriptor instead.
 func (*PrepareSnapshotResponse_CommandStarted) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{22, 0}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{24, 0}
 }
 
 func (x *PrepareSnapshotResponse_CommandStarted) GetIndex() int32 {
@@ -2487,7 +2633,7 @@ type PrepareSnapshotResponse_CommandFinished struct {
 
 func (x *PrepareSnapshotResponse_CommandFinished) Reset() {
 	*x = PrepareSnapshotResponse_CommandFinished{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[46]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2499,7 +2645,7 @@ func (x *PrepareSnapshotResponse_CommandFinished) String() string {
 func (*PrepareSnapshotResponse_CommandFinished) ProtoMessage() {}
 
 func (x *PrepareSnapshotResponse_CommandFinished) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[46]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2512,7 +2658,7 @@ func (x *PrepareSnapshotResponse_CommandFinished) ProtoReflect() protoreflect.Me
 
 // Deprecated: Use PrepareSnapshotResponse_CommandFinished.ProtoReflect.Descriptor instead.
 func (*PrepareSnapshotResponse_CommandFinished) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{22, 1}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{24, 1}
 }
 
 func (x *PrepareSnapshotResponse_CommandFinished) GetIndex() int32 {
@@ -2542,7 +2688,7 @@ type ForkSandboxesResponse_ForkFailure struct {
 
 func (x *ForkSandboxesResponse_ForkFailure) Reset() {
 	*x = ForkSandboxesResponse_ForkFailure{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[47]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2554,7 +2700,7 @@ func (x *ForkSandboxesResponse_ForkFailure) String() string {
 func (*ForkSandboxesResponse_ForkFailure) ProtoMessage() {}
 
 func (x *ForkSandboxesResponse_ForkFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[47]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2567,7 +2713,7 @@ func (x *ForkSandboxesResponse_ForkFailure) ProtoReflect() protoreflect.Message 
 
 // Deprecated: Use ForkSandboxesResponse_ForkFailure.ProtoReflect.Descriptor instead.
 func (*ForkSandboxesResponse_ForkFailure) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{30, 0}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{32, 0}
 }
 
 func (x *ForkSandboxesResponse_ForkFailure) GetReason() string {
@@ -2603,7 +2749,7 @@ type WatchSandboxesResponse_Usage struct {
 
 func (x *WatchSandboxesResponse_Usage) Reset() {
 	*x = WatchSandboxesResponse_Usage{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[49]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2615,7 +2761,7 @@ func (x *WatchSandboxesResponse_Usage) String() string {
 func (*WatchSandboxesResponse_Usage) ProtoMessage() {}
 
 func (x *WatchSandboxesResponse_Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[49]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2628,7 +2774,7 @@ func (x *WatchSandboxesResponse_Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesResponse_Usage.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesResponse_Usage) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{38, 0}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{40, 0}
 }
 
 func (x *WatchSandboxesResponse_Usage) GetSandbox() *Sandbox {
@@ -2659,7 +2805,7 @@ type DiffSandboxResponse_DiffEnd struct {
 
 func (x *DiffSandboxResponse_DiffEnd) Reset() {
 	*x = DiffSandboxResponse_DiffEnd{}
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[50]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2671,7 +2817,7 @@ func (x *DiffSandboxResponse_DiffEnd) String() string {
 func (*DiffSandboxResponse_DiffEnd) ProtoMessage() {}
 
 func (x *DiffSandboxResponse_DiffEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[50]
+	mi := &file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2684,7 +2830,7 @@ func (x *DiffSandboxResponse_DiffEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiffSandboxResponse_DiffEnd.ProtoReflect.Descriptor instead.
 func (*DiffSandboxResponse_DiffEnd) Descriptor() ([]byte, []int) {
-	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{42, 0}
+	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP(), []int{44, 0}
 }
 
 func (x *DiffSandboxResponse_DiffEnd) GetDeletedPaths() []string {
@@ -2833,7 +2979,29 @@ var file_penstock_sandbox_v1_sandbox_service_proto_rawDesc = string([]byte{
 	0x65, 0x12, 0x38, 0x0a, 0x08, 0x62, 0x61, 0x63, 0x6b, 0x65, 0x6e, 0x64, 0x73, 0x18, 0x01, 0x20,
 	0x03, 0x28, 0x0b, 0x32, 0x1c, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73,
 	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x42, 0x61, 0x63, 0x6b, 0x65, 0x6e,
-	0x64, 0x52, 0x08, 0x62, 0x61, 0x63, 0x6b, 0x65, 0x6e, 0x64, 0x73, 0x22, 0x5a, 0x0a, 0x08, 0x53,
+	0x64, 0x52, 0x08, 0x62, 0x61, 0x63, 0x6b, 0x65, 0x6e, 0x64, 0x73, 0x22, 0x16, 0x0a, 0x14, 0x47,
+	0x65, 0x74, 0x4e, 0x6f, 0x64, 0x65, 0x53, 0x74, 0x61, 0x74, 0x75, 0x73, 0x52, 0x65, 0x71, 0x75,
+	0x65, 0x73, 0x74, 0x22, 0xc5, 0x02, 0x0a, 0x15, 0x47, 0x65, 0x74, 0x4e, 0x6f, 0x64, 0x65, 0x53,
+	0x74, 0x61, 0x74, 0x75, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0x23, 0x0a,
+	0x0d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x63, 0x6f, 0x75, 0x6e, 0x74, 0x18, 0x01,
+	0x20, 0x01, 0x28, 0x05, 0x52, 0x0c, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x43, 0x6f, 0x75,
+	0x6e, 0x74, 0x12, 0x23, 0x0a, 0x0d, 0x77, 0x61, 0x69, 0x74, 0x69, 0x6e, 0x67, 0x5f, 0x63, 0x6f,
+	0x75, 0x6e, 0x74, 0x18, 0x02, 0x20, 0x01, 0x28, 0x05, 0x52, 0x0c, 0x77, 0x61, 0x69, 0x74, 0x69,
+	0x6e, 0x67, 0x43, 0x6f, 0x75, 0x6e, 0x74, 0x12, 0x12, 0x0a, 0x04, 0x72, 0x6f, 0x6f, 0x6d, 0x18,
+	0x03, 0x20, 0x01, 0x28, 0x05, 0x52, 0x04, 0x72, 0x6f, 0x6f, 0x6d, 0x12, 0x2f, 0x0a, 0x11, 0x66,
+	0x72, 0x65, 0x65, 0x5f, 0x6d, 0x65, 0x6d, 0x6f, 0x72, 0x79, 0x5f, 0x62, 0x79, 0x74, 0x65, 0x73,
+	0x18, 0x04, 0x20, 0x01, 0x28, 0x03, 0x48, 0x00, 0x52, 0x0f, 0x66, 0x72, 0x65, 0x65, 0x4d, 0x65,
+	0x6d, 0x6f, 0x72, 0x79, 0x42, 0x79, 0x74, 0x65, 0x73, 0x88, 0x01, 0x01, 0x12, 0x1b, 0x0a, 0x09,
+	0x63, 0x70, 0x75, 0x5f, 0x63, 0x6f, 0x75, 0x6e, 0x74, 0x18, 0x05, 0x20, 0x01, 0x28, 0x01, 0x52,
+	0x08, 0x63, 0x70, 0x75, 0x43, 0x6f, 0x75, 0x6e, 0x74, 0x12, 0x24, 0x0a, 0x0e, 0x62, 0x75, 0x73,
+	0x79, 0x5f, 0x63, 0x70, 0x75, 0x5f, 0x63, 0x6f, 0x75, 0x6e, 0x74, 0x18, 0x06, 0x20, 0x01, 0x28,
+	0x01, 0x52, 0x0c, 0x62, 0x75, 0x73, 0x79, 0x43, 0x70, 0x75, 0x43, 0x6f, 0x75, 0x6e, 0x74, 0x12,
+	0x23, 0x0a, 0x0d, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x5f, 0x6b, 0x65, 0x79, 0x73,
+	0x18, 0x07, 0x20, 0x03, 0x28, 0x09, 0x52, 0x0c, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74,
+	0x4b, 0x65, 0x79, 0x73, 0x12, 0x1f, 0x0a, 0x0b, 0x74, 0x6f, 0x6f, 0x6c, 0x62, 0x6f, 0x78, 0x5f,
+	0x69, 0x64, 0x73, 0x18, 0x08, 0x20, 0x03, 0x28, 0x09, 0x52, 0x0a, 0x74, 0x6f, 0x6f, 0x6c, 0x62,
+	0x6f, 0x78, 0x49, 0x64, 0x73, 0x42, 0x14, 0x0a, 0x12, 0x5f, 0x66, 0x72, 0x65, 0x65, 0x5f, 0x6d,
+	0x65, 0x6d, 0x6f, 0x72, 0x79, 0x5f, 0x62, 0x79, 0x74, 0x65, 0x73, 0x22, 0x5a, 0x0a, 0x08, 0x53,
 	0x65, 0x65, 0x64, 0x46, 0x69, 0x6c, 0x65, 0x12, 0x12, 0x0a, 0x04, 0x70, 0x61, 0x74, 0x68, 0x18,
 	0x01, 0x20, 0x01, 0x28, 0x09, 0x52, 0x04, 0x70, 0x61, 0x74, 0x68, 0x12, 0x18, 0x0a, 0x07, 0x63,
 	0x6f, 0x6e, 0x74, 0x65, 0x6e, 0x74, 0x18, 0x02, 0x20, 0x01, 0x28, 0x0c, 0x52, 0x07, 0x63, 0x6f,
@@ -3069,8 +3237,8 @@ var file_penstock_sandbox_v1_sandbox_service_proto_rawDesc = string([]byte{
 	0x0c, 0x52, 0x06, 0x73, 0x68, 0x61, 0x32, 0x35, 0x36, 0x12, 0x2a, 0x0a, 0x11, 0x72, 0x61, 0x77,
 	0x5f, 0x64, 0x65, 0x6c, 0x65, 0x74, 0x65, 0x64, 0x5f, 0x70, 0x61, 0x74, 0x68, 0x73, 0x18, 0x03,
 	0x20, 0x03, 0x28, 0x0c, 0x52, 0x0f, 0x72, 0x61, 0x77, 0x44, 0x65, 0x6c, 0x65, 0x74, 0x65, 0x64,
-	0x50, 0x61, 0x74, 0x68, 0x73, 0x42, 0x07, 0x0a, 0x05, 0x65, 0x76, 0x65, 0x6e, 0x74, 0x32, 0xdf,
-	0x15, 0x0a, 0x0e, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x53, 0x65, 0x72, 0x76, 0x69, 0x63,
+	0x50, 0x61, 0x74, 0x68, 0x73, 0x42, 0x07, 0x0a, 0x05, 0x65, 0x76, 0x65, 0x6e, 0x74, 0x32, 0xc7,
+	0x16, 0x0a, 0x0e, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x53, 0x65, 0x72, 0x76, 0x69, 0x63,
 	0x65, 0x12, 0x9b, 0x01, 0x0a, 0x0d, 0x43, 0x72, 0x65, 0x61, 0x74, 0x65, 0x53, 0x61, 0x6e, 0x64,
 	0x62, 0x6f, 0x78, 0x12, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73,
 	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x43, 0x72, 0x65, 0x61, 0x74, 0x65,
@@ -3151,110 +3319,117 @@ var file_penstock_sandbox_v1_sandbox_service_proto_rawDesc = string([]byte{
 	0x74, 0x42, 0x61, 0x63, 0x6b, 0x65, 0x6e, 0x64, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74,
 	0x1a, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64,
 	0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x4c, 0x69, 0x73, 0x74, 0x42, 0x61, 0x63, 0x6b, 0x65,
-	0x6e, 0x64, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0xab, 0x01, 0x0a, 0x0f,
-	0x50, 0x72, 0x65, 0x70, 0x61, 0x72, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x12,
-	0x2b, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62,
-	0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x50, 0x72, 0x65, 0x70, 0x61, 0x72, 0x65, 0x53, 0x6e, 0x61,
-	0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2c, 0x2e, 0x70,
+	0x6e, 0x64, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0x66, 0x0a, 0x0d, 0x47,
+	0x65, 0x74, 0x4e, 0x6f, 0x64, 0x65, 0x53, 0x74, 0x61, 0x74, 0x75, 0x73, 0x12, 0x29, 0x2e, 0x70,
 	0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e,
-	0x76, 0x31, 0x2e, 0x50, 0x72, 0x65, 0x70, 0x61, 0x72, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68,
-	0x6f, 0x74, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x3b, 0xb2, 0xbb, 0x18, 0x37,
-	0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x6e, 0x61,
-	0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d, 0x69, 0x64, 0x12, 0x1d, 0x73, 0x70, 0x65, 0x63, 0x2e, 0x73,
-	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x62, 0x61, 0x73, 0x65, 0x2e, 0x73, 0x6e, 0x61, 0x70,
-	0x73, 0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0x30, 0x01, 0x12, 0x8b, 0x01, 0x0a, 0x0b, 0x47, 0x65,
-	0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x12, 0x27, 0x2e, 0x70, 0x65, 0x6e, 0x73,
-	0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e,
-	0x47, 0x65, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x71, 0x75, 0x65,
-	0x73, 0x74, 0x1a, 0x28, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61,
-	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x74, 0x53, 0x6e, 0x61, 0x70,
-	0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x29, 0xb2, 0xbb,
-	0x18, 0x25, 0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73,
-	0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d, 0x69, 0x64, 0x12, 0x0b, 0x73, 0x6e, 0x61, 0x70,
-	0x73, 0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0x12, 0x66, 0x0a, 0x0d, 0x4c, 0x69, 0x73, 0x74, 0x53,
-	0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x73, 0x12, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74,
-	0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x4c,
-	0x69, 0x73, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x73, 0x52, 0x65, 0x71, 0x75,
-	0x65, 0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73,
-	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x4c, 0x69, 0x73, 0x74, 0x53, 0x6e,
-	0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12,
-	0x94, 0x01, 0x0a, 0x0e, 0x44, 0x65, 0x6c, 0x65, 0x74, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68,
-	0x6f, 0x74, 0x12, 0x2a, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61,
-	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x44, 0x65, 0x6c, 0x65, 0x74, 0x65, 0x53,
-	0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2b,
-	0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f,
-	0x78, 0x2e, 0x76, 0x31, 0x2e, 0x44, 0x65, 0x6c, 0x65, 0x74, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73,
-	0x68, 0x6f, 0x74, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x29, 0xb2, 0xbb, 0x18,
-	0x25, 0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x6e,
-	0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d, 0x69, 0x64, 0x12, 0x0b, 0x73, 0x6e, 0x61, 0x70, 0x73,
-	0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0x12, 0xba, 0x01, 0x0a, 0x0d, 0x46, 0x6f, 0x72, 0x6b, 0x53,
-	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x65, 0x73, 0x12, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74,
-	0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x46,
-	0x6f, 0x72, 0x6b, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x65, 0x73, 0x52, 0x65, 0x71, 0x75,
-	0x65, 0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73,
-	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x46, 0x6f, 0x72, 0x6b, 0x53, 0x61,
-	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x65, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22,
-	0x50, 0xb2, 0xbb, 0x18, 0x25, 0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63,
-	0x6b, 0x2d, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d, 0x69, 0x64, 0x12, 0x0b, 0x73,
-	0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15,
-	0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62,
-	0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69,
-	0x64, 0x30, 0x01, 0x12, 0x98, 0x01, 0x0a, 0x10, 0x53, 0x65, 0x74, 0x4e, 0x65, 0x74, 0x77, 0x6f,
-	0x72, 0x6b, 0x50, 0x6f, 0x6c, 0x69, 0x63, 0x79, 0x12, 0x2c, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74,
-	0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x53,
-	0x65, 0x74, 0x4e, 0x65, 0x74, 0x77, 0x6f, 0x72, 0x6b, 0x50, 0x6f, 0x6c, 0x69, 0x63, 0x79, 0x52,
-	0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2d, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63,
-	0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x53, 0x65, 0x74,
-	0x4e, 0x65, 0x74, 0x77, 0x6f, 0x72, 0x6b, 0x50, 0x6f, 0x6c, 0x69, 0x63, 0x79, 0x52, 0x65, 0x73,
-	0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70,
-	0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d,
-	0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12, 0x8c,
-	0x01, 0x0a, 0x0c, 0x50, 0x61, 0x75, 0x73, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x12,
-	0x28, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62,
-	0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x50, 0x61, 0x75, 0x73, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62,
-	0x6f, 0x78, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73,
-	0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e,
-	0x50, 0x61, 0x75, 0x73, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x73, 0x70,
-	0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65,
-	0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69,
-	0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12, 0x8f, 0x01,
-	0x0a, 0x0d, 0x52, 0x65, 0x73, 0x75, 0x6d, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x12,
-	0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62,
-	0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x52, 0x65, 0x73, 0x75, 0x6d, 0x65, 0x53, 0x61, 0x6e, 0x64,
-	0x62, 0x6f, 0x78, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65, 0x6e,
+	0x76, 0x31, 0x2e, 0x47, 0x65, 0x74, 0x4e, 0x6f, 0x64, 0x65, 0x53, 0x74, 0x61, 0x74, 0x75, 0x73,
+	0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65,
+	0x74, 0x4e, 0x6f, 0x64, 0x65, 0x53, 0x74, 0x61, 0x74, 0x75, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f,
+	0x6e, 0x73, 0x65, 0x12, 0xab, 0x01, 0x0a, 0x0f, 0x50, 0x72, 0x65, 0x70, 0x61, 0x72, 0x65, 0x53,
+	0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x12, 0x2b, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x50, 0x72,
+	0x65, 0x70, 0x61, 0x72, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x71,
+	0x75, 0x65, 0x73, 0x74, 0x1a, 0x2c, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e,
+	0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x50, 0x72, 0x65, 0x70, 0x61,
+	0x72, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e,
+	0x73, 0x65, 0x22, 0x3b, 0xb2, 0xbb, 0x18, 0x37, 0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73,
+	0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d, 0x69, 0x64,
+	0x12, 0x1d, 0x73, 0x70, 0x65, 0x63, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x62,
+	0x61, 0x73, 0x65, 0x2e, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0x30,
+	0x01, 0x12, 0x8b, 0x01, 0x0a, 0x0b, 0x47, 0x65, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f,
+	0x74, 0x12, 0x27, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e,
+	0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73,
+	0x68, 0x6f, 0x74, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x28, 0x2e, 0x70, 0x65, 0x6e,
 	0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31,
-	0x2e, 0x52, 0x65, 0x73, 0x75, 0x6d, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65,
-	0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d,
-	0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78,
-	0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12,
-	0x80, 0x01, 0x0a, 0x08, 0x47, 0x65, 0x74, 0x53, 0x74, 0x61, 0x74, 0x73, 0x12, 0x24, 0x2e, 0x70,
-	0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e,
-	0x76, 0x31, 0x2e, 0x47, 0x65, 0x74, 0x53, 0x74, 0x61, 0x74, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65,
-	0x73, 0x74, 0x1a, 0x25, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61,
-	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x74, 0x53, 0x74, 0x61, 0x74,
-	0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2, 0xbb, 0x18, 0x23, 0x0a,
-	0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64,
-	0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f,
-	0x69, 0x64, 0x12, 0x8b, 0x01, 0x0a, 0x0b, 0x44, 0x69, 0x66, 0x66, 0x53, 0x61, 0x6e, 0x64, 0x62,
-	0x6f, 0x78, 0x12, 0x27, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61,
-	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x44, 0x69, 0x66, 0x66, 0x53, 0x61, 0x6e,
-	0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x28, 0x2e, 0x70, 0x65,
+	0x2e, 0x47, 0x65, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x73, 0x70,
+	0x6f, 0x6e, 0x73, 0x65, 0x22, 0x29, 0xb2, 0xbb, 0x18, 0x25, 0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65,
+	0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d,
+	0x69, 0x64, 0x12, 0x0b, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0x12,
+	0x66, 0x0a, 0x0d, 0x4c, 0x69, 0x73, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x73,
+	0x12, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64,
+	0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x4c, 0x69, 0x73, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73,
+	0x68, 0x6f, 0x74, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65,
 	0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76,
-	0x31, 0x2e, 0x44, 0x69, 0x66, 0x66, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x73,
-	0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70,
-	0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d,
-	0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x30, 0x01,
-	0x42, 0xa4, 0x01, 0x0a, 0x13, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61,
-	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x42, 0x13, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f,
-	0x78, 0x53, 0x65, 0x72, 0x76, 0x69, 0x63, 0x65, 0x50, 0x72, 0x6f, 0x74, 0x6f, 0x50, 0x01, 0x5a,
-	0x32, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x65, 0x78, 0x61, 0x6d, 0x70, 0x6c,
-	0x65, 0x2f, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2f, 0x67, 0x65, 0x6e, 0x2f, 0x73,
-	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2f, 0x76, 0x31, 0x3b, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f,
-	0x78, 0x76, 0x31, 0xaa, 0x02, 0x13, 0x50, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x53,
-	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x56, 0x31, 0xca, 0x02, 0x13, 0x50, 0x65, 0x6e, 0x73,
-	0x74, 0x6f, 0x63, 0x6b, 0x5c, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5c, 0x56, 0x31, 0xea,
-	0x02, 0x15, 0x50, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x3a, 0x3a, 0x53, 0x61, 0x6e, 0x64,
-	0x62, 0x6f, 0x78, 0x3a, 0x3a, 0x56, 0x31, 0x62, 0x06, 0x70, 0x72, 0x6f, 0x74, 0x6f, 0x33,
+	0x31, 0x2e, 0x4c, 0x69, 0x73, 0x74, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x73, 0x52,
+	0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x12, 0x94, 0x01, 0x0a, 0x0e, 0x44, 0x65, 0x6c, 0x65,
+	0x74, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x12, 0x2a, 0x2e, 0x70, 0x65, 0x6e,
+	0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31,
+	0x2e, 0x44, 0x65, 0x6c, 0x65, 0x74, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52,
+	0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2b, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63,
+	0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x44, 0x65, 0x6c,
+	0x65, 0x74, 0x65, 0x53, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x52, 0x65, 0x73, 0x70, 0x6f,
+	0x6e, 0x73, 0x65, 0x22, 0x29, 0xb2, 0xbb, 0x18, 0x25, 0x0a, 0x16, 0x78, 0x2d, 0x70, 0x65, 0x6e,
+	0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x2d, 0x69,
+	0x64, 0x12, 0x0b, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x5f, 0x69, 0x64, 0x12, 0xba,
+	0x01, 0x0a, 0x0d, 0x46, 0x6f, 0x72, 0x6b, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x65, 0x73,
+	0x12, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64,
+	0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x46, 0x6f, 0x72, 0x6b, 0x53, 0x61, 0x6e, 0x64, 0x62,
+	0x6f, 0x78, 0x65, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65,
+	0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76,
+	0x31, 0x2e, 0x46, 0x6f, 0x72, 0x6b, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x65, 0x73, 0x52,
+	0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x50, 0xb2, 0xbb, 0x18, 0x25, 0x0a, 0x16, 0x78,
+	0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68,
+	0x6f, 0x74, 0x2d, 0x69, 0x64, 0x12, 0x0b, 0x73, 0x6e, 0x61, 0x70, 0x73, 0x68, 0x6f, 0x74, 0x5f,
+	0x69, 0x64, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73,
+	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x30, 0x01, 0x12, 0x98, 0x01, 0x0a, 0x10,
+	0x53, 0x65, 0x74, 0x4e, 0x65, 0x74, 0x77, 0x6f, 0x72, 0x6b, 0x50, 0x6f, 0x6c, 0x69, 0x63, 0x79,
+	0x12, 0x2c, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64,
+	0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x53, 0x65, 0x74, 0x4e, 0x65, 0x74, 0x77, 0x6f, 0x72,
+	0x6b, 0x50, 0x6f, 0x6c, 0x69, 0x63, 0x79, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x2d,
+	0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f,
+	0x78, 0x2e, 0x76, 0x31, 0x2e, 0x53, 0x65, 0x74, 0x4e, 0x65, 0x74, 0x77, 0x6f, 0x72, 0x6b, 0x50,
+	0x6f, 0x6c, 0x69, 0x63, 0x79, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2,
+	0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d,
+	0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64,
+	0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12, 0x8c, 0x01, 0x0a, 0x0c, 0x50, 0x61, 0x75, 0x73, 0x65,
+	0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x12, 0x28, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x50, 0x61,
+	0x75, 0x73, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73,
+	0x74, 0x1a, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e,
+	0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x50, 0x61, 0x75, 0x73, 0x65, 0x53, 0x61, 0x6e,
+	0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2, 0xbb,
+	0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d, 0x73,
+	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64, 0x62,
+	0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12, 0x8f, 0x01, 0x0a, 0x0d, 0x52, 0x65, 0x73, 0x75, 0x6d, 0x65,
+	0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x12, 0x29, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x52, 0x65,
+	0x73, 0x75, 0x6d, 0x65, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x71, 0x75, 0x65,
+	0x73, 0x74, 0x1a, 0x2a, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61,
+	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x52, 0x65, 0x73, 0x75, 0x6d, 0x65, 0x53,
+	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27,
+	0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b,
+	0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e,
+	0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12, 0x80, 0x01, 0x0a, 0x08, 0x47, 0x65, 0x74, 0x53,
+	0x74, 0x61, 0x74, 0x73, 0x12, 0x24, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e,
+	0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x47, 0x65, 0x74, 0x53, 0x74,
+	0x61, 0x74, 0x73, 0x52, 0x65, 0x71, 0x75, 0x65, 0x73, 0x74, 0x1a, 0x25, 0x2e, 0x70, 0x65, 0x6e,
+	0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31,
+	0x2e, 0x47, 0x65, 0x74, 0x53, 0x74, 0x61, 0x74, 0x73, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73,
+	0x65, 0x22, 0x27, 0xb2, 0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74,
+	0x6f, 0x63, 0x6b, 0x2d, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a,
+	0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x12, 0x8b, 0x01, 0x0a, 0x0b, 0x44,
+	0x69, 0x66, 0x66, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x12, 0x27, 0x2e, 0x70, 0x65, 0x6e,
+	0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31,
+	0x2e, 0x44, 0x69, 0x66, 0x66, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x71, 0x75,
+	0x65, 0x73, 0x74, 0x1a, 0x28, 0x2e, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73,
+	0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31, 0x2e, 0x44, 0x69, 0x66, 0x66, 0x53, 0x61,
+	0x6e, 0x64, 0x62, 0x6f, 0x78, 0x52, 0x65, 0x73, 0x70, 0x6f, 0x6e, 0x73, 0x65, 0x22, 0x27, 0xb2,
+	0xbb, 0x18, 0x23, 0x0a, 0x15, 0x78, 0x2d, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2d,
+	0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2d, 0x69, 0x64, 0x12, 0x0a, 0x73, 0x61, 0x6e, 0x64,
+	0x62, 0x6f, 0x78, 0x5f, 0x69, 0x64, 0x30, 0x01, 0x42, 0xa4, 0x01, 0x0a, 0x13, 0x70, 0x65, 0x6e,
+	0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x76, 0x31,
+	0x42, 0x13, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x53, 0x65, 0x72, 0x76, 0x69, 0x63, 0x65,
+	0x50, 0x72, 0x6f, 0x74, 0x6f, 0x50, 0x01, 0x5a, 0x32, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63,
+	0x6b, 0x2e, 0x65, 0x78, 0x61, 0x6d, 0x70, 0x6c, 0x65, 0x2f, 0x70, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x2f, 0x67, 0x65, 0x6e, 0x2f, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2f, 0x76,
+	0x31, 0x3b, 0x73, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x76, 0x31, 0xaa, 0x02, 0x13, 0x50, 0x65,
+	0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x2e, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x2e, 0x56,
+	0x31, 0xca, 0x02, 0x13, 0x50, 0x65, 0x6e, 0x73, 0x74, 0x6f, 0x63, 0x6b, 0x5c, 0x53, 0x61, 0x6e,
+	0x64, 0x62, 0x6f, 0x78, 0x5c, 0x56, 0x31, 0xea, 0x02, 0x15, 0x50, 0x65, 0x6e, 0x73, 0x74, 0x6f,
+	0x63, 0x6b, 0x3a, 0x3a, 0x53, 0x61, 0x6e, 0x64, 0x62, 0x6f, 0x78, 0x3a, 0x3a, 0x56, 0x31, 0x62,
+	0x06, 0x70, 0x72, 0x6f, 0x74, 0x6f, 0x33,
 })
 
 var (
@@ -3269,7 +3444,7 @@ func file_penstock_sandbox_v1_sandbox_service_proto_rawDescGZIP() []byte {
 	return file_penstock_sandbox_v1_sandbox_service_proto_rawDescData
 }
 
-var file_penstock_sandbox_v1_sandbox_service_proto_msgTypes = make([]protoimpl.MessageInfo, 51)
+var file_penstock_sandbox_v1_sandbox_service_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
 var file_penstock_sandbox_v1_sandbox_service_proto_goTypes = []any{
 	(*CreateSandboxRequest)(nil),                    // 0: penstock.sandbox.v1.CreateSandboxRequest
 	(*CreateSandboxResponse)(nil),                   // 1: penstock.sandbox.v1.CreateSandboxResponse
@@ -3289,129 +3464,133 @@ var file_penstock_sandbox_v1_sandbox_service_proto_goTypes = []any{
 	(*RenewLeaseResponse)(nil),                      // 15: penstock.sandbox.v1.RenewLeaseResponse
 	(*ListBackendsRequest)(nil),                     // 16: penstock.sandbox.v1.ListBackendsRequest
 	(*ListBackendsResponse)(nil),                    // 17: penstock.sandbox.v1.ListBackendsResponse
-	(*SeedFile)(nil),                                // 18: penstock.sandbox.v1.SeedFile
-	(*SnapshotSpec)(nil),                            // 19: penstock.sandbox.v1.SnapshotSpec
-	(*Snapshot)(nil),                                // 20: penstock.sandbox.v1.Snapshot
-	(*PrepareSnapshotRequest)(nil),                  // 21: penstock.sandbox.v1.PrepareSnapshotRequest
-	(*PrepareSnapshotResponse)(nil),                 // 22: penstock.sandbox.v1.PrepareSnapshotResponse
-	(*GetSnapshotRequest)(nil),                      // 23: penstock.sandbox.v1.GetSnapshotRequest
-	(*GetSnapshotResponse)(nil),                     // 24: penstock.sandbox.v1.GetSnapshotResponse
-	(*ListSnapshotsRequest)(nil),                    // 25: penstock.sandbox.v1.ListSnapshotsRequest
-	(*ListSnapshotsResponse)(nil),                   // 26: penstock.sandbox.v1.ListSnapshotsResponse
-	(*DeleteSnapshotRequest)(nil),                   // 27: penstock.sandbox.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),                  // 28: penstock.sandbox.v1.DeleteSnapshotResponse
-	(*ForkSandboxesRequest)(nil),                    // 29: penstock.sandbox.v1.ForkSandboxesRequest
-	(*ForkSandboxesResponse)(nil),                   // 30: penstock.sandbox.v1.ForkSandboxesResponse
-	(*SetNetworkPolicyRequest)(nil),                 // 31: penstock.sandbox.v1.SetNetworkPolicyRequest
-	(*SetNetworkPolicyResponse)(nil),                // 32: penstock.sandbox.v1.SetNetworkPolicyResponse
-	(*PauseSandboxRequest)(nil),                     // 33: penstock.sandbox.v1.PauseSandboxRequest
-	(*PauseSandboxResponse)(nil),                    // 34: penstock.sandbox.v1.PauseSandboxResponse
-	(*ResumeSandboxRequest)(nil),                    // 35: penstock.sandbox.v1.ResumeSandboxRequest
-	(*ResumeSandboxResponse)(nil),                   // 36: penstock.sandbox.v1.ResumeSandboxResponse
-	(*WatchSandboxesRequest)(nil),                   // 37: penstock.sandbox.v1.WatchSandboxesRequest
-	(*WatchSandboxesResponse)(nil),                  // 38: penstock.sandbox.v1.WatchSandboxesResponse
-	(*GetStatsRequest)(nil),                         // 39: penstock.sandbox.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),                        // 40: penstock.sandbox.v1.GetStatsResponse
-	(*DiffSandboxRequest)(nil),                      // 41: penstock.sandbox.v1.DiffSandboxRequest
-	(*DiffSandboxResponse)(nil),                     // 42: penstock.sandbox.v1.DiffSandboxResponse
-	nil,                                             // 43: penstock.sandbox.v1.ListSandboxesRequest.LabelsEntry
-	nil,                                             // 44: penstock.sandbox.v1.DeleteSandboxesRequest.LabelsEntry
-	(*PrepareSnapshotResponse_CommandStarted)(nil),  // 45: penstock.sandbox.v1.PrepareSnapshotResponse.CommandStarted
-	(*PrepareSnapshotResponse_CommandFinished)(nil), // 46: penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished
-	(*ForkSandboxesResponse_ForkFailure)(nil),       // 47: penstock.sandbox.v1.ForkSandboxesResponse.ForkFailure
-	nil,                                  // 48: penstock.sandbox.v1.WatchSandboxesRequest.LabelsEntry
-	(*WatchSandboxesResponse_Usage)(nil), // 49: penstock.sandbox.v1.WatchSandboxesResponse.Usage
-	(*DiffSandboxResponse_DiffEnd)(nil),  // 50: penstock.sandbox.v1.DiffSandboxResponse.DiffEnd
-	(*SandboxSpec)(nil),                  // 51: penstock.sandbox.v1.SandboxSpec
-	(*Sandbox)(nil),                      // 52: penstock.sandbox.v1.Sandbox
-	(*DataPlane)(nil),                    // 53: penstock.sandbox.v1.DataPlane
-	(*durationpb.Duration)(nil),          // 54: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),        // 55: google.protobuf.Timestamp
-	(*Backend)(nil),                      // 56: penstock.sandbox.v1.Backend
-	(*Command)(nil),                      // 57: penstock.sandbox.v1.Command
-	(ForkKind)(0),                        // 58: penstock.sandbox.v1.ForkKind
-	(*NetworkPolicy)(nil),                // 59: penstock.sandbox.v1.NetworkPolicy
-	(*RunResult)(nil),                    // 60: penstock.sandbox.v1.RunResult
+	(*GetNodeStatusRequest)(nil),                    // 18: penstock.sandbox.v1.GetNodeStatusRequest
+	(*GetNodeStatusResponse)(nil),                   // 19: penstock.sandbox.v1.GetNodeStatusResponse
+	(*SeedFile)(nil),                                // 20: penstock.sandbox.v1.SeedFile
+	(*SnapshotSpec)(nil),                            // 21: penstock.sandbox.v1.SnapshotSpec
+	(*Snapshot)(nil),                                // 22: penstock.sandbox.v1.Snapshot
+	(*PrepareSnapshotRequest)(nil),                  // 23: penstock.sandbox.v1.PrepareSnapshotRequest
+	(*PrepareSnapshotResponse)(nil),                 // 24: penstock.sandbox.v1.PrepareSnapshotResponse
+	(*GetSnapshotRequest)(nil),                      // 25: penstock.sandbox.v1.GetSnapshotRequest
+	(*GetSnapshotResponse)(nil),                     // 26: penstock.sandbox.v1.GetSnapshotResponse
+	(*ListSnapshotsRequest)(nil),                    // 27: penstock.sandbox.v1.ListSnapshotsRequest
+	(*ListSnapshotsResponse)(nil),                   // 28: penstock.sandbox.v1.ListSnapshotsResponse
+	(*DeleteSnapshotRequest)(nil),                   // 29: penstock.sandbox.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),                  // 30: penstock.sandbox.v1.DeleteSnapshotResponse
+	(*ForkSandboxesRequest)(nil),                    // 31: penstock.sandbox.v1.ForkSandboxesRequest
+	(*ForkSandboxesResponse)(nil),                   // 32: penstock.sandbox.v1.ForkSandboxesResponse
+	(*SetNetworkPolicyRequest)(nil),                 // 33: penstock.sandbox.v1.SetNetworkPolicyRequest
+	(*SetNetworkPolicyResponse)(nil),                // 34: penstock.sandbox.v1.SetNetworkPolicyResponse
+	(*PauseSandboxRequest)(nil),                     // 35: penstock.sandbox.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),                    // 36: penstock.sandbox.v1.PauseSandboxResponse
+	(*ResumeSandboxRequest)(nil),                    // 37: penstock.sandbox.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),                   // 38: penstock.sandbox.v1.ResumeSandboxResponse
+	(*WatchSandboxesRequest)(nil),                   // 39: penstock.sandbox.v1.WatchSandboxesRequest
+	(*WatchSandboxesResponse)(nil),                  // 40: penstock.sandbox.v1.WatchSandboxesResponse
+	(*GetStatsRequest)(nil),                         // 41: penstock.sandbox.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),                        // 42: penstock.sandbox.v1.GetStatsResponse
+	(*DiffSandboxRequest)(nil),                      // 43: penstock.sandbox.v1.DiffSandboxRequest
+	(*DiffSandboxResponse)(nil),                     // 44: penstock.sandbox.v1.DiffSandboxResponse
+	nil,                                             // 45: penstock.sandbox.v1.ListSandboxesRequest.LabelsEntry
+	nil,                                             // 46: penstock.sandbox.v1.DeleteSandboxesRequest.LabelsEntry
+	(*PrepareSnapshotResponse_CommandStarted)(nil),  // 47: penstock.sandbox.v1.PrepareSnapshotResponse.CommandStarted
+	(*PrepareSnapshotResponse_CommandFinished)(nil), // 48: penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished
+	(*ForkSandboxesResponse_ForkFailure)(nil),       // 49: penstock.sandbox.v1.ForkSandboxesResponse.ForkFailure
+	nil,                                  // 50: penstock.sandbox.v1.WatchSandboxesRequest.LabelsEntry
+	(*WatchSandboxesResponse_Usage)(nil), // 51: penstock.sandbox.v1.WatchSandboxesResponse.Usage
+	(*DiffSandboxResponse_DiffEnd)(nil),  // 52: penstock.sandbox.v1.DiffSandboxResponse.DiffEnd
+	(*SandboxSpec)(nil),                  // 53: penstock.sandbox.v1.SandboxSpec
+	(*Sandbox)(nil),                      // 54: penstock.sandbox.v1.Sandbox
+	(*DataPlane)(nil),                    // 55: penstock.sandbox.v1.DataPlane
+	(*durationpb.Duration)(nil),          // 56: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),        // 57: google.protobuf.Timestamp
+	(*Backend)(nil),                      // 58: penstock.sandbox.v1.Backend
+	(*Command)(nil),                      // 59: penstock.sandbox.v1.Command
+	(ForkKind)(0),                        // 60: penstock.sandbox.v1.ForkKind
+	(*NetworkPolicy)(nil),                // 61: penstock.sandbox.v1.NetworkPolicy
+	(*RunResult)(nil),                    // 62: penstock.sandbox.v1.RunResult
 }
 var file_penstock_sandbox_v1_sandbox_service_proto_depIdxs = []int32{
-	51, // 0: penstock.sandbox.v1.CreateSandboxRequest.spec:type_name -> penstock.sandbox.v1.SandboxSpec
-	52, // 1: penstock.sandbox.v1.CreateSandboxResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
-	53, // 2: penstock.sandbox.v1.CreateSandboxResponse.data_plane:type_name -> penstock.sandbox.v1.DataPlane
-	52, // 3: penstock.sandbox.v1.GetSandboxResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
-	53, // 4: penstock.sandbox.v1.GetDataPlaneResponse.data_plane:type_name -> penstock.sandbox.v1.DataPlane
-	43, // 5: penstock.sandbox.v1.ListSandboxesRequest.labels:type_name -> penstock.sandbox.v1.ListSandboxesRequest.LabelsEntry
-	52, // 6: penstock.sandbox.v1.ListSandboxesResponse.sandboxes:type_name -> penstock.sandbox.v1.Sandbox
-	52, // 7: penstock.sandbox.v1.WatchSandboxResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
-	44, // 8: penstock.sandbox.v1.DeleteSandboxesRequest.labels:type_name -> penstock.sandbox.v1.DeleteSandboxesRequest.LabelsEntry
-	54, // 9: penstock.sandbox.v1.RenewLeaseRequest.lease:type_name -> google.protobuf.Duration
-	55, // 10: penstock.sandbox.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
-	56, // 11: penstock.sandbox.v1.ListBackendsResponse.backends:type_name -> penstock.sandbox.v1.Backend
-	51, // 12: penstock.sandbox.v1.SnapshotSpec.sandbox:type_name -> penstock.sandbox.v1.SandboxSpec
-	18, // 13: penstock.sandbox.v1.SnapshotSpec.files:type_name -> penstock.sandbox.v1.SeedFile
-	57, // 14: penstock.sandbox.v1.SnapshotSpec.setup:type_name -> penstock.sandbox.v1.Command
-	55, // 15: penstock.sandbox.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	58, // 16: penstock.sandbox.v1.Snapshot.fork_kind:type_name -> penstock.sandbox.v1.ForkKind
-	19, // 17: penstock.sandbox.v1.PrepareSnapshotRequest.spec:type_name -> penstock.sandbox.v1.SnapshotSpec
-	45, // 18: penstock.sandbox.v1.PrepareSnapshotResponse.command_started:type_name -> penstock.sandbox.v1.PrepareSnapshotResponse.CommandStarted
-	46, // 19: penstock.sandbox.v1.PrepareSnapshotResponse.command_finished:type_name -> penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished
-	20, // 20: penstock.sandbox.v1.PrepareSnapshotResponse.snapshot:type_name -> penstock.sandbox.v1.Snapshot
-	20, // 21: penstock.sandbox.v1.GetSnapshotResponse.snapshot:type_name -> penstock.sandbox.v1.Snapshot
-	20, // 22: penstock.sandbox.v1.ListSnapshotsResponse.snapshots:type_name -> penstock.sandbox.v1.Snapshot
-	51, // 23: penstock.sandbox.v1.ForkSandboxesRequest.spec:type_name -> penstock.sandbox.v1.SandboxSpec
-	52, // 24: penstock.sandbox.v1.ForkSandboxesResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
-	47, // 25: penstock.sandbox.v1.ForkSandboxesResponse.failure:type_name -> penstock.sandbox.v1.ForkSandboxesResponse.ForkFailure
-	53, // 26: penstock.sandbox.v1.ForkSandboxesResponse.data_plane:type_name -> penstock.sandbox.v1.DataPlane
-	59, // 27: penstock.sandbox.v1.SetNetworkPolicyRequest.network:type_name -> penstock.sandbox.v1.NetworkPolicy
-	48, // 28: penstock.sandbox.v1.WatchSandboxesRequest.labels:type_name -> penstock.sandbox.v1.WatchSandboxesRequest.LabelsEntry
-	54, // 29: penstock.sandbox.v1.WatchSandboxesRequest.interval:type_name -> google.protobuf.Duration
-	49, // 30: penstock.sandbox.v1.WatchSandboxesResponse.sandboxes:type_name -> penstock.sandbox.v1.WatchSandboxesResponse.Usage
-	54, // 31: penstock.sandbox.v1.GetStatsResponse.cpu_time:type_name -> google.protobuf.Duration
-	50, // 32: penstock.sandbox.v1.DiffSandboxResponse.end:type_name -> penstock.sandbox.v1.DiffSandboxResponse.DiffEnd
-	60, // 33: penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished.result:type_name -> penstock.sandbox.v1.RunResult
-	52, // 34: penstock.sandbox.v1.WatchSandboxesResponse.Usage.sandbox:type_name -> penstock.sandbox.v1.Sandbox
-	40, // 35: penstock.sandbox.v1.WatchSandboxesResponse.Usage.stats:type_name -> penstock.sandbox.v1.GetStatsResponse
+	53, // 0: penstock.sandbox.v1.CreateSandboxRequest.spec:type_name -> penstock.sandbox.v1.SandboxSpec
+	54, // 1: penstock.sandbox.v1.CreateSandboxResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
+	55, // 2: penstock.sandbox.v1.CreateSandboxResponse.data_plane:type_name -> penstock.sandbox.v1.DataPlane
+	54, // 3: penstock.sandbox.v1.GetSandboxResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
+	55, // 4: penstock.sandbox.v1.GetDataPlaneResponse.data_plane:type_name -> penstock.sandbox.v1.DataPlane
+	45, // 5: penstock.sandbox.v1.ListSandboxesRequest.labels:type_name -> penstock.sandbox.v1.ListSandboxesRequest.LabelsEntry
+	54, // 6: penstock.sandbox.v1.ListSandboxesResponse.sandboxes:type_name -> penstock.sandbox.v1.Sandbox
+	54, // 7: penstock.sandbox.v1.WatchSandboxResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
+	46, // 8: penstock.sandbox.v1.DeleteSandboxesRequest.labels:type_name -> penstock.sandbox.v1.DeleteSandboxesRequest.LabelsEntry
+	56, // 9: penstock.sandbox.v1.RenewLeaseRequest.lease:type_name -> google.protobuf.Duration
+	57, // 10: penstock.sandbox.v1.RenewLeaseResponse.expire_time:type_name -> google.protobuf.Timestamp
+	58, // 11: penstock.sandbox.v1.ListBackendsResponse.backends:type_name -> penstock.sandbox.v1.Backend
+	53, // 12: penstock.sandbox.v1.SnapshotSpec.sandbox:type_name -> penstock.sandbox.v1.SandboxSpec
+	20, // 13: penstock.sandbox.v1.SnapshotSpec.files:type_name -> penstock.sandbox.v1.SeedFile
+	59, // 14: penstock.sandbox.v1.SnapshotSpec.setup:type_name -> penstock.sandbox.v1.Command
+	57, // 15: penstock.sandbox.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	60, // 16: penstock.sandbox.v1.Snapshot.fork_kind:type_name -> penstock.sandbox.v1.ForkKind
+	21, // 17: penstock.sandbox.v1.PrepareSnapshotRequest.spec:type_name -> penstock.sandbox.v1.SnapshotSpec
+	47, // 18: penstock.sandbox.v1.PrepareSnapshotResponse.command_started:type_name -> penstock.sandbox.v1.PrepareSnapshotResponse.CommandStarted
+	48, // 19: penstock.sandbox.v1.PrepareSnapshotResponse.command_finished:type_name -> penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished
+	22, // 20: penstock.sandbox.v1.PrepareSnapshotResponse.snapshot:type_name -> penstock.sandbox.v1.Snapshot
+	22, // 21: penstock.sandbox.v1.GetSnapshotResponse.snapshot:type_name -> penstock.sandbox.v1.Snapshot
+	22, // 22: penstock.sandbox.v1.ListSnapshotsResponse.snapshots:type_name -> penstock.sandbox.v1.Snapshot
+	53, // 23: penstock.sandbox.v1.ForkSandboxesRequest.spec:type_name -> penstock.sandbox.v1.SandboxSpec
+	54, // 24: penstock.sandbox.v1.ForkSandboxesResponse.sandbox:type_name -> penstock.sandbox.v1.Sandbox
+	49, // 25: penstock.sandbox.v1.ForkSandboxesResponse.failure:type_name -> penstock.sandbox.v1.ForkSandboxesResponse.ForkFailure
+	55, // 26: penstock.sandbox.v1.ForkSandboxesResponse.data_plane:type_name -> penstock.sandbox.v1.DataPlane
+	61, // 27: penstock.sandbox.v1.SetNetworkPolicyRequest.network:type_name -> penstock.sandbox.v1.NetworkPolicy
+	50, // 28: penstock.sandbox.v1.WatchSandboxesRequest.labels:type_name -> penstock.sandbox.v1.WatchSandboxesRequest.LabelsEntry
+	56, // 29: penstock.sandbox.v1.WatchSandboxesRequest.interval:type_name -> google.protobuf.Duration
+	51, // 30: penstock.sandbox.v1.WatchSandboxesResponse.sandboxes:type_name -> penstock.sandbox.v1.WatchSandboxesResponse.Usage
+	56, // 31: penstock.sandbox.v1.GetStatsResponse.cpu_time:type_name -> google.protobuf.Duration
+	52, // 32: penstock.sandbox.v1.DiffSandboxResponse.end:type_name -> penstock.sandbox.v1.DiffSandboxResponse.DiffEnd
+	62, // 33: penstock.sandbox.v1.PrepareSnapshotResponse.CommandFinished.result:type_name -> penstock.sandbox.v1.RunResult
+	54, // 34: penstock.sandbox.v1.WatchSandboxesResponse.Usage.sandbox:type_name -> penstock.sandbox.v1.Sandbox
+	42, // 35: penstock.sandbox.v1.WatchSandboxesResponse.Usage.stats:type_name -> penstock.sandbox.v1.GetStatsResponse
 	0,  // 36: penstock.sandbox.v1.SandboxService.CreateSandbox:input_type -> penstock.sandbox.v1.CreateSandboxRequest
 	2,  // 37: penstock.sandbox.v1.SandboxService.GetSandbox:input_type -> penstock.sandbox.v1.GetSandboxRequest
 	4,  // 38: penstock.sandbox.v1.SandboxService.GetDataPlane:input_type -> penstock.sandbox.v1.GetDataPlaneRequest
 	6,  // 39: penstock.sandbox.v1.SandboxService.ListSandboxes:input_type -> penstock.sandbox.v1.ListSandboxesRequest
 	8,  // 40: penstock.sandbox.v1.SandboxService.WatchSandbox:input_type -> penstock.sandbox.v1.WatchSandboxRequest
-	37, // 41: penstock.sandbox.v1.SandboxService.WatchSandboxes:input_type -> penstock.sandbox.v1.WatchSandboxesRequest
+	39, // 41: penstock.sandbox.v1.SandboxService.WatchSandboxes:input_type -> penstock.sandbox.v1.WatchSandboxesRequest
 	10, // 42: penstock.sandbox.v1.SandboxService.DeleteSandbox:input_type -> penstock.sandbox.v1.DeleteSandboxRequest
 	12, // 43: penstock.sandbox.v1.SandboxService.DeleteSandboxes:input_type -> penstock.sandbox.v1.DeleteSandboxesRequest
 	14, // 44: penstock.sandbox.v1.SandboxService.RenewLease:input_type -> penstock.sandbox.v1.RenewLeaseRequest
 	16, // 45: penstock.sandbox.v1.SandboxService.ListBackends:input_type -> penstock.sandbox.v1.ListBackendsRequest
-	21, // 46: penstock.sandbox.v1.SandboxService.PrepareSnapshot:input_type -> penstock.sandbox.v1.PrepareSnapshotRequest
-	23, // 47: penstock.sandbox.v1.SandboxService.GetSnapshot:input_type -> penstock.sandbox.v1.GetSnapshotRequest
-	25, // 48: penstock.sandbox.v1.SandboxService.ListSnapshots:input_type -> penstock.sandbox.v1.ListSnapshotsRequest
-	27, // 49: penstock.sandbox.v1.SandboxService.DeleteSnapshot:input_type -> penstock.sandbox.v1.DeleteSnapshotRequest
-	29, // 50: penstock.sandbox.v1.SandboxService.ForkSandboxes:input_type -> penstock.sandbox.v1.ForkSandboxesRequest
-	31, // 51: penstock.sandbox.v1.SandboxService.SetNetworkPolicy:input_type -> penstock.sandbox.v1.SetNetworkPolicyRequest
-	33, // 52: penstock.sandbox.v1.SandboxService.PauseSandbox:input_type -> penstock.sandbox.v1.PauseSandboxRequest
-	35, // 53: penstock.sandbox.v1.SandboxService.ResumeSandbox:input_type -> penstock.sandbox.v1.ResumeSandboxRequest
-	39, // 54: penstock.sandbox.v1.SandboxService.GetStats:input_type -> penstock.sandbox.v1.GetStatsRequest
-	41, // 55: penstock.sandbox.v1.SandboxService.DiffSandbox:input_type -> penstock.sandbox.v1.DiffSandboxRequest
-	1,  // 56: penstock.sandbox.v1.SandboxService.CreateSandbox:output_type -> penstock.sandbox.v1.CreateSandboxResponse
-	3,  // 57: penstock.sandbox.v1.SandboxService.GetSandbox:output_type -> penstock.sandbox.v1.GetSandboxResponse
-	5,  // 58: penstock.sandbox.v1.SandboxService.GetDataPlane:output_type -> penstock.sandbox.v1.GetDataPlaneResponse
-	7,  // 59: penstock.sandbox.v1.SandboxService.ListSandboxes:output_type -> penstock.sandbox.v1.ListSandboxesResponse
-	9,  // 60: penstock.sandbox.v1.SandboxService.WatchSandbox:output_type -> penstock.sandbox.v1.WatchSandboxResponse
-	38, // 61: penstock.sandbox.v1.SandboxService.WatchSandboxes:output_type -> penstock.sandbox.v1.WatchSandboxesResponse
-	11, // 62: penstock.sandbox.v1.SandboxService.DeleteSandbox:output_type -> penstock.sandbox.v1.DeleteSandboxResponse
-	13, // 63: penstock.sandbox.v1.SandboxService.DeleteSandboxes:output_type -> penstock.sandbox.v1.DeleteSandboxesResponse
-	15, // 64: penstock.sandbox.v1.SandboxService.RenewLease:output_type -> penstock.sandbox.v1.RenewLeaseResponse
-	17, // 65: penstock.sandbox.v1.SandboxService.ListBackends:output_type -> penstock.sandbox.v1.ListBackendsResponse
-	22, // 66: penstock.sandbox.v1.SandboxService.PrepareSnapshot:output_type -> penstock.sandbox.v1.PrepareSnapshotResponse
-	24, // 67: penstock.sandbox.v1.SandboxService.GetSnapshot:output_type -> penstock.sandbox.v1.GetSnapshotResponse
-	26, // 68: penstock.sandbox.v1.SandboxService.ListSnapshots:output_type -> penstock.sandbox.v1.ListSnapshotsResponse
-	28, // 69: penstock.sandbox.v1.SandboxService.DeleteSnapshot:output_type -> penstock.sandbox.v1.DeleteSnapshotResponse
-	30, // 70: penstock.sandbox.v1.SandboxService.ForkSandboxes:output_type -> penstock.sandbox.v1.ForkSandboxesResponse
-	32, // 71: penstock.sandbox.v1.SandboxService.SetNetworkPolicy:output_type -> penstock.sandbox.v1.SetNetworkPolicyResponse
-	34, // 72: penstock.sandbox.v1.SandboxService.PauseSandbox:output_type -> penstock.sandbox.v1.PauseSandboxResponse
-	36, // 73: penstock.sandbox.v1.SandboxService.ResumeSandbox:output_type -> penstock.sandbox.v1.ResumeSandboxResponse
-	40, // 74: penstock.sandbox.v1.SandboxService.GetStats:output_type -> penstock.sandbox.v1.GetStatsResponse
-	42, // 75: penstock.sandbox.v1.SandboxService.DiffSandbox:output_type -> penstock.sandbox.v1.DiffSandboxResponse
-	56, // [56:76] is the sub-list for method output_type
-	36, // [36:56] is the sub-list for method input_type
+	18, // 46: penstock.sandbox.v1.SandboxService.GetNodeStatus:input_type -> penstock.sandbox.v1.GetNodeStatusRequest
+	23, // 47: penstock.sandbox.v1.SandboxService.PrepareSnapshot:input_type -> penstock.sandbox.v1.PrepareSnapshotRequest
+	25, // 48: penstock.sandbox.v1.SandboxService.GetSnapshot:input_type -> penstock.sandbox.v1.GetSnapshotRequest
+	27, // 49: penstock.sandbox.v1.SandboxService.ListSnapshots:input_type -> penstock.sandbox.v1.ListSnapshotsRequest
+	29, // 50: penstock.sandbox.v1.SandboxService.DeleteSnapshot:input_type -> penstock.sandbox.v1.DeleteSnapshotRequest
+	31, // 51: penstock.sandbox.v1.SandboxService.ForkSandboxes:input_type -> penstock.sandbox.v1.ForkSandboxesRequest
+	33, // 52: penstock.sandbox.v1.SandboxService.SetNetworkPolicy:input_type -> penstock.sandbox.v1.SetNetworkPolicyRequest
+	35, // 53: penstock.sandbox.v1.SandboxService.PauseSandbox:input_type -> penstock.sandbox.v1.PauseSandboxRequest
+	37, // 54: penstock.sandbox.v1.SandboxService.ResumeSandbox:input_type -> penstock.sandbox.v1.ResumeSandboxRequest
+	41, // 55: penstock.sandbox.v1.SandboxService.GetStats:input_type -> penstock.sandbox.v1.GetStatsRequest
+	43, // 56: penstock.sandbox.v1.SandboxService.DiffSandbox:input_type -> penstock.sandbox.v1.DiffSandboxRequest
+	1,  // 57: penstock.sandbox.v1.SandboxService.CreateSandbox:output_type -> penstock.sandbox.v1.CreateSandboxResponse
+	3,  // 58: penstock.sandbox.v1.SandboxService.GetSandbox:output_type -> penstock.sandbox.v1.GetSandboxResponse
+	5,  // 59: penstock.sandbox.v1.SandboxService.GetDataPlane:output_type -> penstock.sandbox.v1.GetDataPlaneResponse
+	7,  // 60: penstock.sandbox.v1.SandboxService.ListSandboxes:output_type -> penstock.sandbox.v1.ListSandboxesResponse
+	9,  // 61: penstock.sandbox.v1.SandboxService.WatchSandbox:output_type -> penstock.sandbox.v1.WatchSandboxResponse
+	40, // 62: penstock.sandbox.v1.SandboxService.WatchSandboxes:output_type -> penstock.sandbox.v1.WatchSandboxesResponse
+	11, // 63: penstock.sandbox.v1.SandboxService.DeleteSandbox:output_type -> penstock.sandbox.v1.DeleteSandboxResponse
+	13, // 64: penstock.sandbox.v1.SandboxService.DeleteSandboxes:output_type -> penstock.sandbox.v1.DeleteSandboxesResponse
+	15, // 65: penstock.sandbox.v1.SandboxService.RenewLease:output_type -> penstock.sandbox.v1.RenewLeaseResponse
+	17, // 66: penstock.sandbox.v1.SandboxService.ListBackends:output_type -> penstock.sandbox.v1.ListBackendsResponse
+	19, // 67: penstock.sandbox.v1.SandboxService.GetNodeStatus:output_type -> penstock.sandbox.v1.GetNodeStatusResponse
+	24, // 68: penstock.sandbox.v1.SandboxService.PrepareSnapshot:output_type -> penstock.sandbox.v1.PrepareSnapshotResponse
+	26, // 69: penstock.sandbox.v1.SandboxService.GetSnapshot:output_type -> penstock.sandbox.v1.GetSnapshotResponse
+	28, // 70: penstock.sandbox.v1.SandboxService.ListSnapshots:output_type -> penstock.sandbox.v1.ListSnapshotsResponse
+	30, // 71: penstock.sandbox.v1.SandboxService.DeleteSnapshot:output_type -> penstock.sandbox.v1.DeleteSnapshotResponse
+	32, // 72: penstock.sandbox.v1.SandboxService.ForkSandboxes:output_type -> penstock.sandbox.v1.ForkSandboxesResponse
+	34, // 73: penstock.sandbox.v1.SandboxService.SetNetworkPolicy:output_type -> penstock.sandbox.v1.SetNetworkPolicyResponse
+	36, // 74: penstock.sandbox.v1.SandboxService.PauseSandbox:output_type -> penstock.sandbox.v1.PauseSandboxResponse
+	38, // 75: penstock.sandbox.v1.SandboxService.ResumeSandbox:output_type -> penstock.sandbox.v1.ResumeSandboxResponse
+	42, // 76: penstock.sandbox.v1.SandboxService.GetStats:output_type -> penstock.sandbox.v1.GetStatsResponse
+	44, // 77: penstock.sandbox.v1.SandboxService.DiffSandbox:output_type -> penstock.sandbox.v1.DiffSandboxResponse
+	57, // [57:78] is the sub-list for method output_type
+	36, // [36:57] is the sub-list for method input_type
 	36, // [36:36] is the sub-list for extension type_name
 	36, // [36:36] is the sub-list for extension extendee
 	0,  // [0:36] is the sub-list for field type_name
@@ -3426,35 +3605,36 @@ func file_penstock_sandbox_v1_sandbox_service_proto_init() {
 	file_penstock_sandbox_v1_sandbox_proto_init()
 	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[1].OneofWrappers = []any{}
 	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[5].OneofWrappers = []any{}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[18].OneofWrappers = []any{}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[22].OneofWrappers = []any{
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[19].OneofWrappers = []any{}
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[20].OneofWrappers = []any{}
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[24].OneofWrappers = []any{
 		(*PrepareSnapshotResponse_CommandStarted_)(nil),
 		(*PrepareSnapshotResponse_CommandFinished_)(nil),
 		(*PrepareSnapshotResponse_Snapshot)(nil),
 	}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[29].OneofWrappers = []any{
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[31].OneofWrappers = []any{
 		(*ForkSandboxesRequest_SnapshotId)(nil),
 		(*ForkSandboxesRequest_SandboxId)(nil),
 	}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[30].OneofWrappers = []any{
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[32].OneofWrappers = []any{
 		(*ForkSandboxesResponse_Sandbox)(nil),
 		(*ForkSandboxesResponse_Failure)(nil),
 	}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[37].OneofWrappers = []any{}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[40].OneofWrappers = []any{}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[41].OneofWrappers = []any{}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[42].OneofWrappers = []any{
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[39].OneofWrappers = []any{}
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[42].OneofWrappers = []any{}
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[43].OneofWrappers = []any{}
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[44].OneofWrappers = []any{
 		(*DiffSandboxResponse_TarChunk)(nil),
 		(*DiffSandboxResponse_End)(nil),
 	}
-	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[49].OneofWrappers = []any{}
+	file_penstock_sandbox_v1_sandbox_service_proto_msgTypes[51].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_penstock_sandbox_v1_sandbox_service_proto_rawDesc), len(file_penstock_sandbox_v1_sandbox_service_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   51,
+			NumMessages:   53,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -29,6 +29,7 @@ const (
 	SandboxService_DeleteSandboxes_FullMethodName  = "/penstock.sandbox.v1.SandboxService/DeleteSandboxes"
 	SandboxService_RenewLease_FullMethodName       = "/penstock.sandbox.v1.SandboxService/RenewLease"
 	SandboxService_ListBackends_FullMethodName     = "/penstock.sandbox.v1.SandboxService/ListBackends"
+	SandboxService_GetNodeStatus_FullMethodName    = "/penstock.sandbox.v1.SandboxService/GetNodeStatus"
 	SandboxService_PrepareSnapshot_FullMethodName  = "/penstock.sandbox.v1.SandboxService/PrepareSnapshot"
 	SandboxService_GetSnapshot_FullMethodName      = "/penstock.sandbox.v1.SandboxService/GetSnapshot"
 	SandboxService_ListSnapshots_FullMethodName    = "/penstock.sandbox.v1.SandboxService/ListSnapshots"
@@ -88,6 +89,9 @@ type SandboxServiceClient interface {
 	RenewLease(ctx context.Context, in *RenewLeaseRequest, opts ...grpc.CallOption) (*RenewLeaseResponse, error)
 	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(ctx context.Context, in *ListBackendsRequest, opts ...grpc.CallOption) (*ListBackendsResponse, error)
+	// GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+	// namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+	GetNodeStatus(ctx context.Context, in *GetNodeStatusRequest, opts ...grpc.CallOption) (*GetNodeStatusResponse, error)
 	// PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
 	// later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
 	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
@@ -286,6 +290,16 @@ func (c *sandboxServiceClient) ListBackends(ctx context.Context, in *ListBackend
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ListBackendsResponse)
 	err := c.cc.Invoke(ctx, SandboxService_ListBackends_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *sandboxServiceClient) GetNodeStatus(ctx context.Context, in *GetNodeStatusRequest, opts ...grpc.CallOption) (*GetNodeStatusResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetNodeStatusResponse)
+	err := c.cc.Invoke(ctx, SandboxService_GetNodeStatus_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -508,6 +522,9 @@ type SandboxServiceServer interface {
 	RenewLease(context.Context, *RenewLeaseRequest) (*RenewLeaseResponse, error)
 	// ListBackends lists this service's backends and their capabilities on this machine.
 	ListBackends(context.Context, *ListBackendsRequest) (*ListBackendsResponse, error)
+	// GetNodeStatus returns how much runs at this service, how much more it admits, and what it has prepared, of all
+	// namespaces. Drivers read it to choose among services. Refused to all but operators: others' counts are in it.
+	GetNodeStatus(context.Context, *GetNodeStatusRequest) (*GetNodeStatusResponse, error)
 	// PrepareSnapshot makes the snapshot of a spec and its setup, once. Concurrent calls for the same content share the work;
 	// later calls find the snapshot. It streams progress, then the snapshot. If one of several callers cancels, the others
 	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
@@ -592,6 +609,9 @@ func (UnimplementedSandboxServiceServer) RenewLease(context.Context, *RenewLease
 }
 func (UnimplementedSandboxServiceServer) ListBackends(context.Context, *ListBackendsRequest) (*ListBackendsResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method ListBackends not implemented")
+}
+func (UnimplementedSandboxServiceServer) GetNodeStatus(context.Context, *GetNodeStatusRequest) (*GetNodeStatusResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method GetNodeStatus not implemented")
 }
 func (UnimplementedSandboxServiceServer) PrepareSnapshot(*PrepareSnapshotRequest, SandboxService_PrepareSnapshotServer) error {
 	return status.Errorf(codes.Unimplemented, "method PrepareSnapshot not implemented")
@@ -818,6 +838,24 @@ func _SandboxService_ListBackends_Handler(srv interface{}, ctx context.Context, 
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(SandboxServiceServer).ListBackends(ctx, req.(*ListBackendsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SandboxService_GetNodeStatus_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetNodeStatusRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SandboxServiceServer).GetNodeStatus(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SandboxService_GetNodeStatus_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SandboxServiceServer).GetNodeStatus(ctx, req.(*GetNodeStatusRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -1049,6 +1087,10 @@ var SandboxService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ListBackends",
 			Handler:    _SandboxService_ListBackends_Handler,
+		},
+		{
+			MethodName: "GetNodeStatus",
+			Handler:    _SandboxService_GetNodeStatus_Handler,
 		},
 		{
 			MethodName: "GetSnapshot",

@@ -17,6 +17,7 @@ from penstock.cli.commands import (
     credentials,
     dashboard,
     diff,
+    drain,
     evals,
     export,
     logprob_diff,
@@ -115,6 +116,7 @@ _add(up.demo, _PASSED_ON)
 _add(dashboard.dashboard)
 _add(rollout.rollout)
 _add(watch.watch)
+_add(drain.drain)
 _add(replay.replay)
 _add(diff.diff)
 _add(terminal.terminal)

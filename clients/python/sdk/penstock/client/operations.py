@@ -25,6 +25,8 @@ TERMINAL_LABEL: Final = "penstock_terminal"
 """Labels of the sandboxes that the driver creates: the id of their rollout or terminal."""
 
 _CALL_S: Final = 10.0
+_WAIT_S: Final = 60.0
+"""Longest wait of one call of Drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,14 @@ class ServerInfo:
     """The service's own name, which the ids that it makes have; empty: an older service."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrainState:
+    """What still runs at a service that drains. `drained`: nothing does, and nothing can come any more."""
+
+    running: int
+    drained: bool
+
+
 _server_info: Final = reader(ServerInfo, pb.ServerInfo)
 
 
@@ -169,6 +179,36 @@ class OperationsClient:
         stub = pb_grpc.OperationsServiceStub(of.channel)
         answer = await of.call(stub.GetServerInfo, pb.GetServerInfoRequest(), timeout=_CALL_S, repeatable=True)
         return _server_info(answer.server)
+
+    async def drain(self, service: ServiceName, *, wait: bool = False, timeout: float | None = None) -> DrainState:
+        """Makes a service take no new work; what runs there goes on. Needs an operator's token.
+
+        Args:
+            service: its name.
+            wait: whether to wait until nothing runs there.
+            timeout: seconds to wait at most; None = a minute. After it the state so far is returned.
+
+        Raises:
+            Unsupported: a service that is older than this RPC.
+            KeyError: there is no such service here.
+        """
+        of = self._services[service]
+        stub = pb_grpc.OperationsServiceStub(of.channel)
+        # A service waits for 80 % of the deadline.
+        limit = min(timeout or _WAIT_S, _WAIT_S) / 0.8 if wait else _CALL_S
+        answer = await of.call(stub.Drain, pb.DrainRequest(wait=wait), timeout=limit, repeatable=True)
+        return DrainState(running=answer.running_count, drained=answer.drained)
+
+    async def undrain(self, service: ServiceName) -> None:
+        """Makes a service take new work again. Needs an operator's token.
+
+        Raises:
+            Unavailable: DRAINING: the service is stopping.
+            KeyError: there is no such service here.
+        """
+        of = self._services[service]
+        stub = pb_grpc.OperationsServiceStub(of.channel)
+        await of.call(stub.Undrain, pb.UndrainRequest(), timeout=_CALL_S)
 
     async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
         """Returns the sandboxes of rollouts and terminals that are over.

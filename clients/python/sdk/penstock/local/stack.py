@@ -52,7 +52,7 @@ DRAIN_S: Final = 5.0
 """Seconds for a service to finish open work when stopped."""
 
 # A daemon may need ten seconds for a container that does not die; a service killed earlier leaves it behind.
-_STOP_S: Final = DRAIN_S + 25.0
+_STOP_S: Final = 2 * DRAIN_S + 25.0
 _TAIL_LINES: Final = 20
 _TAIL_BYTES: Final = 16_384
 _REFUSED_TO_START: Final = 2
@@ -279,7 +279,7 @@ class LocalStack:
             "operator_token": self.operator_token,
             "trainer_token": self.trainer_token,
             "state_dir": str(self.state_dir / name),
-            "drain_s": DRAIN_S,
+            "stop_s": DRAIN_S,
             "parent_pid": os.getpid(),
         }
         if deaths := self._deaths.get(name):
@@ -303,6 +303,7 @@ class LocalStack:
             case "sandbox":
                 table["allowed_upstreams"] = [self.ingress_address]
             case "driver":
+                table["drain_s"] = DRAIN_S
                 table["sandbox_address"] = self._addresses["sandbox"]
                 table["sandbox_token"] = self.operator_token
                 table["interception_address"] = self._addresses["interception"]

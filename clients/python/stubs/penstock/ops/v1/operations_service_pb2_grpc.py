@@ -58,6 +58,16 @@ class OperationsServiceStub(object):
                 request_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/penstock.ops.v1.OperationsService/Drain',
+                request_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/penstock.ops.v1.OperationsService/Undrain',
+                request_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class OperationsServiceServicer(object):
@@ -93,6 +103,23 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+        drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+        call it; a service that drains already is not changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+        Errors: UNAVAILABLE (DRAINING: the service is stopping).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +132,16 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoRequest.FromString,
                     response_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.DrainRequest.FromString,
+                    response_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.UndrainRequest.FromString,
+                    response_serializer=penstock_dot_ops_dot_v1_dot_operations__service__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +212,60 @@ class OperationsService(object):
             '/penstock.ops.v1.OperationsService/GetServerInfo',
             penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoRequest.SerializeToString,
             penstock_dot_ops_dot_v1_dot_operations__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.ops.v1.OperationsService/Drain',
+            penstock_dot_ops_dot_v1_dot_operations__service__pb2.DrainRequest.SerializeToString,
+            penstock_dot_ops_dot_v1_dot_operations__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.ops.v1.OperationsService/Undrain',
+            penstock_dot_ops_dot_v1_dot_operations__service__pb2.UndrainRequest.SerializeToString,
+            penstock_dot_ops_dot_v1_dot_operations__service__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,15 @@ class OperationsServiceStub:
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_operations_service_pb2.GetServerInfoRequest, _operations_service_pb2.GetServerInfoResponse]
     """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_operations_service_pb2.DrainRequest, _operations_service_pb2.DrainResponse]
+    """Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+    drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+    call it; a service that drains already is not changed.
+    """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_operations_service_pb2.UndrainRequest, _operations_service_pb2.UndrainResponse]
+    """Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+    Errors: UNAVAILABLE (DRAINING: the service is stopping).
+    """
 
 @_typing.type_check_only
 class OperationsServiceAsyncStub(OperationsServiceStub):
@@ -90,6 +99,15 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_operations_service_pb2.GetServerInfoRequest, _operations_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
+    Drain: _aio.UnaryUnaryMultiCallable[_operations_service_pb2.DrainRequest, _operations_service_pb2.DrainResponse]  # type: ignore[assignment]
+    """Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+    drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+    call it; a service that drains already is not changed.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_operations_service_pb2.UndrainRequest, _operations_service_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+    Errors: UNAVAILABLE (DRAINING: the service is stopping).
+    """
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     """OperationsService is served by each of the four services. These are the terms of every RPC of every service:
@@ -126,5 +144,26 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_service_pb2.GetServerInfoResponse, _abc.Awaitable[_operations_service_pb2.GetServerInfoResponse]]:
         """GetServerInfo returns what a client should know before it uses the service. Every role may call it."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _operations_service_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_service_pb2.DrainResponse, _abc.Awaitable[_operations_service_pb2.DrainResponse]]:
+        """Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+        drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+        call it; a service that drains already is not changed.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _operations_service_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_service_pb2.UndrainResponse, _abc.Awaitable[_operations_service_pb2.UndrainResponse]]:
+        """Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+        Errors: UNAVAILABLE (DRAINING: the service is stopping).
+        """
 
 def add_OperationsServiceServicer_to_server(servicer: OperationsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

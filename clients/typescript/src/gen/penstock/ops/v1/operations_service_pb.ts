@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/ops/v1/operations_service.proto.
  */
 export const file_penstock_ops_v1_operations_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QiZQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEgwKBHJvbGUYAiABKAkSEQoJbmFtZXNwYWNlGAMgASgJIroBCgpTZXJ2ZXJJbmZvEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgDIAEoBRIQCghmZWF0dXJlcxgEIAMoCRIZChFtYXhfbWVzc2FnZV9ieXRlcxgFIAEoAxI0ChFtaW5fcGluZ19pbnRlcnZhbBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRuYW1lGAcgASgJIoEBChBHZXRTdGF0dXNSZXF1ZXN0EjAKCHBhdGllbmNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uSACIAQESGwoObWluX2ZyZWVfYnl0ZXMYAiABKANIAYgBAUILCglfcGF0aWVuY2VCEQoPX21pbl9mcmVlX2J5dGVzIvwCChFHZXRTdGF0dXNSZXNwb25zZRIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSLwoLc2VydmVyX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCnN0YXJ0X3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEisKCGxvb3BfbGFnGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhYKDnJlc2lkZW50X2J5dGVzGAYgASgDEhIKCm9wZW5fZmlsZXMYByABKAUSEQoJbWF4X2ZpbGVzGAggASgFEiQKBWRpc2tzGAkgAygLMhUucGVuc3RvY2sub3BzLnYxLkRpc2sSJgoGZ2F1Z2VzGAogAygLMhYucGVuc3RvY2sub3BzLnYxLkdhdWdlEioKCHRyb3VibGVzGAsgAygLMhgucGVuc3RvY2sub3BzLnYxLlRyb3VibGUiSgoERGlzaxIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkSEgoKZnJlZV9ieXRlcxgDIAEoAxISCgpzaXplX2J5dGVzGAQgASgDIocBCgVHYXVnZRIMCgRuYW1lGAEgASgJEjIKBmxhYmVscxgCIAMoCzIiLnBlbnN0b2NrLm9wcy52MS5HYXVnZS5MYWJlbHNFbnRyeRINCgV2YWx1ZRgDIAEoARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIlsKB1Ryb3VibGUSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSDgoGYWR2aWNlGAMgASgJEg0KBWdyYXZlGAQgASgIEhAKCHN1YmplY3RzGAUgAygJMscBChFPcGVyYXRpb25zU2VydmljZRJSCglHZXRTdGF0dXMSIS5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVxdWVzdBoiLnBlbnN0b2NrLm9wcy52MS5HZXRTdGF0dXNSZXNwb25zZRJeCg1HZXRTZXJ2ZXJJbmZvEiUucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiYucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXNwb25zZUKPAQoPcGVuc3RvY2sub3BzLnYxQhZPcGVyYXRpb25zU2VydmljZVByb3RvUAFaKnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wcy92MTtvcHN2MaoCD1BlbnN0b2NrLk9wcy5WMcoCD1BlbnN0b2NrXE9wc1xWMeoCEVBlbnN0b2NrOjpPcHM6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QidwoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEgwKBHJvbGUYAiABKAkSEQoJbmFtZXNwYWNlGAMgASgJEhAKCGRyYWluaW5nGAQgASgIIhwKDERyYWluUmVxdWVzdBIMCgR3YWl0GAEgASgIIjcKDURyYWluUmVzcG9uc2USFQoNcnVubmluZ19jb3VudBgBIAEoBRIPCgdkcmFpbmVkGAIgASgIIhAKDlVuZHJhaW5SZXF1ZXN0IhEKD1VuZHJhaW5SZXNwb25zZSK6AQoKU2VydmVySW5mbxIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSGQoRY29udHJhY3RfcmV2aXNpb24YAyABKAUSEAoIZmVhdHVyZXMYBCADKAkSGQoRbWF4X21lc3NhZ2VfYnl0ZXMYBSABKAMSNAoRbWluX3BpbmdfaW50ZXJ2YWwYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDAoEbmFtZRgHIAEoCSKBAQoQR2V0U3RhdHVzUmVxdWVzdBIwCghwYXRpZW5jZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkgAiAEBEhsKDm1pbl9mcmVlX2J5dGVzGAIgASgDSAGIAQFCCwoJX3BhdGllbmNlQhEKD19taW5fZnJlZV9ieXRlcyL8AgoRR2V0U3RhdHVzUmVzcG9uc2USDwoHc2VydmljZRgBIAEoCRIPCgd2ZXJzaW9uGAIgASgJEi8KC3NlcnZlcl90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIuCgpzdGFydF90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIrCghsb29wX2xhZxgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIWCg5yZXNpZGVudF9ieXRlcxgGIAEoAxISCgpvcGVuX2ZpbGVzGAcgASgFEhEKCW1heF9maWxlcxgIIAEoBRIkCgVkaXNrcxgJIAMoCzIVLnBlbnN0b2NrLm9wcy52MS5EaXNrEiYKBmdhdWdlcxgKIAMoCzIWLnBlbnN0b2NrLm9wcy52MS5HYXVnZRIqCgh0cm91YmxlcxgLIAMoCzIYLnBlbnN0b2NrLm9wcy52MS5Ucm91YmxlIkoKBERpc2sSDAoEbmFtZRgBIAEoCRIMCgRwYXRoGAIgASgJEhIKCmZyZWVfYnl0ZXMYAyABKAMSEgoKc2l6ZV9ieXRlcxgEIAEoAyKHAQoFR2F1Z2USDAoEbmFtZRgBIAEoCRIyCgZsYWJlbHMYAiADKAsyIi5wZW5zdG9jay5vcHMudjEuR2F1Z2UuTGFiZWxzRW50cnkSDQoFdmFsdWUYAyABKAEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJbCgdUcm91YmxlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEg4KBmFkdmljZRgDIAEoCRINCgVncmF2ZRgEIAEoCBIQCghzdWJqZWN0cxgFIAMoCTLdAgoRT3BlcmF0aW9uc1NlcnZpY2USUgoJR2V0U3RhdHVzEiEucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1JlcXVlc3QaIi5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVzcG9uc2USXgoNR2V0U2VydmVySW5mbxIlLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBomLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2USRgoFRHJhaW4SHS5wZW5zdG9jay5vcHMudjEuRHJhaW5SZXF1ZXN0Gh4ucGVuc3RvY2sub3BzLnYxLkRyYWluUmVzcG9uc2USTAoHVW5kcmFpbhIfLnBlbnN0b2NrLm9wcy52MS5VbmRyYWluUmVxdWVzdBogLnBlbnN0b2NrLm9wcy52MS5VbmRyYWluUmVzcG9uc2VCjwEKD3BlbnN0b2NrLm9wcy52MUIWT3BlcmF0aW9uc1NlcnZpY2VQcm90b1ABWipwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9vcHMvdjE7b3BzdjGqAg9QZW5zdG9jay5PcHMuVjHKAg9QZW5zdG9ja1xPcHNcVjHqAhFQZW5zdG9jazo6T3BzOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * GetServerInfoRequest has no fields.
@@ -64,6 +64,13 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
    * @generated from field: string namespace = 3;
    */
   namespace: string;
+
+  /**
+   * Whether the service takes no new work: see Drain.
+   *
+   * @generated from field: bool draining = 4;
+   */
+  draining: boolean;
 };
 
 /**
@@ -72,6 +79,87 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 1);
+
+/**
+ * See Drain.
+ *
+ * @generated from message penstock.ops.v1.DrainRequest
+ */
+export type DrainRequest = Message<"penstock.ops.v1.DrainRequest"> & {
+  /**
+   * Whether to wait until nothing runs there any more.
+   *
+   * @generated from field: bool wait = 1;
+   */
+  wait: boolean;
+};
+
+/**
+ * Describes the message penstock.ops.v1.DrainRequest.
+ * Use `create(DrainRequestSchema)` to create a new message.
+ */
+export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 2);
+
+/**
+ * See Drain.
+ *
+ * @generated from message penstock.ops.v1.DrainResponse
+ */
+export type DrainResponse = Message<"penstock.ops.v1.DrainResponse"> & {
+  /**
+   * What runs there now: a driver's rollouts and terminals, a sandbox service's sandboxes, a gate's open rollouts, an
+   * inference service's requests.
+   *
+   * @generated from field: int32 running_count = 1;
+   */
+  runningCount: number;
+
+  /**
+   * Whether nothing runs there, and nothing that was on its way there can come any more: the service may be stopped. Always
+   * false without wait.
+   *
+   * @generated from field: bool drained = 2;
+   */
+  drained: boolean;
+};
+
+/**
+ * Describes the message penstock.ops.v1.DrainResponse.
+ * Use `create(DrainResponseSchema)` to create a new message.
+ */
+export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 3);
+
+/**
+ * UndrainRequest has no fields.
+ *
+ * @generated from message penstock.ops.v1.UndrainRequest
+ */
+export type UndrainRequest = Message<"penstock.ops.v1.UndrainRequest"> & {
+};
+
+/**
+ * Describes the message penstock.ops.v1.UndrainRequest.
+ * Use `create(UndrainRequestSchema)` to create a new message.
+ */
+export const UndrainRequestSchema: GenMessage<UndrainRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 4);
+
+/**
+ * UndrainResponse has no fields.
+ *
+ * @generated from message penstock.ops.v1.UndrainResponse
+ */
+export type UndrainResponse = Message<"penstock.ops.v1.UndrainResponse"> & {
+};
+
+/**
+ * Describes the message penstock.ops.v1.UndrainResponse.
+ * Use `create(UndrainResponseSchema)` to create a new message.
+ */
+export const UndrainResponseSchema: GenMessage<UndrainResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 5);
 
 /**
  * ServerInfo is which contract a service serves, and its limits.
@@ -136,7 +224,7 @@ export type ServerInfo = Message<"penstock.ops.v1.ServerInfo"> & {
  * Use `create(ServerInfoSchema)` to create a new message.
  */
 export const ServerInfoSchema: GenMessage<ServerInfo> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 2);
+  messageDesc(file_penstock_ops_v1_operations_service, 6);
 
 /**
  * GetStatusRequest sets the thresholds of diagnostics.
@@ -164,7 +252,7 @@ export type GetStatusRequest = Message<"penstock.ops.v1.GetStatusRequest"> & {
  * Use `create(GetStatusRequestSchema)` to create a new message.
  */
 export const GetStatusRequestSchema: GenMessage<GetStatusRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 3);
+  messageDesc(file_penstock_ops_v1_operations_service, 7);
 
 /**
  * GetStatusResponse is a service at one moment.
@@ -253,7 +341,7 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
  * Use `create(GetStatusResponseSchema)` to create a new message.
  */
 export const GetStatusResponseSchema: GenMessage<GetStatusResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 4);
+  messageDesc(file_penstock_ops_v1_operations_service, 8);
 
 /**
  * Disk is a file system that the service writes to.
@@ -295,7 +383,7 @@ export type Disk = Message<"penstock.ops.v1.Disk"> & {
  * Use `create(DiskSchema)` to create a new message.
  */
 export const DiskSchema: GenMessage<Disk> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 5);
+  messageDesc(file_penstock_ops_v1_operations_service, 9);
 
 /**
  * Gauge is one value of a metric that goes up and down.
@@ -326,7 +414,7 @@ export type Gauge = Message<"penstock.ops.v1.Gauge"> & {
  * Use `create(GaugeSchema)` to create a new message.
  */
 export const GaugeSchema: GenMessage<Gauge> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 6);
+  messageDesc(file_penstock_ops_v1_operations_service, 10);
 
 /**
  * Trouble is a diagnostic: something is wrong, or about to be.
@@ -375,7 +463,7 @@ export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
  * Use `create(TroubleSchema)` to create a new message.
  */
 export const TroubleSchema: GenMessage<Trouble> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 7);
+  messageDesc(file_penstock_ops_v1_operations_service, 11);
 
 /**
  * OperationsService is served by each of the four services. These are the terms of every RPC of every service:
@@ -417,6 +505,29 @@ export const OperationsService: GenService<{
     methodKind: "unary";
     input: typeof GetServerInfoRequestSchema;
     output: typeof GetServerInfoResponseSchema;
+  },
+  /**
+   * Drain makes the service take no new work: that is refused with UNAVAILABLE (DRAINING), and health is NOT_SERVING, so
+   * drivers place nothing there. What runs goes on. It stays so until Undrain, or until the process ends. Only an operator may
+   * call it; a service that drains already is not changed.
+   *
+   * @generated from rpc penstock.ops.v1.OperationsService.Drain
+   */
+  drain: {
+    methodKind: "unary";
+    input: typeof DrainRequestSchema;
+    output: typeof DrainResponseSchema;
+  },
+  /**
+   * Undrain makes the service take new work again. Only an operator may call it; a service that does not drain is not changed.
+   * Errors: UNAVAILABLE (DRAINING: the service is stopping).
+   *
+   * @generated from rpc penstock.ops.v1.OperationsService.Undrain
+   */
+  undrain: {
+    methodKind: "unary";
+    input: typeof UndrainRequestSchema;
+    output: typeof UndrainResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_penstock_ops_v1_operations_service, 0);
