@@ -178,7 +178,7 @@ class AllGates:
             chosen = pinned(self._gates, terms.run_id)
             order = [] if chosen is None else [chosen]
         else:
-            order = self._gates.answering()
+            order = list(self._gates.answering())
         names = await self._gates.first(
             order,
             lambda services: services.gate.check(terms, rollout_id=rollout_id, group_id=group_id, labels=labels),
