@@ -41,12 +41,12 @@ class DriverSettings(ServiceSettings):
         description="with interception_members: seconds that a gate's host may be silent before the attempts there "
         "end, beyond the 4 to 5 s in which that is noticed; a gate on a host that answers has 30 s",
     )
-    node_creates_per_s: float | None = Field(
-        None,
-        gt=0,
+    node_creates_per_s: float = Field(
+        0.0,
+        ge=0,
         le=10_000,
         allow_inf_nan=False,
-        description="most sandboxes and snapshots per second that this driver makes at each sandbox service; unset = "
+        description="most sandboxes and snapshots per second that this driver makes at each sandbox service; 0 = "
         "no limit",
     )
     services_ca: Path | None = Field(

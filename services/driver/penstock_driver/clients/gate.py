@@ -12,7 +12,7 @@ from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2,
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_chassis.channel import streaming, typed_errors
-from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_chassis.errors import Internal, NotFound, PenstockError, Unavailable
 from penstock_driver.domain.failures import is_of_the_request
 from penstock_driver.domain.ports import CallEnded, CallSpent, GateClosing, GateOpening, Load, OpenRequest
 from penstock_driver.wire.converters import DIALECTS, dialect_from_proto
@@ -114,7 +114,7 @@ class GrpcGate:
         with streaming(self._gate.WatchGate(request, timeout=timeout_s)) as answers:
             async for answer in answers:
                 return Load(answer.open_rollouts)
-        raise Unavailable("the gate ended its status", reason="PROTOCOL_BROKEN")
+        raise Internal("the gate ended its status", reason="PROTOCOL_BROKEN")
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         """See ports.Gate."""

@@ -147,10 +147,10 @@ async def patiently(
 
 
 class Pace:
-    """At most so many starts a second, evenly spaced with jitter; without a rate, any number."""
+    """At most so many starts a second, evenly spaced with jitter; 0 = any number."""
 
-    def __init__(self, per_s: float | None = None) -> None:
-        self._spacing = Delays(0.0, 0.0) if per_s is None else Delays(1 / per_s, 1 / per_s, jitter=(1.0, 1.0 + _JITTER))
+    def __init__(self, per_s: float = 0.0) -> None:
+        self._spacing = Delays(0.0, 0.0) if not per_s else Delays(1 / per_s, 1 / per_s, jitter=(1.0, 1.0 + _JITTER))
         self._next = 0.0
 
     async def turn(self) -> None:

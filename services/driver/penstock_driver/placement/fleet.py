@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from penstock_chassis.errors import PenstockError, Unavailable, Unsupported
+from penstock_chassis.errors import PenstockError, Unavailable
 from penstock_chassis.membership.peers import Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Load, Sandboxes
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
@@ -29,7 +29,7 @@ RELEASE_S: Final = 30.0
 
 S = TypeVar("S")
 T = TypeVar("T")
-AskLoad: TypeAlias = Callable[[float], Awaitable[Load]]
+AskLoad: TypeAlias = Callable[[float], Awaitable[Load | None]]
 """Asks a service for its load, with a deadline in seconds."""
 
 
@@ -38,9 +38,8 @@ def never() -> bool:
     return False
 
 
-async def unknown_load(_timeout_s: float) -> Load:
+async def unknown_load(_timeout_s: float) -> None:
     """Of a service that is not asked."""
-    raise Unsupported("the load is unknown", reason="UNIMPLEMENTED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +228,8 @@ class FleetPlacement:
         self._nodes = nodes
         self._gates = gates
         self._compose = compose
-        self._node_loads = Loads(nodes, lambda node, timeout_s: node.ask_load(timeout_s))
-        self._gate_loads = Loads(gates, lambda gate, timeout_s: gate.ask_load(timeout_s))
+        self._node_loads = Loads(nodes.ready, lambda node, timeout_s: node.services.ask_load(timeout_s))
+        self._gate_loads = Loads(gates.ready, lambda gate, timeout_s: gate.services.ask_load(timeout_s))
 
     async def follow(self) -> None:
         """End the attempts at sandbox services and gates that are lost; read their loads. Never returns; cancel it."""

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import structlog
 
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.membership.peers import Peer
 from penstock_driver.domain.ports import Load
-
-if TYPE_CHECKING:
-    from penstock_driver.placement.fleet import Member, Members
 
 READ_EVERY_S: Final = 2.0
 READ_S: Final = 1.5
@@ -33,8 +30,23 @@ LEAST_CREATION_S: Final = 0.5
 """Shorter creations are all fast: their differences are noise."""
 _JITTER: Final = (0.75, 1.25)
 
-S = TypeVar("S")
 _log = structlog.get_logger("penstock.driver")
+
+
+class Occupied(Protocol):
+    """A member, and the attempts of this driver there."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def peer(self) -> Peer: ...
+
+    @property
+    def occupants(self) -> Sized: ...
+
+
+M = TypeVar("M", bound=Occupied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +58,35 @@ class _Said:
     own: int
 
 
-class Loads(Generic[S]):
-    """The loads of all members of one kind. `ask` asks one, with a deadline in seconds."""
+class Loads(Generic[M]):
+    """The loads of the members that are `ready`. `ask` asks one, with a deadline in seconds; None = unknown."""
 
-    def __init__(self, members: Members[S], ask: Callable[[S, float], Awaitable[Load]]) -> None:
-        self._members = members
+    def __init__(self, ready: Callable[[], Sequence[M]], ask: Callable[[M, float], Awaitable[Load | None]]) -> None:
+        self._ready = ready
         self._ask = ask
         self._said: dict[Peer, _Said] = {}
 
     async def follow(self) -> None:
         """Ask all members again and again. Never returns; cancel it."""
         while True:
-            ready = self._members.ready()
+            ready = self._ready()
             self._said = {member.peer: self._said[member.peer] for member in ready if member.peer in self._said}
             await asyncio.gather(*(self.read(member) for member in ready))
             await asyncio.sleep(READ_EVERY_S * random.uniform(*_JITTER))  # noqa: S311 - jitter
 
-    async def read(self, member: Member[S]) -> None:
+    async def read(self, member: M) -> None:
         """Ask one member. What it said before stays for a while if it does not answer."""
         own = len(member.occupants)
         try:
             async with asyncio.timeout(READ_S):
-                load = await self._ask(member.services, READ_S)
+                load = await self._ask(member, READ_S)
         except (PenstockError, TimeoutError) as error:
             _log.debug("the load of a service is unknown", name=member.name, error=repr(error))
             return
-        self._said[member.peer] = _Said(load, asyncio.get_running_loop().time(), own)
+        if load is not None:
+            self._said[member.peer] = _Said(load, asyncio.get_running_loop().time(), own)
 
-    def of(self, members: Collection[Member[S]]) -> Mapping[str, float]:
+    def of(self, members: Collection[M]) -> Mapping[str, float]:
         """The load of each member, by its name; a slow one has more than it runs."""
         said = {member.name: self._fresh(member) for member in members}
         took = {name: one.load.creation_s for name, one in said.items() if one and one.load.creation_s is not None}
@@ -87,16 +100,16 @@ class Loads(Generic[S]):
             found[member.name] = (own + others + 1) * slowness - 1
         return found
 
-    def with_room(self, members: Collection[Member[S]], memory_bytes: int | None) -> Collection[Member[S]]:
+    def with_room(self, members: Collection[M], memory_bytes: int | None) -> Collection[M]:
         """Those that are not full, for work that needs so much memory; all of them if all are full."""
         return [member for member in members if self._has_room(member, memory_bytes or 0)] or members
 
-    def holding(self, members: Collection[Member[S]], snapshot_key: str) -> Collection[str]:
+    def holding(self, members: Collection[M], snapshot_key: str) -> Collection[str]:
         """The names of those that have a snapshot of this content."""
         said = ((member.name, self._fresh(member)) for member in members)
         return {name for name, one in said if one and snapshot_key in one.load.snapshot_keys}
 
-    def _has_room(self, member: Member[S], memory_bytes: int) -> bool:
+    def _has_room(self, member: M, memory_bytes: int) -> bool:
         one = self._fresh(member)
         if one is None:
             return True
@@ -104,7 +117,7 @@ class Loads(Generic[S]):
         free = one.load.free_memory_bytes
         return (one.load.room is None or came < one.load.room) and (free is None or memory_bytes <= free)
 
-    def _fresh(self, member: Member[S]) -> _Said | None:
+    def _fresh(self, member: M) -> _Said | None:
         one = self._said.get(member.peer)
         is_old = one is not None and asyncio.get_running_loop().time() > one.at + LASTS_S
         return None if is_old else one

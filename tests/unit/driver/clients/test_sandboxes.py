@@ -101,7 +101,7 @@ async def test_a_creation_under_way_shows_how_slow_a_service_is() -> None:
     assert creations.seconds is not None and creations.seconds < 60
 
 
-@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "many"])
+@pytest.mark.parametrize("rate", ["-1", "nan", "inf", "many"])
 def test_a_bad_creation_rate_is_refused_by_name(rate: str) -> None:
     with pytest.raises(ValidationError, match="node_creates_per_s"):
         DriverSettings(anonymous=True, node_creates_per_s=cast(Any, rate))
