@@ -46,7 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--gates", type=int, default=2, help="hosts with a gate: g0, g1, ...")
     size.add_argument("--drivers", type=int, default=2, help="hosts with a driver: d0, d1, ...")
     size.add_argument(
-        "--engines", type=int, default=1, help="hosts with an inference service: e0, ...; gate N has engine N modulo these"
+        "--engines",
+        type=int,
+        default=1,
+        help="hosts with an inference service: e0, ...; gate N has engine N modulo M",
     )
     size.add_argument("--folder", type=Path, help="keep logs and journals here; default: a temporary directory")
     parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)

@@ -71,7 +71,6 @@ class Lost:
     name: str
     at: float
     back: float | None = None
-    processes_too: bool = True
 
 
 @dataclass
@@ -89,6 +88,8 @@ class Seen:
     """Drivers that do not answer any more."""
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
     """See `engine.read`."""
+    during: dict[str, int] | None = None
+    """What living hosts had at the first loss, by kind; None = nothing was lost."""
     left: list[str] = field(default_factory=list)
     left_s: float = 0.0
     """Seconds until nothing was left on living hosts."""

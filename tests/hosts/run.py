@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from tests.hosts import keys, left
-from tests.hosts.following import Follower
 from tests.hosts.fleet import Fleet
+from tests.hosts.following import Follower
 from tests.hosts.losses import How, Loss
 from tests.hosts.records import RESTARTED, Lost, Seen
 
@@ -45,8 +46,7 @@ class Run:
             self.seen.seconds = time.monotonic() - self._began
             await asyncio.gather(*self._losing)  # those that come back are back
             await self._list()
-        away = {loss.name for loss in self.seen.losses if loss.back is None}
-        self.seen.left, self.seen.left_s = await left.until_nothing(self._fleet, self._fleet.network.hosts.keys() - away)
+        self.seen.left, self.seen.left_s = await left.until_nothing(self._fleet, self._living())
         self.seen.answers = self._fleet.answers()
         return self.seen
 
@@ -87,17 +87,20 @@ class Run:
         host.cut()
         lost = Lost(loss.name, time.time())
         self.seen.losses.append(lost)
-        self._say(f"{loss.name} is lost ({loss.how})")
         if loss.how is How.KILL:
             await asyncio.to_thread(host.kill)
+        self._say(f"{loss.name} is lost ({loss.how})")
+        if self.seen.during is None:
+            self.seen.during = {}
+            found = await left.left(self._fleet, self._living())
+            self.seen.during = Counter(item.split()[1] for item in found)
         void = keys.on(self._fleet, loss.name) if loss.name.startswith("n") and loss.how is How.LINK else []
         if loss.back_s is None:
             return
         await asyncio.sleep(loss.back_s)
         if void:
-            away = {one.name for one in self.seen.losses if one.back is None}
             self.seen.keys += len(void)
-            living = [gate for gate in gates if gate not in away]
+            living = sorted(self._living().intersection(gates))
             self.seen.accepted_keys += await keys.accepted(self._fleet, void, living)
         host.mend()
         if loss.how is How.KILL:
@@ -105,6 +108,9 @@ class Run:
         lost.back = time.time()
         self._say(f"{loss.name} is back")
         await self._fleet.serving(loss.name)
+
+    def _living(self) -> set[str]:
+        return set(self._fleet.network.hosts) - {loss.name for loss in self.seen.losses if loss.back is None}
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)

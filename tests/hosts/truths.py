@@ -94,7 +94,9 @@ def noticed(seen: Seen) -> Iterator[str]:
 
 
 def nothing_left(seen: Seen) -> Iterator[str]:
-    """Living hosts have nothing of ended rollouts."""
+    """Living hosts have nothing of ended rollouts, and had something of running ones: else the check sees nothing."""
+    if seen.during is not None and not {"sandbox", "process", "directory", "open"} <= seen.during.keys():
+        yield f"living hosts had too little while rollouts ran: {dict(seen.during)}"
     yield from (f"left: {item}" for item in seen.left)
 
 
@@ -127,13 +129,13 @@ def faults(seen: Seen, least: float) -> list[str]:
 
 def noticed_s(seen: Seen) -> list[float]:
     """Seconds from each loss to the failures of the attempts there, ascending."""
-    times = []
-    for story in seen.stories:
-        for attempt in story.attempts:
-            for loss in seen.losses:
-                if attempt.place == loss.name and attempt.failed is not None and attempt.failed >= loss.at:
-                    times.append(attempt.failed - loss.at)
-    return sorted(times)
+    return sorted(
+        attempt.failed - loss.at
+        for story in seen.stories
+        for attempt in story.attempts
+        for loss in seen.losses
+        if attempt.place == loss.name and attempt.failed is not None and attempt.failed >= loss.at
+    )
 
 
 def percentile(ascending: Sequence[float], percent: int) -> float:
@@ -162,13 +164,14 @@ def lines(seen: Seen) -> list[str]:
         f"by driver           {dict(sorted(drivers.items()))}; DRIVER_RESTARTED and created again {restarted}",
         f"calls compared      {calls} with the engines' log; trajectories not read {dict(unread)}",
         f"slowest rollout     {max((story.ended - story.created for story in seen.stories), default=0):.1f} s",
-        f"nothing left after  {seen.left_s:.1f} s",
+        f"nothing left after  {seen.left_s:.1f} s; at the first loss {dict(sorted((seen.during or {}).items()))}",
     ]
     if times:
         p50, p99 = percentile(times, 50), percentile(times, 99)
         report.append(f"loss to failure     p50 {p50:.1f} s, p99 {p99:.1f} s, of {len(times)} attempts")
     if seen.keys:
-        report.append(f"keys refused        {seen.keys - len(seen.accepted_keys)} of {seen.keys} of attempts that were cut")
+        refused = seen.keys - len(seen.accepted_keys)
+        report.append(f"keys refused        {refused} of {seen.keys}, of attempts at hosts that were cut")
     return report
 
 
