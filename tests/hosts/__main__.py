@@ -33,6 +33,7 @@ def main() -> int:
             return 0
         with fleet(folder, size) as started:
             run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose)
+            run.seen.noticed_s = given.noticed
             seen = asyncio.run(run.go(given.at_once))
     print("\n".join(truths.lines(seen)))
     faults = truths.faults(seen, given.least)
@@ -70,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "(link); SECONDS later it is back, a driver after 20. Repeat.",
     )
     run.add_argument("--least", type=float, default=0.95, help="share of the rollouts that must have their reward")
+    run.add_argument(
+        "--noticed", type=float, default=8.0, help="seconds from a loss to the failure of 99%% of attempts"
+    )
     return parser
 
 

@@ -78,6 +78,10 @@ class Seen:
     """A whole run."""
 
     max_attempts: int
+    places: tuple[str, ...]
+    """All nodes and gates."""
+    noticed_s: float = 8.0
+    """The most that the 99th percentile of the time from a loss to the failure of the attempts there may be."""
     stories: list[Story] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     """Rollouts that could not be followed to their end, with the error."""

@@ -24,7 +24,7 @@ class Run:
     """One run. The client's rollout `number` is at driver `number` modulo their count, under an id that it chooses."""
 
     def __init__(self, fleet: Fleet, count: int, work_s: float, max_attempts: int, losses: Sequence[Loss]) -> None:
-        self.seen = Seen(max_attempts)
+        self.seen = Seen(max_attempts, (*fleet.size.names("sandbox"), *fleet.size.names("interception")))
         self._fleet = fleet
         self._count = count
         self._work_s = work_s

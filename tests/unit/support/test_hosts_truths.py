@@ -22,6 +22,7 @@ def _seen() -> Seen:
     again = Story("hosts-1-1", 1, "d1", [replace(good)], [("", 1.0)], calls={"c2": [3]})
     return Seen(
         max_attempts=3,
+        places=("n0", "n1", "g0", "g1", "g2"),
         stories=[story, restarted, again],
         losses=[Lost("n1", 10.0)],
         listed={one.rollout_id: one.ends[0] for one in (story, restarted, again)},
@@ -70,8 +71,8 @@ def _is_rewarded_at_a_lost_gate(seen: Seen) -> None:
     seen.losses.append(Lost("g1", 16.0))
 
 
-def _is_repeated_at_the_lost_node(seen: Seen) -> None:
-    seen.stories[0].attempts.insert(1, Attempt(began=14.5, node="n1", gate="g1", failed=14.9, reason="NODE_LOST"))
+def _is_repeated_at_the_lost_gate(seen: Seen) -> None:
+    seen.stories[0].attempts.insert(1, Attempt(began=14.5, node="n0", gate="g1", failed=14.9, reason="GATE_LOST"))
 
 
 def _is_not_repeated(seen: Seen) -> None:
@@ -119,7 +120,7 @@ def _accepts_an_old_key(seen: Seen) -> None:
         (truths.earned, _has_a_false_zero),
         (truths.earned, _is_rewarded_at_the_lost_node),
         (truths.earned, _is_rewarded_at_a_lost_gate),
-        (truths.repeated_elsewhere, _is_repeated_at_the_lost_node),
+        (truths.repeated_elsewhere, _is_repeated_at_the_lost_gate),
         (truths.repeated_elsewhere, _is_not_repeated),
         (truths.logged_tokens, _has_other_tokens),
         (truths.logged_tokens, _has_a_call_of_another),
@@ -143,6 +144,13 @@ def test_too_few_rewards_are_a_fault() -> None:
     seen.listed["hosts-0-0"] = ("MODEL_CALL_FAILED", None)
     assert truths.faults(seen, 0.5) == []
     assert truths.faults(seen, 0.95) == ["1 of 2 rollouts have a reward, at least 95% must"]
+
+
+def test_a_place_may_be_tried_again_where_no_other_is_left() -> None:
+    seen = _seen()
+    _is_repeated_at_the_lost_gate(seen)
+    seen.losses.append(Lost("g2", 9.0))
+    assert list(truths.repeated_elsewhere(seen)) == []
 
 
 def test_a_reward_before_the_loss_is_earned() -> None:
