@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from typing import Final
 
 from tests.hosts.fleet import Fleet
+
+_LOOK_S: Final = 0.2
 
 
 def lines(fleet: Fleet) -> list[str]:
@@ -33,10 +37,12 @@ def lines(fleet: Fleet) -> list[str]:
 
 def wait(fleet: Fleet) -> None:
     """Print `lines`, and return on SIGINT or SIGTERM."""
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     print("\n".join(lines(fleet)), flush=True)
-    signal.sigwait(ends)
+    while not ended.wait(_LOOK_S):  # the handler runs between two waits
+        pass
 
 
 def _pid(fleet: Fleet, name: str) -> str:
