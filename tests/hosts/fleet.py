@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 import tomlkit
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.hosts import model
+from tests.hosts import engine, model
 from tests.hosts.network import HUB_ADDRESS, Host, Network
 from tests.support import toolboxes
 from tests.support.services.stack import disjoint_uids
@@ -32,6 +32,15 @@ _PORTS: Final = {"sandbox": 7701, "driver": 7702, "interception": 7703, "inferen
 _INGRESS_PORT: Final = 7780
 _LETTERS: Final = {"sandbox": "n", "driver": "d", "interception": "g", "inference": "e"}
 _UIDS: Final = 512
+_PLUGINS: Final = "plugins"
+ROOT: Final = Path(__file__).parents[2]
+_STOP_S: Final = 20.0
+
+
+def uids(node: str) -> range:
+    """The users that a node gives to its sandboxes."""
+    first = disjoint_uids() + _UIDS * int(node[1:])
+    return range(first, first + _UIDS)
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,30 @@ class Fleet:
         """The kind of service of a host."""
         return next(service for service, letter in _LETTERS.items() if name.startswith(letter))
 
+    def ingress(self, gate: str) -> str:
+        """host:port of the server of a gate that agents call."""
+        return f"{self.network.hosts[gate].address}:{_INGRESS_PORT}"
+
+    def engine_of(self, gate: str) -> str:
+        """The one engine that a gate has."""
+        return self.size.names("inference")[int(gate[1:]) % self.size.engines]
+
+    def answers(self) -> dict[str, list[list[int]]]:
+        """The token ids of each call that the engines logged."""
+        return engine.read([self._answers(name) for name in self.size.names("inference")])
+
+    def _answers(self, name: str) -> Path:
+        return self.folder / f"answers-{name}.jsonl"
+
+    def stop_nodes(self) -> None:
+        """End the sandbox services by SIGTERM, with all that their sandboxes have on this machine."""
+        processes = [one for name in self.size.names("sandbox") for one in self.network.hosts[name].processes]
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+
     def log(self, name: str) -> str:
         """What a service has logged."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -95,6 +128,8 @@ class Fleet:
         config.chmod(0o600)
         env = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         env["PENSTOCK_CONFIG"] = str(config)
+        if service == "inference":
+            env["PYTHONPATH"] = f"{self.folder / _PLUGINS}{os.pathsep}{ROOT}"
         argv = [sys.executable, "-m", f"penstock_{service}"]
         return self.network.hosts[name].spawn(argv, env, self.folder / f"{name}.log")
 
@@ -133,21 +168,20 @@ class Fleet:
         }
         authority = str(kept / "ca.pem")
         if service == "sandbox":
-            number, gates = int(name[1:]), self.size.names("interception")
+            gates = self.size.names("interception")
             table |= {
-                "allowed_upstreams": [f"tls:{self.network.hosts[gate].address}:{_INGRESS_PORT}" for gate in gates],
+                "allowed_upstreams": [f"tls:{self.ingress(gate)}" for gate in gates],
                 "upstream_ca": authority,
-                "first_uid": disjoint_uids() + _UIDS * number,
+                "first_uid": uids(name).start,
                 "uid_count": _UIDS,
             }
         elif service == "interception":
-            engines = self.size.names("inference")
             table |= {
                 "ingress_host": host.address,
-                "ingress_address": f"tls:{host.address}:{_INGRESS_PORT}",
+                "ingress_address": f"tls:{self.ingress(name)}",
                 "ingress_tls_cert": str(kept / "interception.pem"),
                 "ingress_tls_key": str(kept / "interception.key"),
-                "inference_address": self.address(engines[0]),
+                "inference_address": self.address(self.engine_of(name)),
                 "inference_ca": authority,
             }
         elif service == "driver":
@@ -156,8 +190,8 @@ class Fleet:
             directory, script = self.folder / "model", self.folder / "script.yaml"
             table |= {
                 "model_dir": str(directory),
-                "engine": "scripted",
-                "engine_options": {"script": str(script)},
+                "engine": engine.NAME,
+                "engine_options": {"script": str(script), "answers": str(self._answers(name))},
             }
         return table | dict(self.settings.get(service, {}))
 
@@ -174,6 +208,7 @@ def fleet(folder: Path, size: Size, settings: Mapping[str, Mapping[str, Any]] | 
     """A fleet whose files are below `folder`, started. The caller is in a hub (`network.enter_hub`)."""
     folder.chmod(0o755)
     model.write(folder)
+    engine.register(folder / _PLUGINS)
     with Network() as network:
         for service in _PORTS:
             for name in size.names(service):
@@ -185,7 +220,10 @@ def fleet(folder: Path, size: Size, settings: Mapping[str, Mapping[str, Any]] | 
             toolboxes.bring(folder / "state" / name)
         order = ("inference", "sandbox", "interception", "driver")
         asyncio.run(_started(made, [size.names(service) for service in order]))
-        yield made
+        try:
+            yield made
+        finally:
+            made.stop_nodes()
 
 
 async def _started(made: Fleet, waves: Sequence[Sequence[str]]) -> None:

@@ -1,12 +1,17 @@
-"""Losses of hosts, at a share of the rollouts ended: `sandbox:n1@0.3`, `gate:g1@0.5:link=40`."""
+"""Losses of hosts, at a share of the rollouts ended: `n1@0.3`, `g1@0.5:link=40`, `d1@0.6`."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 _FORM = re.compile(r"(?P<name>[ndge]\d+)@(?P<share>0?\.\d+|1|0)(:(?P<how>kill|link)(=(?P<back>\d+(\.\d+)?))?)?")
+
+
+DRIVER_BACK_S: Final = 20.0
+"""Rollouts of a driver have no end without it: one comes back on its state directory, by default after this time."""
 
 
 class How(StrEnum):
@@ -31,7 +36,8 @@ class Loss:
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not NAME@SHARE[:kill|link[=SECONDS]], such as n1@0.3 or g1@0.5:link=40")
-        back = match["back"]
-        return cls(
-            match["name"], float(match["share"]), How(match["how"] or "kill"), None if back is None else float(back)
-        )
+        name = match["name"]
+        back_s = DRIVER_BACK_S if name.startswith("d") else None
+        if match["back"] is not None:
+            back_s = float(match["back"])
+        return cls(name, float(match["share"]), How(match["how"] or "kill"), back_s)

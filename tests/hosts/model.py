@@ -31,7 +31,8 @@ def write(folder: Path) -> None:
 
 
 def task(number: int, work_s: float) -> Task:
-    """A task whose policy works for `work_s` seconds and then writes the task's number, for which the reward is 1."""
+    """A task that earns 1, after half of `work_s` seconds, all of it, or half more, so that ends are spread."""
+    work_s *= 0.5 + number % 3 / 2
     return Task(
         task_id=f"number-{number}",
         instruction=f"Run bash {_WORK_FILE}, please.",

@@ -1,4 +1,4 @@
-"""Rollouts on a fleet that loses hosts, and what must be true of all of them afterwards."""
+"""Rollouts on a fleet that loses hosts: drives them, and records what their clients see."""
 
 from __future__ import annotations
 
@@ -6,105 +6,111 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 
-from tests.hosts import model
+from tests.hosts import keys, left
 from tests.hosts.fleet import Fleet
+from tests.hosts.following import Follower
 from tests.hosts.losses import How, Loss
+from tests.hosts.records import RESTARTED, Lost, Seen
 
-from penstock.client import Mode, Penstock, RolloutResult, connect
+from penstock.client import Penstock, PenstockError, connect
 
-_LIMIT_S = 600.0
-"""Guard on one rollout, its retries included."""
-
-
-@dataclass
-class Report:
-    """What came of all rollouts."""
-
-    results: dict[int, RolloutResult] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    """Rollouts that could not be created, with the error."""
-    lost_at: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def lines(self) -> list[str]:
-        """The report, for people."""
-        rewards = Counter("none" if item.reward is None else f"{item.reward.value:g}" for item in self.results.values())
-        failures = Counter(
-            item.outcome.failure.reason for item in self.results.values() if item.outcome.failure is not None
-        )
-        attempts = Counter(item.rollout.attempts for item in self.results.values())
-        return [
-            f"rollouts ended    {len(self.results)} in {self.seconds:.1f} s; refused {len(self.refused)}",
-            f"rewards           {dict(sorted(rewards.items()))}",
-            f"failures          {dict(failures.most_common())}",
-            f"attempts          {dict(sorted(attempts.items()))}",
-        ] + [f"refused           {text}" for text in sorted(set(self.refused.values()))[:5]]
-
-    def faults(self, least: float) -> list[str]:
-        """What must not be: a rollout that was refused, a reward that was not earned, fewer rewards than `least`.
-
-        `least` is the share of the rollouts that must have their reward, which is 1: their policy earns it every time.
-        """
-        faults = [f"rollout {number} was refused: {why}" for number, why in sorted(self.refused.items())]
-        faults += [
-            f"rollout {number} has reward {item.reward.value:g}, earned is 1"
-            for number, item in sorted(self.results.items())
-            if item.reward is not None and item.reward.value != 1.0
-        ]
-        rewarded = sum(item.reward is not None for item in self.results.values())
-        if rewarded < least * (len(self.results) + len(self.refused)):
-            faults.append(f"{rewarded} of {len(self.results)} rollouts have a reward, at least {least:.0%} must")
-        return faults
+LIMIT_S = 600.0
+"""Guard on one rollout, its repetitions included."""
 
 
-async def run(
-    fleet: Fleet, count: int, *, at_once: int, work_s: float, max_attempts: int, losses: Sequence[Loss]
-) -> Report:
-    """Run `count` rollouts, `at_once` of them at a time, through the fleet's first driver; lose hosts on the way."""
-    report, ended = Report(), 0
-    began = time.monotonic()
-    pending = sorted(losses, key=lambda loss: loss.share)
-    returning: list[asyncio.Task[None]] = []
-    slots = asyncio.Semaphore(at_once)
+class Run:
+    """One run. The client's rollout `number` is at driver `number` modulo their count, under an id that it chooses."""
 
-    async def one(ps: Penstock, number: int) -> None:
-        nonlocal ended
+    def __init__(self, fleet: Fleet, count: int, work_s: float, max_attempts: int, losses: Sequence[Loss]) -> None:
+        self.seen = Seen(max_attempts, (*fleet.size.names("sandbox"), *fleet.size.names("interception")))
+        self._fleet = fleet
+        self._count = count
+        self._work_s = work_s
+        self._pending = sorted(losses, key=lambda loss: loss.share)
+        self._losing: list[asyncio.Task[None]] = []
+        self._drivers: dict[str, Penstock] = {}
+        self._ended = 0
+        self._began = time.monotonic()
+
+    async def go(self, at_once: int) -> Seen:
+        """Run all rollouts, `at_once` at a time, and look at what is left afterwards."""
+        slots = asyncio.Semaphore(at_once)
+        async with AsyncExitStack() as stack:
+            for name in self._fleet.size.names("driver"):
+                self._drivers[name] = await stack.enter_async_context(connect(self._fleet.endpoints(driver=name)))
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self._count):
+                    tasks.create_task(self._one(number, slots))
+            self.seen.seconds = time.monotonic() - self._began
+            await asyncio.gather(*self._losing)  # those that come back are back
+            await self._list()
+        self.seen.left, self.seen.left_s = await left.until_nothing(self._fleet, self._living())
+        self.seen.answers = self._fleet.answers()
+        return self.seen
+
+    async def _one(self, number: int, slots: asyncio.Semaphore) -> None:
+        names = list(self._drivers)
+        driver = names[number % len(names)]
+        follower = Follower(self._drivers[driver], driver, self._work_s, self.seen.max_attempts)
         async with slots:
-            while pending and ended >= pending[0].share * count:
-                returning.append(asyncio.create_task(_lose(fleet, pending.pop(0), report, began)))
+            while self._pending and self._ended >= self._pending[0].share * self._count:
+                self._losing.append(asyncio.create_task(self._lose(self._pending.pop(0))))
             try:
-                async with asyncio.timeout(_LIMIT_S):
-                    task = model.task(number, work_s)
-                    handle = await ps.rollouts.create(
-                        task, "shell", mode=Mode.TRANSPARENT_PROXY, max_attempts=max_attempts, run_id="hosts"
-                    )
-                    report.results[number] = await handle.result()
-            except Exception as error:  # noqa: BLE001 - the report has it
-                report.refused[number] = f"{type(error).__name__}: {error}"
-            ended += 1
+                async with asyncio.timeout(LIMIT_S):
+                    for generation in range(10):
+                        story = follower.begin(number, generation)
+                        self.seen.stories.append(story)
+                        await follower.follow(story)
+                        if story.reason != RESTARTED:
+                            break
+            except (PenstockError, TimeoutError) as error:
+                self.seen.refused[number] = f"{type(error).__name__}: {error}"
+            self._ended += 1
 
-    async with connect(fleet.endpoints()) as ps, asyncio.TaskGroup() as tasks:
-        for number in range(count):
-            tasks.create_task(one(ps, number))
-    for work in returning:
-        work.cancel()
-    report.seconds = time.monotonic() - began
-    return report
+    async def _list(self) -> None:
+        """What each driver has of this run."""
+        for name, ps in self._drivers.items():
+            try:
+                async for one in ps.rollouts.list(run_id="hosts"):
+                    end = None
+                    if one.outcome is not None:
+                        failure, reward = one.outcome.failure, one.outcome.reward
+                        end = ("" if failure is None else failure.reason, None if reward is None else reward.value)
+                    self.seen.listed[one.rollout_id] = end
+            except PenstockError:
+                self.seen.unlisted_drivers.add(name)
 
+    async def _lose(self, loss: Loss) -> None:
+        host, gates = self._fleet.network.hosts[loss.name], self._fleet.size.names("interception")
+        host.cut()
+        lost = Lost(loss.name, time.time())
+        self.seen.losses.append(lost)
+        if loss.how is How.KILL:
+            await asyncio.to_thread(host.kill)
+        self._say(f"{loss.name} is lost ({loss.how})")
+        if self.seen.during is None:
+            self.seen.during = {}
+            found = await left.left(self._fleet, self._living())
+            self.seen.during = Counter(item.split()[1] for item in found)
+        void = keys.on(self._fleet, loss.name) if loss.name.startswith("n") and loss.how is How.LINK else []
+        if loss.back_s is None:
+            return
+        await asyncio.sleep(loss.back_s)
+        if void:
+            self.seen.keys += len(void)
+            living = sorted(self._living().intersection(gates))
+            self.seen.accepted_keys += await keys.accepted(self._fleet, void, living)
+        host.mend()
+        if loss.how is How.KILL:
+            self._fleet.spawn(loss.name)
+        lost.back = time.time()
+        self._say(f"{loss.name} is back")
+        await self._fleet.serving(loss.name)
 
-async def _lose(fleet: Fleet, loss: Loss, report: Report, began: float) -> None:
-    host = fleet.network.hosts[loss.name]
-    report.lost_at[loss.name] = time.monotonic() - began
-    print(f"{report.lost_at[loss.name]:6.1f} s  {loss.name} is lost ({loss.how})", flush=True)
-    host.cut()
-    if loss.how is How.KILL:
-        await asyncio.to_thread(host.kill)
-    if loss.back_s is None:
-        return
-    await asyncio.sleep(loss.back_s)
-    host.mend()
-    if loss.how is How.KILL:
-        fleet.spawn(loss.name)
-    print(f"{time.monotonic() - began:6.1f} s  {loss.name} is back", flush=True)
+    def _living(self) -> set[str]:
+        return set(self._fleet.network.hosts) - {loss.name for loss in self.seen.losses if loss.back is None}
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)

@@ -6,23 +6,43 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tests.hosts.fleet import ROOT
 from tests.support.absent import absent
 
 _LIMIT_S = 600
-ROOT = Path(__file__).parents[3]
 
 
-def test_every_rollout_is_rewarded_although_a_node_and_a_gate_are_lost(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def _root() -> None:
     if os.getuid() != 0:
         absent("root, which network namespaces need")
-    size = ["--sandboxes", "2", "--gates", "2", "--drivers", "1", "--rollouts", "24", "--at-once", "12", "--work", "2"]
-    losses = ["--lose", "n1@0.2", "--lose", "g1@0.5:link", "--least", "1"]
+
+
+def test_rollouts_are_rewarded_although_hosts_of_each_kind_are_lost(tmp_path: Path) -> None:
+    size = [
+        "--sandboxes",
+        "3",
+        "--gates",
+        "2",
+        "--drivers",
+        "2",
+        "--engines",
+        "2",
+        "--rollouts",
+        "24",
+        "--at-once",
+        "12",
+    ]
+    losses = ["--lose", "n1@0.2:link=12", "--lose", "g1@0.5", "--lose", "d1@0.6:kill=2", "--lose", "e1@0.7"]
+    limits = ["--work", "2", "--max-attempts", "5", "--least", "1", "--noticed", str(_LIMIT_S)]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.hosts", "run", "--folder", str(tmp_path), *size, *losses],
+        [sys.executable, "-m", "tests.hosts", "run", "--folder", str(tmp_path), *size, *losses, *limits],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -30,5 +50,39 @@ def test_every_rollout_is_rewarded_although_a_node_and_a_gate_are_lost(tmp_path:
         check=False,
     )
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-    assert "n1 is lost (kill)" in ended.stdout
-    assert "g1 is lost (link)" in ended.stdout
+    for line in ("n1 is lost (link)", "n1 is back", "g1 is lost (kill)", "d1 is back", "e1 is lost (kill)"):
+        assert line in ended.stdout
+
+
+def test_a_fleet_that_is_brought_up_leaves_nothing(tmp_path: Path) -> None:
+    size = ["--sandboxes", "1", "--gates", "1", "--drivers", "1"]
+    command = [sys.executable, "-m", "tests.hosts", "up", "--folder", str(tmp_path), *size]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        shown = []
+        for line in process.stdout:
+            shown.append(line)
+            if line.startswith("Ctrl-C"):
+                break
+        holder = shown[0].split()[-1]
+        assert Path("/proc", holder).exists(), shown
+        assert "10.77.0." in shown[0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(_LIMIT_S) == 0
+    assert not Path("/proc", holder).exists()
+    assert _processes_with(str(tmp_path)) == []
+    assert list((tmp_path / "state" / "n0" / "local" / "sandboxes").iterdir()) == []
+
+
+def _processes_with(marker: str) -> list[str]:
+    """Programs that have `marker` among their arguments, or in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                known = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if marker.encode() in known:
+                found.append(folder.name)
+    return found

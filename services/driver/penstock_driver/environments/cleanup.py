@@ -59,7 +59,7 @@ class Cleanups:
     async def release(self, holder_id: str, then: Then = nothing) -> bool:
         """Release everything a holder has; False if that fails for a minute, or the driver stops.
 
-        A stopping driver still tries once. A disk that refuses to record the release may stay full for long: that
+        A stopping driver still tries once. What a lost peer has waits for that peer, which returns False at once. A disk that refuses to record the release may stay full for long: that
         returns False at once.
         """
 
@@ -75,7 +75,8 @@ class Cleanups:
             return False
 
     def _patience_s(self, failure: Exception) -> float:
-        return 0.0 if refusal(failure) or self._stopping.is_set() else RELEASE_LIMIT_S
+        at_once = refusal(failure) or isinstance(failure, PeerLost) or self._stopping.is_set()
+        return 0.0 if at_once else RELEASE_LIMIT_S
 
     async def settle(self, holder_id: str, then: Then) -> None:
         """Like `release`; a release that fails continues in the background."""

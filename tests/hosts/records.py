@@ -1,0 +1,107 @@
+"""What the harness saw of each rollout and each loss, from which `truths` are judged. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOST = {"NODE_LOST", "GATE_LOST"}
+RESTARTED = "DRIVER_RESTARTED"
+
+
+@dataclass
+class Attempt:
+    """One attempt. `node` and `gate` are empty where it ended before they were seen."""
+
+    began: float
+    node: str = ""
+    gate: str = ""
+    agent_ended: float | None = None
+    graded: float | None = None
+    failed: float | None = None
+    reason: str = ""
+    """Of its failure; empty = it did not fail."""
+
+    def was_lost(self, failed: float, reason: str, message: str) -> None:
+        """Record its failure; a loss names the place."""
+        self.failed, self.reason = failed, reason
+        place = next((word for word in message.split() if word[1:].isdigit() and word[0] in "ng"), "")
+        if reason == "NODE_LOST":
+            self.node = place
+        elif reason == "GATE_LOST":
+            self.gate = place
+
+    @property
+    def place(self) -> str:
+        """The lost node or gate."""
+        return {"NODE_LOST": self.node, "GATE_LOST": self.gate}.get(self.reason, "")
+
+
+@dataclass
+class Story:
+    """One rollout at one driver, as its client saw it. The client's `number` may have several, one after another."""
+
+    rollout_id: str
+    number: int
+    driver: str
+    attempts: list[Attempt] = field(default_factory=list)
+    ends: list[tuple[str, float | None]] = field(default_factory=list)
+    """Reason ("" = completed) and reward of each end that was seen: there must be one."""
+    created: float = 0.0
+    ended: float = 0.0
+    calls: dict[str, list[int]] | None = None
+    """Sampled token ids of each call in its trajectory; None = it was not read."""
+    unread: str = ""
+    """Why it was not."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed; empty = it did not."""
+        return self.ends[-1][0] if self.ends else "NO_END"
+
+    @property
+    def reward(self) -> float | None:
+        """Its reward."""
+        return self.ends[-1][1] if self.ends else None
+
+
+@dataclass
+class Lost:
+    """A host that was lost, from `at` until `back`; None = it stays away."""
+
+    name: str
+    at: float
+    back: float | None = None
+
+
+@dataclass
+class Seen:
+    """A whole run."""
+
+    max_attempts: int
+    places: tuple[str, ...]
+    """All nodes and gates."""
+    noticed_s: float = 8.0
+    """The most that the 99th percentile of the time from a loss to the failure of the attempts there may be."""
+    stories: list[Story] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Rollouts that could not be followed to their end, with the error."""
+    losses: list[Lost] = field(default_factory=list)
+    listed: dict[str, tuple[str, float | None] | None] = field(default_factory=dict)
+    """What the drivers list afterwards: reason and reward, None = it has not ended."""
+    unlisted_drivers: set[str] = field(default_factory=set)
+    """Drivers that do not answer any more."""
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    """See `engine.read`."""
+    during: dict[str, int] | None = None
+    """What living hosts had at the first loss, by kind; None = nothing was lost."""
+    left: list[str] = field(default_factory=list)
+    left_s: float = 0.0
+    """Seconds until nothing was left on living hosts."""
+    keys: int = 0
+    """Agent keys of attempts at hosts that were cut, which were tried."""
+    accepted_keys: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def final(self) -> dict[int, Story]:
+        """The last story of each number."""
+        return {story.number: story for story in self.stories}

@@ -1,0 +1,181 @@
+"""What must be true after a run, whatever hosts were lost. Each function returns what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import Final
+
+from tests.hosts.records import LOST, RESTARTED, Lost, Seen, Story
+
+_ON_ITS_WAY_S: Final = 1.0
+"""An answer may have left a host before the loss."""
+
+
+def ends_once(seen: Seen) -> Iterator[str]:
+    """Each rollout ends exactly once, for its client as for its driver; only a restarted driver's is created again."""
+    for number, why in sorted(seen.refused.items()):
+        yield f"rollout {number} was refused: {why}"
+    by_number: dict[int, list[Story]] = {}
+    for story in seen.stories:
+        by_number.setdefault(story.number, []).append(story)
+        if len(story.ends) != 1:
+            yield f"{story.rollout_id} ended {len(story.ends)} times"
+        if story.driver in seen.unlisted_drivers:
+            continue
+        if story.rollout_id not in seen.listed:
+            yield f"{story.rollout_id} is not listed by {story.driver}"
+        elif story.ends and seen.listed[story.rollout_id] != story.ends[-1]:
+            yield f"{story.rollout_id} ended as {story.ends[-1]}, its driver lists {seen.listed[story.rollout_id]}"
+    for rollout_id in sorted(seen.listed.keys() - {story.rollout_id for story in seen.stories}):
+        yield f"{rollout_id} is listed, and its client does not know it"
+    for number, stories in by_number.items():
+        early = [story.rollout_id for story in stories[:-1] if story.reason != RESTARTED]
+        if early:
+            yield f"rollout {number} was created again although {early} ended"
+
+
+def earned(seen: Seen) -> Iterator[str]:
+    """Each reward is 1, because the policy earns it every time, and none was given where a place was lost."""
+    for story in seen.stories:
+        if story.reward is None:
+            continue
+        if story.reward != 1.0:
+            yield f"{story.rollout_id} has reward {story.reward:g}, earned is 1"
+        last = story.attempts[-1]
+        for loss in seen.losses:
+            until = {last.node: last.graded, last.gate: last.agent_ended}.get(loss.name)
+            if until is not None and _was_away(loss, last.began, until):
+                yield f"{story.rollout_id} has a reward, and {loss.name} was lost under its last attempt"
+
+
+def repeated_elsewhere(seen: Seen) -> Iterator[str]:
+    """After each lost attempt comes one at another node or gate, where one is left that was not tried."""
+    for story in seen.stories:
+        for number, attempt in enumerate(story.attempts, 1):
+            if attempt.reason not in LOST:
+                continue
+            if number == len(story.attempts):
+                if number < seen.max_attempts and story.reason != RESTARTED:
+                    yield f"{story.rollout_id}: attempt {number} was lost and none followed"
+                continue
+            after, tried = story.attempts[number], story.attempts[:number]
+            used = {place for one in tried for place in (one.node, one.gate)}
+            away = {loss.name for loss in seen.losses if loss.at <= after.began and (loss.back or inf) > after.began}
+            others = {name for name in seen.places if name[:1] == attempt.place[:1]} - used - away
+            if others and attempt.place in (after.node, after.gate):
+                yield f"{story.rollout_id}: attempt {number + 1} is at {attempt.place} again, which was lost"
+
+
+def logged_tokens(seen: Seen) -> Iterator[str]:
+    """Trajectories have the token ids that an engine sampled, and no call is in two of them."""
+    owners: dict[str, str] = {}
+    for story in seen.stories:
+        for call_id, ids in (story.calls or {}).items():
+            if ids not in seen.answers.get(call_id, []):
+                yield f"{story.rollout_id}: call {call_id} has other token ids than an engine logged"
+            if owners.setdefault(call_id, story.rollout_id) != story.rollout_id:
+                yield f"call {call_id} is in {owners[call_id]} and in {story.rollout_id}"
+
+
+def answered_once(seen: Seen) -> Iterator[str]:
+    """No call is answered twice, where no gate or engine was lost on the way of the first answer."""
+    if any(loss.name[0] in "ge" for loss in seen.losses):
+        return
+    for call_id, answers in seen.answers.items():
+        if len(answers) > 1:
+            yield f"call {call_id} was answered {len(answers)} times"
+
+
+def noticed(seen: Seen) -> Iterator[str]:
+    """Attempts at a lost place fail soon: 99 % of them within `Seen.noticed_s`."""
+    times = noticed_s(seen)
+    if times and percentile(times, 99) > seen.noticed_s:
+        yield f"attempts failed up to {percentile(times, 99):.1f} s (p99) after the loss, at most {seen.noticed_s:g} s"
+
+
+def nothing_left(seen: Seen) -> Iterator[str]:
+    """Living hosts have nothing of ended rollouts, and had something of running ones: else the check sees nothing."""
+    if seen.during is not None and not {"sandbox", "process", "directory", "open"} <= seen.during.keys():
+        yield f"living hosts had too little while rollouts ran: {dict(seen.during)}"
+    yield from (f"left: {item}" for item in seen.left)
+
+
+def keys_refused(seen: Seen) -> Iterator[str]:
+    """Agent keys of attempts that were lost are void."""
+    yield from (f"the key of a lost attempt is accepted: {key}" for key in seen.accepted_keys)
+
+
+ALL: Final[Sequence[Callable[[Seen], Iterator[str]]]] = (
+    ends_once,
+    earned,
+    repeated_elsewhere,
+    logged_tokens,
+    answered_once,
+    noticed,
+    nothing_left,
+    keys_refused,
+)
+
+
+def faults(seen: Seen, least: float) -> list[str]:
+    """Everything that is not as it must be. `least` is the share of the rollouts that must have their reward."""
+    found = [fault for truth in ALL for fault in truth(seen)]
+    final = seen.final()
+    rewarded = sum(story.reward is not None for story in final.values())
+    if rewarded < least * (len(final) + len(seen.refused)):
+        found.append(f"{rewarded} of {len(final)} rollouts have a reward, at least {least:.0%} must")
+    return found
+
+
+def noticed_s(seen: Seen) -> list[float]:
+    """Seconds from each loss to the failures of the attempts there, ascending."""
+    return sorted(
+        attempt.failed - loss.at
+        for story in seen.stories
+        for attempt in story.attempts
+        for loss in seen.losses
+        if attempt.place == loss.name and attempt.failed is not None and attempt.failed >= loss.at
+    )
+
+
+def percentile(ascending: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent do not exceed."""
+    return ascending[max(0, -(-len(ascending) * percent // 100) - 1)]
+
+
+def lines(seen: Seen) -> list[str]:
+    """The report, for people."""
+    final = seen.final().values()
+    rewards = Counter("none" if story.reward is None else f"{story.reward:g}" for story in final)
+    failures = Counter(story.reason for story in final if story.reason)
+    repeated = Counter(attempt.reason for story in seen.stories for attempt in story.attempts if attempt.reason)
+    attempts = Counter(len(story.attempts) for story in final)
+    drivers = Counter(story.driver for story in final)
+    restarted = sum(story.reason == RESTARTED for story in seen.stories)
+    unread = Counter(story.unread for story in seen.stories if story.unread)
+    calls = sum(len(story.calls or {}) for story in seen.stories)
+    times = noticed_s(seen)
+    report = [
+        f"rollouts ended      {len(final)} in {seen.seconds:.1f} s; refused {len(seen.refused)}",
+        f"rewards             {dict(sorted(rewards.items()))}",
+        f"failures            {dict(failures.most_common())}",
+        f"attempts            {dict(sorted(attempts.items()))}",
+        f"failed attempts     {dict(repeated.most_common())}",
+        f"by driver           {dict(sorted(drivers.items()))}; DRIVER_RESTARTED and created again {restarted}",
+        f"calls compared      {calls} with the engines' log; trajectories not read {dict(unread)}",
+        f"slowest rollout     {max((story.ended - story.created for story in seen.stories), default=0):.1f} s",
+        f"nothing left after  {seen.left_s:.1f} s; at the first loss {dict(sorted((seen.during or {}).items()))}",
+    ]
+    if times:
+        p50, p99 = percentile(times, 50), percentile(times, 99)
+        report.append(f"loss to failure     p50 {p50:.1f} s, p99 {p99:.1f} s, of {len(times)} attempts")
+    if seen.keys:
+        refused = seen.keys - len(seen.accepted_keys)
+        report.append(f"keys refused        {refused} of {seen.keys}, of attempts at hosts that were cut")
+    return report
+
+
+def _was_away(loss: Lost, began: float, until: float) -> bool:
+    return until > loss.at + _ON_ITS_WAY_S and (loss.back is None or began < loss.back)

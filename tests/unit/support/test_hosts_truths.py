@@ -1,0 +1,165 @@
+"""Each check of a run on hosts that are lost fails where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from tests.hosts import truths
+from tests.hosts.losses import How, Loss
+from tests.hosts.records import Attempt, Lost, Seen, Story
+
+Spoil = Callable[[Seen], None]
+
+
+def _seen() -> Seen:
+    """A run that is as it must be: n1 was lost at 10 under attempt 1, and the rollout was rewarded at n0."""
+    lost = Attempt(began=5.0, node="n1", gate="g0", failed=14.0, reason="NODE_LOST")
+    good = Attempt(began=15.0, node="n0", gate="g1", agent_ended=18.0, graded=19.0)
+    story = Story("hosts-0-0", 0, "d0", [lost, good], [("", 1.0)], created=4.0, ended=20.0, calls={"c1": [1, 2]})
+    restarted = Story("hosts-1-0", 1, "d1", [Attempt(began=5.0)], [("DRIVER_RESTARTED", None)])
+    again = Story("hosts-1-1", 1, "d1", [replace(good)], [("", 1.0)], calls={"c2": [3]})
+    return Seen(
+        max_attempts=3,
+        places=("n0", "n1", "g0", "g1", "g2"),
+        stories=[story, restarted, again],
+        losses=[Lost("n1", 10.0)],
+        listed={one.rollout_id: one.ends[0] for one in (story, restarted, again)},
+        answers={"c1": [[1, 2]], "c2": [[3]]},
+    )
+
+
+def test_a_run_as_it_must_be_has_no_fault() -> None:
+    assert truths.faults(_seen(), 1.0) == []
+
+
+def _ends_twice(seen: Seen) -> None:
+    seen.stories[0].ends.append(("", 1.0))
+
+
+def _is_listed_otherwise(seen: Seen) -> None:
+    seen.listed["hosts-0-0"] = ("NODE_LOST", None)
+
+
+def _is_not_listed(seen: Seen) -> None:
+    del seen.listed["hosts-0-0"]
+
+
+def _is_listed_without_a_client(seen: Seen) -> None:
+    seen.listed["hosts-7-0"] = ("", 1.0)
+
+
+def _was_created_again_after_its_end(seen: Seen) -> None:
+    seen.stories[1].ends = [("", 1.0)]
+    seen.listed["hosts-1-0"] = ("", 1.0)
+
+
+def _was_refused(seen: Seen) -> None:
+    seen.refused[7] = "no"
+
+
+def _has_a_false_zero(seen: Seen) -> None:
+    seen.stories[0].ends[0] = ("", 0.0)
+
+
+def _is_rewarded_at_the_lost_node(seen: Seen) -> None:
+    seen.stories[0].attempts[-1].node = "n1"
+
+
+def _is_rewarded_at_a_lost_gate(seen: Seen) -> None:
+    seen.losses.append(Lost("g1", 16.0))
+
+
+def _is_repeated_at_the_lost_gate(seen: Seen) -> None:
+    seen.stories[0].attempts.insert(1, Attempt(began=14.5, node="n0", gate="g1", failed=14.9, reason="GATE_LOST"))
+
+
+def _is_not_repeated(seen: Seen) -> None:
+    seen.stories[0].attempts.pop()
+    seen.stories[0].ends[0] = ("NODE_LOST", None)
+
+
+def _has_other_tokens(seen: Seen) -> None:
+    seen.answers["c1"] = [[1, 3]]
+
+
+def _has_a_call_of_another(seen: Seen) -> None:
+    seen.stories[0].calls = {"c2": [3]}
+
+
+def _was_answered_twice(seen: Seen) -> None:
+    seen.answers["c1"].append([1, 2])
+
+
+def _is_noticed_late(seen: Seen) -> None:
+    seen.stories[0].attempts[0].failed = 18.5
+
+
+def _leaves_something(seen: Seen) -> None:
+    seen.left.append("n0: process 7")
+
+
+def _had_nothing_while_rollouts_ran(seen: Seen) -> None:
+    seen.during = {"open": 3}
+
+
+def _accepts_an_old_key(seen: Seen) -> None:
+    seen.accepted_keys.append("/rollout/hosts-0-0 at g0: 200")
+
+
+@pytest.mark.parametrize(
+    ("truth", "spoil"),
+    [
+        (truths.ends_once, _ends_twice),
+        (truths.ends_once, _is_listed_otherwise),
+        (truths.ends_once, _is_not_listed),
+        (truths.ends_once, _is_listed_without_a_client),
+        (truths.ends_once, _was_created_again_after_its_end),
+        (truths.ends_once, _was_refused),
+        (truths.earned, _has_a_false_zero),
+        (truths.earned, _is_rewarded_at_the_lost_node),
+        (truths.earned, _is_rewarded_at_a_lost_gate),
+        (truths.repeated_elsewhere, _is_repeated_at_the_lost_gate),
+        (truths.repeated_elsewhere, _is_not_repeated),
+        (truths.logged_tokens, _has_other_tokens),
+        (truths.logged_tokens, _has_a_call_of_another),
+        (truths.answered_once, _was_answered_twice),
+        (truths.noticed, _is_noticed_late),
+        (truths.nothing_left, _leaves_something),
+        (truths.nothing_left, _had_nothing_while_rollouts_ran),
+        (truths.keys_refused, _accepts_an_old_key),
+    ],
+)
+def test_a_check_finds_what_must_not_be(truth: Callable[[Seen], Iterator[str]], spoil: Spoil) -> None:
+    seen = _seen()
+    spoil(seen)
+    assert list(truth(seen))
+    assert truths.faults(seen, 0.0)
+
+
+def test_too_few_rewards_are_a_fault() -> None:
+    seen = _seen()
+    seen.stories[0].ends[0] = ("MODEL_CALL_FAILED", None)
+    seen.listed["hosts-0-0"] = ("MODEL_CALL_FAILED", None)
+    assert truths.faults(seen, 0.5) == []
+    assert truths.faults(seen, 0.95) == ["1 of 2 rollouts have a reward, at least 95% must"]
+
+
+def test_a_place_may_be_tried_again_where_no_other_is_left() -> None:
+    seen = _seen()
+    _is_repeated_at_the_lost_gate(seen)
+    seen.losses.append(Lost("g2", 9.0))
+    assert list(truths.repeated_elsewhere(seen)) == []
+
+
+def test_a_reward_before_the_loss_is_earned() -> None:
+    seen = _seen()
+    seen.losses.append(Lost("n0", 19.5))
+    assert list(truths.earned(seen)) == []
+
+
+def test_a_lost_driver_comes_back_by_itself() -> None:
+    assert Loss.parse("d1@0.6") == Loss("d1", 0.6, How.KILL, 20.0)
+    assert Loss.parse("d1@0.6:link=5").back_s == 5.0
+    assert Loss.parse("e1@0.7").back_s is None
