@@ -12,8 +12,8 @@
 // or may not select all), INVALID_ARGUMENT (NAMESPACE_INVALID). Errors of every RPC that creates: RESOURCE_EXHAUSTED
 // (NAMESPACE_QUOTA, with RetryInfo).
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Message } from "@bufbuild/protobuf";
@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/ops/v1/operations_service.proto.
  */
 export const file_penstock_ops_v1_operations_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QiZQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEgwKBHJvbGUYAiABKAkSEQoJbmFtZXNwYWNlGAMgASgJIroBCgpTZXJ2ZXJJbmZvEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgDIAEoBRIQCghmZWF0dXJlcxgEIAMoCRIZChFtYXhfbWVzc2FnZV9ieXRlcxgFIAEoAxI0ChFtaW5fcGluZ19pbnRlcnZhbBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRuYW1lGAcgASgJIoEBChBHZXRTdGF0dXNSZXF1ZXN0EjAKCHBhdGllbmNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uSACIAQESGwoObWluX2ZyZWVfYnl0ZXMYAiABKANIAYgBAUILCglfcGF0aWVuY2VCEQoPX21pbl9mcmVlX2J5dGVzIvwCChFHZXRTdGF0dXNSZXNwb25zZRIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSLwoLc2VydmVyX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCnN0YXJ0X3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEisKCGxvb3BfbGFnGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhYKDnJlc2lkZW50X2J5dGVzGAYgASgDEhIKCm9wZW5fZmlsZXMYByABKAUSEQoJbWF4X2ZpbGVzGAggASgFEiQKBWRpc2tzGAkgAygLMhUucGVuc3RvY2sub3BzLnYxLkRpc2sSJgoGZ2F1Z2VzGAogAygLMhYucGVuc3RvY2sub3BzLnYxLkdhdWdlEioKCHRyb3VibGVzGAsgAygLMhgucGVuc3RvY2sub3BzLnYxLlRyb3VibGUiSgoERGlzaxIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkSEgoKZnJlZV9ieXRlcxgDIAEoAxISCgpzaXplX2J5dGVzGAQgASgDIocBCgVHYXVnZRIMCgRuYW1lGAEgASgJEjIKBmxhYmVscxgCIAMoCzIiLnBlbnN0b2NrLm9wcy52MS5HYXVnZS5MYWJlbHNFbnRyeRINCgV2YWx1ZRgDIAEoARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIlsKB1Ryb3VibGUSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSDgoGYWR2aWNlGAMgASgJEg0KBWdyYXZlGAQgASgIEhAKCHN1YmplY3RzGAUgAygJMscBChFPcGVyYXRpb25zU2VydmljZRJSCglHZXRTdGF0dXMSIS5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVxdWVzdBoiLnBlbnN0b2NrLm9wcy52MS5HZXRTdGF0dXNSZXNwb25zZRJeCg1HZXRTZXJ2ZXJJbmZvEiUucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiYucGVuc3RvY2sub3BzLnYxLkdldFNlcnZlckluZm9SZXNwb25zZUKPAQoPcGVuc3RvY2sub3BzLnYxQhZPcGVyYXRpb25zU2VydmljZVByb3RvUAFaKnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL29wcy92MTtvcHN2MaoCD1BlbnN0b2NrLk9wcy5WMcoCD1BlbnN0b2NrXE9wc1xWMeoCEVBlbnN0b2NrOjpPcHM6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QijwEKFUdldFNlcnZlckluZm9SZXNwb25zZRIrCgZzZXJ2ZXIYASABKAsyGy5wZW5zdG9jay5vcHMudjEuU2VydmVySW5mbxIMCgRyb2xlGAIgASgJEhEKCW5hbWVzcGFjZRgDIAEoCRIoCgdtZW1iZXJzGAQgAygLMhcucGVuc3RvY2sub3BzLnYxLk1lbWJlciJ9CgZNZW1iZXISDwoHc2VydmljZRgBIAEoCRIMCgRuYW1lGAIgASgJEg8KB2FkZHJlc3MYAyABKAkSFgoOY2VydGlmaWVkX25hbWUYBCABKAkSKwoFc3RhdGUYBSABKA4yHC5wZW5zdG9jay5vcHMudjEuTWVtYmVyU3RhdGUiugEKClNlcnZlckluZm8SDwoHc2VydmljZRgBIAEoCRIPCgd2ZXJzaW9uGAIgASgJEhkKEWNvbnRyYWN0X3JldmlzaW9uGAMgASgFEhAKCGZlYXR1cmVzGAQgAygJEhkKEW1heF9tZXNzYWdlX2J5dGVzGAUgASgDEjQKEW1pbl9waW5nX2ludGVydmFsGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEgwKBG5hbWUYByABKAkigQEKEEdldFN0YXR1c1JlcXVlc3QSMAoIcGF0aWVuY2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25IAIgBARIbCg5taW5fZnJlZV9ieXRlcxgCIAEoA0gBiAEBQgsKCV9wYXRpZW5jZUIRCg9fbWluX2ZyZWVfYnl0ZXMi/AIKEUdldFN0YXR1c1Jlc3BvbnNlEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIvCgtzZXJ2ZXJfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKc3RhcnRfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKwoIbG9vcF9sYWcYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOcmVzaWRlbnRfYnl0ZXMYBiABKAMSEgoKb3Blbl9maWxlcxgHIAEoBRIRCgltYXhfZmlsZXMYCCABKAUSJAoFZGlza3MYCSADKAsyFS5wZW5zdG9jay5vcHMudjEuRGlzaxImCgZnYXVnZXMYCiADKAsyFi5wZW5zdG9jay5vcHMudjEuR2F1Z2USKgoIdHJvdWJsZXMYCyADKAsyGC5wZW5zdG9jay5vcHMudjEuVHJvdWJsZSJKCgREaXNrEgwKBG5hbWUYASABKAkSDAoEcGF0aBgCIAEoCRISCgpmcmVlX2J5dGVzGAMgASgDEhIKCnNpemVfYnl0ZXMYBCABKAMihwEKBUdhdWdlEgwKBG5hbWUYASABKAkSMgoGbGFiZWxzGAIgAygLMiIucGVuc3RvY2sub3BzLnYxLkdhdWdlLkxhYmVsc0VudHJ5Eg0KBXZhbHVlGAMgASgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWwoHVHJvdWJsZRIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIOCgZhZHZpY2UYAyABKAkSDQoFZ3JhdmUYBCABKAgSEAoIc3ViamVjdHMYBSADKAkqcgoLTWVtYmVyU3RhdGUSHAoYTUVNQkVSX1NUQVRFX1VOU1BFQ0lGSUVEEAASEwoPTUVNQkVSX1NUQVRFX1VQEAESGQoVTUVNQkVSX1NUQVRFX0RSQUlOSU5HEAISFQoRTUVNQkVSX1NUQVRFX0xPU1QQAzLHAQoRT3BlcmF0aW9uc1NlcnZpY2USUgoJR2V0U3RhdHVzEiEucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1JlcXVlc3QaIi5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVzcG9uc2USXgoNR2V0U2VydmVySW5mbxIlLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBomLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2VCjwEKD3BlbnN0b2NrLm9wcy52MUIWT3BlcmF0aW9uc1NlcnZpY2VQcm90b1ABWipwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9vcHMvdjE7b3BzdjGqAg9QZW5zdG9jay5PcHMuVjHKAg9QZW5zdG9ja1xPcHNcVjHqAhFQZW5zdG9jazo6T3BzOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * GetServerInfoRequest has no fields.
@@ -64,6 +64,15 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
    * @generated from field: string namespace = 3;
    */
   namespace: string;
+
+  /**
+   * Of a driver: the services of each kind of which it has a list: drivers, itself included, gates, and sandbox services.
+   * Ordered by kind and address. A kind without members = the service has no list of it, and a client uses the address that
+   * it was given.
+   *
+   * @generated from field: repeated penstock.ops.v1.Member members = 4;
+   */
+  members: Member[];
 };
 
 /**
@@ -72,6 +81,55 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 1);
+
+/**
+ * Member is one of several services of a kind that work together.
+ *
+ * @generated from message penstock.ops.v1.Member
+ */
+export type Member = Message<"penstock.ops.v1.Member"> & {
+  /**
+   * "driver", "interception" or "sandbox".
+   *
+   * @generated from field: string service = 1;
+   */
+  service: string;
+
+  /**
+   * Its own name (ServerInfo.name). Empty = it has not answered yet.
+   *
+   * @generated from field: string name = 2;
+   */
+  name: string;
+
+  /**
+   * host:port, as the answering service reaches it.
+   *
+   * @generated from field: string address = 3;
+   */
+  address: string;
+
+  /**
+   * The name in its certificate, where that is not the host of `address`; else empty.
+   *
+   * @generated from field: string certified_name = 4;
+   */
+  certifiedName: string;
+
+  /**
+   * As the answering service sees it.
+   *
+   * @generated from field: penstock.ops.v1.MemberState state = 5;
+   */
+  state: MemberState;
+};
+
+/**
+ * Describes the message penstock.ops.v1.Member.
+ * Use `create(MemberSchema)` to create a new message.
+ */
+export const MemberSchema: GenMessage<Member> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 2);
 
 /**
  * ServerInfo is which contract a service serves, and its limits.
@@ -136,7 +194,7 @@ export type ServerInfo = Message<"penstock.ops.v1.ServerInfo"> & {
  * Use `create(ServerInfoSchema)` to create a new message.
  */
 export const ServerInfoSchema: GenMessage<ServerInfo> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 2);
+  messageDesc(file_penstock_ops_v1_operations_service, 3);
 
 /**
  * GetStatusRequest sets the thresholds of diagnostics.
@@ -164,7 +222,7 @@ export type GetStatusRequest = Message<"penstock.ops.v1.GetStatusRequest"> & {
  * Use `create(GetStatusRequestSchema)` to create a new message.
  */
 export const GetStatusRequestSchema: GenMessage<GetStatusRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 3);
+  messageDesc(file_penstock_ops_v1_operations_service, 4);
 
 /**
  * GetStatusResponse is a service at one moment.
@@ -253,7 +311,7 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
  * Use `create(GetStatusResponseSchema)` to create a new message.
  */
 export const GetStatusResponseSchema: GenMessage<GetStatusResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 4);
+  messageDesc(file_penstock_ops_v1_operations_service, 5);
 
 /**
  * Disk is a file system that the service writes to.
@@ -295,7 +353,7 @@ export type Disk = Message<"penstock.ops.v1.Disk"> & {
  * Use `create(DiskSchema)` to create a new message.
  */
 export const DiskSchema: GenMessage<Disk> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 5);
+  messageDesc(file_penstock_ops_v1_operations_service, 6);
 
 /**
  * Gauge is one value of a metric that goes up and down.
@@ -326,7 +384,7 @@ export type Gauge = Message<"penstock.ops.v1.Gauge"> & {
  * Use `create(GaugeSchema)` to create a new message.
  */
 export const GaugeSchema: GenMessage<Gauge> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 6);
+  messageDesc(file_penstock_ops_v1_operations_service, 7);
 
 /**
  * Trouble is a diagnostic: something is wrong, or about to be.
@@ -375,7 +433,46 @@ export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
  * Use `create(TroubleSchema)` to create a new message.
  */
 export const TroubleSchema: GenMessage<Trouble> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 7);
+  messageDesc(file_penstock_ops_v1_operations_service, 8);
+
+/**
+ * MemberState is what a service found when it last asked a member for its health.
+ *
+ * @generated from enum penstock.ops.v1.MemberState
+ */
+export enum MemberState {
+  /**
+   * @generated from enum value: MEMBER_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It takes work.
+   *
+   * @generated from enum value: MEMBER_STATE_UP = 1;
+   */
+  UP = 1,
+
+  /**
+   * It answers, and takes no new work.
+   *
+   * @generated from enum value: MEMBER_STATE_DRAINING = 2;
+   */
+  DRAINING = 2,
+
+  /**
+   * It does not answer.
+   *
+   * @generated from enum value: MEMBER_STATE_LOST = 3;
+   */
+  LOST = 3,
+}
+
+/**
+ * Describes the enum penstock.ops.v1.MemberState.
+ */
+export const MemberStateSchema: GenEnum<MemberState> = /*@__PURE__*/
+  enumDesc(file_penstock_ops_v1_operations_service, 0);
 
 /**
  * OperationsService is served by each of the four services. These are the terms of every RPC of every service:
