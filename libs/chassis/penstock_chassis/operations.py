@@ -57,6 +57,15 @@ class Trouble:
     subjects: tuple[str, ...] = ()
 
 
+Members: TypeAlias = Callable[[], Iterable[pb.Member]]
+"""Returns the services that a service has a list of."""
+
+
+def no_members() -> Iterable[pb.Member]:
+    """For a service that has no list of others."""
+    return ()
+
+
 Troubles: TypeAlias = Callable[[float], Iterable[Trouble]]
 """Returns a service's current diagnostics; the argument is how many seconds something may wait."""
 
@@ -78,6 +87,7 @@ class Operations(rpc.OperationsServiceServicer):
         last_end: how the previous process ended.
         features: what the service serves of the contract beyond revision 1.
         own_name: the service's name among those of its kind.
+        members: the services of each kind of which it has a list.
     """
 
     def __init__(
@@ -90,8 +100,10 @@ class Operations(rpc.OperationsServiceServicer):
         last_end: str = "",
         features: Sequence[str] = (),
         own_name: str = "",
+        members: Members = no_members,
     ) -> None:
         self._name = name
+        self._members = members
         self._info = server_info(name, features, own_name)
         self._troubles = troubles
         self._disks = dict(disks or {})
@@ -119,7 +131,9 @@ class Operations(rpc.OperationsServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Any
     ) -> pb.GetServerInfoResponse:
         found = caller()
-        return pb.GetServerInfoResponse(server=self._info, role=found.role, namespace=found.namespace or "")
+        return pb.GetServerInfoResponse(
+            server=self._info, role=found.role, namespace=found.namespace or "", members=self._members()
+        )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         patience = (
