@@ -169,9 +169,12 @@ class RolloutsClient:
         agent: str | None = None,
         all_namespaces: bool = False,
     ) -> Generator[Rollout]:
-        """Yields the rollouts that match every given condition, newest first.
+        """Yields the rollouts of all drivers that match every given condition, newest first.
 
         `all_namespaces`: for an operator; without it those of the connection's namespace.
+
+        Raises:
+            Unavailable: a driver is away, which the message names. It is raised after the rollouts of all others.
         """
     def watch(
         self,
@@ -188,16 +191,18 @@ class RolloutsClient:
     ) -> Generator[RolloutChanges]:
         """Yields summaries of the matching rollouts: first all current ones, then changes. Endless.
 
-        An empty message comes where nothing changes. A broken stream is not resumed: a new watch begins with everything
-        that was missed.
+        An empty message comes where nothing changes. They are of all drivers. While some do not answer, messages
+        name them in `away`. When the only driver or all of them went away, the watch ends: a new one begins with
+        everything that was missed.
 
         Args:
             run_id, group_id, labels, ended, task_id, agent, all_namespaces: as in `list`.
-            ended_limit: how many already ended rollouts to include, the newest; 0 to 10,000, None = 1,000.
+            ended_limit: how many already ended rollouts of each driver to include, the newest; 0 to 10,000, None =
+                1,000.
             interval: minimum seconds between two messages with changes; 0.1 to 60, None = 0.25.
 
         Raises:
-            Unavailable: the driver went away.
+            Unavailable: the only driver, or every one, went away.
             Unsupported: an older driver without this RPC.
         """
     def trajectory(
@@ -216,7 +221,11 @@ class RolloutsClient:
         top: bool = False,
         all_namespaces: bool = False,
     ) -> Generator[tuple[Trajectory, Outcome]]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested."""
+        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+
+        Raises:
+            Unavailable: a driver is away, which the message names. It is raised after the trajectories of all others.
+        """
 
 class GroupsClient:
     """`ps.groups`."""
@@ -250,7 +259,7 @@ class GroupsClient:
     def attach(self, group_id: str) -> GroupHandle:
         """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
     def list(self, *, run_id: str | None = None, all_namespaces: bool = False) -> Generator[Group]:
-        """Yields groups, newest first; `all_namespaces` as for rollouts."""
+        """Yields groups of all drivers, newest first; `all_namespaces` and errors as for rollouts."""
 
 class InferenceClient:
     """`ps.inference`."""
@@ -586,7 +595,7 @@ class AgentsClient:
     def get(self, name: str, *, spec_sha256: str = "") -> Agent:
         """Returns one agent; an older version of it by its digest. Raises NotFound `AGENT_UNKNOWN`."""
     def register(self, spec: AgentSpec | str | Path) -> Agent:
-        """Adds an agent, or a new version of one of your own.
+        """Adds an agent, or a new version of one of your own, at every driver.
 
         Args:
             spec: a spec, or the path of its YAML file.
@@ -594,9 +603,10 @@ class AgentsClient:
         Raises:
             InvalidArgument: the file or the spec is invalid; `violations` name the fields.
             AlreadyExists: `AGENT_BUILT_IN`.
+            Unavailable: a driver is away, which the message names; repeat it when that one is back.
         """
     def delete(self, name: str) -> None:
-        """Removes an agent of your own. Idempotent."""
+        """Removes an agent of your own, at every driver. Idempotent."""
     def check(
         self, agent: str | AgentSpec | Path, *, backend: str = "", spec_only: bool = False
     ) -> Generator[CheckFinding]:
