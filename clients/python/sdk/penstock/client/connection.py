@@ -16,7 +16,7 @@ from penstock.client.rollouts.driver_rpc import Drivers
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.toolboxes import ToolboxesClient
 from penstock.client.terminals import TerminalsClient
-from penstock.client.transport.cluster import Cluster
+from penstock.client.transport.cluster import Cluster, Member
 from penstock.client.transport.endpoints import SERVICES, Endpoints, Target, Tls, resolve
 from penstock.client.transport.rpc import Service
 
@@ -126,7 +126,8 @@ class Penstock:
         elif run_id or group_id or rollout_ids or labels:
             raise ConfigurationError("Set a selector or its parts, not both", reason="SELECTOR")
         return InterceptSession(
-            self._services["interception"],
+            self._cluster,
+            Member("", self._services["interception"]),
             selector,
             SessionOptions(
                 credits=credits,

@@ -1291,12 +1291,14 @@ class GateRolloutHandle:
 class InterceptSession:
     """An `with` block that receives agents' calls; made by `ps.intercept`.
 
-    Inside, `calls()` yields them. On entry it waits for an unreachable gate, and a broken connection is reopened, for
-    `reconnect_timeout` seconds; after that, and on a permanent error, `calls()` and every answer in flight raise.
+    Inside, `calls()` yields them, from every gate that the driver lists. On entry it waits for unreachable gates, and a
+    broken connection is reopened, for `reconnect_timeout` seconds. After that, and on a permanent error, `calls()` and
+    every answer in flight raise; but while another gate can be reached, the session goes on without the lost one. Its
+    calls have ended then (`GATE_LOST`), and it takes part again when it is back.
     """
     @property
     def session_id(self) -> str:
-        """The session's id; changes when the gate could not resume the old one."""
+        """The session's id at its first gate; changes when that could not resume the old one."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
     def close(self) -> None:
@@ -1311,11 +1313,13 @@ class InterceptSession:
     def finish(self) -> None:
         """Ends `calls()` once all calls that have arrived are handed out: no more are expected."""
     def announce(self, policy_version: int) -> None:
-        """Announces the newest policy version to the gate, for its staleness bounds."""
+        """Announces the newest policy version to all gates, for their staleness bounds."""
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
         """Replaces the window: maximum calls (0 = none for now) and bytes (None = unchanged) leased at once."""
     def offer_tools(self, tools: Sequence[HostTool], *, selector: Selector | None = None) -> None:
         """Offers tools of this program to the agents of rollouts created from now on; their calls run here.
+
+        Returns when every gate that can be reached has them.
 
         Args:
             tools: replace this session's earlier offer to the same selector; none = withdraws it. Open rollouts
@@ -1325,9 +1329,11 @@ class InterceptSession:
         Raises:
             InvalidArgument: `TOOL_NAME_RESERVED`, `TOOL_NOT_ALLOWED`, `FIELD_INVALID`, `HOST_TOOL`; violations name
                 the fields.
+            Unavailable: a gate did not answer; repeat it.
         """
     def pause(self, reason: str = "", *, max_duration: float | None = None) -> int:
-        """Pauses the calls of this selector, for every session and for the model source; agents see keep-alives.
+        """Pauses the calls of this selector at all gates, for every session and for the model source; agents see
+        keep-alives. Returns when every gate that can be reached holds them.
 
         Args:
             reason: for the logs, for example "weight sync".
@@ -1337,7 +1343,7 @@ class InterceptSession:
             The number of calls leased or dispatched now; answers to them are still accepted.
         """
     def resume(self) -> None:
-        """Lets calls flow again."""
+        """Lets calls flow again, at all gates."""
 
 class ModelCall:
     """One model call of an agent, leased to this session until it is answered.

@@ -46,7 +46,8 @@ class Cluster:
         self._asked_at: float | None = None
         driver = services.get("driver")
         address = "" if driver is None else driver.address
-        self._may_ask = endpoints.discover and bool(address) and may_receive_token(endpoints, address, address)
+        self.may_ask = endpoints.discover and bool(address) and may_receive_token(endpoints, address, address)
+        """Whether a driver can be asked for members."""
 
     async def close(self) -> None:
         """Closes the channels to members; calls that are open end."""
@@ -66,7 +67,7 @@ class Cluster:
             ConfigurationError: `MEMBER_NOT_TRUSTED`, the token must not be sent to a member.
             PenstockError: the driver's error.
         """
-        if self._may_ask and not self._is_fresh(age_s):
+        if self.may_ask and not self._is_fresh(age_s):
             await self._ask(patient)
         found = [self._member(kind, item) for item in self._listed if item.service == kind]
         if found or kind not in self._given:
@@ -87,7 +88,7 @@ class Cluster:
                     stub.GetServerInfo, pb.GetServerInfoRequest(), timeout=_ASK_S, repeatable=patient and is_first
                 )
             except Unsupported:  # an older driver
-                self._may_ask = False
+                self.may_ask = False
                 return
             except _AWAY:
                 if is_first:
