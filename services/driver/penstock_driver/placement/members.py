@@ -45,8 +45,8 @@ class PeerAddresses(Mapping[str, str]):
 def shown(lists: Mapping[str, Peers], own_name: str) -> Iterable[pb.Member]:
     """The members of each kind, as GetServerInfo has them. The driver of `own_name` is up: it answers."""
     for service, peers in lists.items():
-        for peer in sorted(peers.all(), key=lambda peer: peer.member.address):
-            name = peer.own_name or ("" if peer.member.certified else peer.name)
+        named = ((peer.own_name or ("" if peer.member.certified else peer.name), peer) for peer in peers.all())
+        for name, peer in sorted(named, key=lambda pair: (pair[0], pair[1].member.address)):
             is_own = service == "driver" and name == own_name
             yield pb.Member(
                 service=service,

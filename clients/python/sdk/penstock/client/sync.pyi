@@ -14,7 +14,7 @@ from penstock.client.inference.engine_info import EngineInfo, EngineStats
 from penstock.client.inference.weights import Adapter, PauseMode, WeightUpdate
 from penstock.client.intercept.host_tools import HostTool
 from penstock.client.intercept.session import Selector
-from penstock.client.operations import LeftSandbox, ServerInfo, ServiceStatus
+from penstock.client.operations import LeftSandbox, Member, ServerInfo, ServiceStatus
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.tasks.spec import (
     AgentChoice,
@@ -880,6 +880,13 @@ class OperationsClient:
         Raises:
             Unsupported: a service that is older than this RPC.
             KeyError: there is no such service here.
+        """
+    def members(self, service: ServiceName) -> list[Member]:
+        """Returns the services of a kind of which the driver has a list; none = it has none. Every token may ask.
+
+        Raises:
+            Unsupported: a driver that is older than this.
+            KeyError: there is no driver here.
         """
     def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
         """Returns the sandboxes of rollouts and terminals that are over.

@@ -178,6 +178,8 @@ class Drivers:
         client; others go round.
         """
         members = await self._cluster.members("driver")
+        if len(members) > 1:
+            members = await self._cluster.members("driver", age_s=0.0)
         members = [member for member in members if member.takes_work] or members
         if chosen:
             return self._driver(max(members, key=lambda member: _rank(member, chosen)))

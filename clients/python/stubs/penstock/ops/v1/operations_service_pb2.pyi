@@ -94,7 +94,7 @@ class GetServerInfoResponse(_message.Message):
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Of a driver: the services of each kind of which it has a list: drivers, itself included, gates, and sandbox services.
-        Ordered by kind and address. A kind without members = the service has no list of it, and a client uses the address that
+        Each kind is ordered by name. A kind without members = the service has no list of it, and a client uses the address that
         it was given.
         """
 

@@ -67,7 +67,7 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
 
   /**
    * Of a driver: the services of each kind of which it has a list: drivers, itself included, gates, and sandbox services.
-   * Ordered by kind and address. A kind without members = the service has no list of it, and a client uses the address that
+   * Each kind is ordered by name. A kind without members = the service has no list of it, and a client uses the address that
    * it was given.
    *
    * @generated from field: repeated penstock.ops.v1.Member members = 4;
