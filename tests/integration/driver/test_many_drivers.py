@@ -44,20 +44,25 @@ class Fleet:
 
     def at(self, driver: int) -> Penstock:
         """A client that knows one driver only, beside the first gate."""
-        return connect(self._addresses(driver), TOKEN)
-
-    def alone(self, gate: int) -> Penstock:
-        """A client of one gate only, which asks no driver for others."""
-        addresses = self._addresses(0) | {"interception": self.gates[gate].address}
-        return connect(Endpoints(**addresses, token=TOKEN, discover=False))
-
-    def _addresses(self, driver: int) -> dict[str, str]:
-        return {
+        addresses = {
             "driver": self.drivers[driver].address,
             "interception": self.gates[0].address,
             "sandbox": self.sandbox.address,
             "inference": "",
         }
+        return connect(addresses, TOKEN)
+
+    def alone(self, gate: int) -> Penstock:
+        """A client of one gate only, which asks no driver for others."""
+        where = Endpoints(
+            driver=self.drivers[0].address,
+            interception=self.gates[gate].address,
+            sandbox=self.sandbox.address,
+            inference="",
+            token=TOKEN,
+            discover=False,
+        )
+        return connect(where)
 
 
 @pytest.fixture(scope="module")

@@ -283,7 +283,8 @@ class GateStream:
             stream.cancel()
             for task in tasks:
                 task.cancel()
-                await asyncio.wait([task])
+            if tasks:
+                await asyncio.wait(tasks)
             for task in tasks:
                 if not task.cancelled():
                     task.result()
