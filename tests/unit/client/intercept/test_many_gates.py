@@ -41,7 +41,9 @@ class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
         self.scripts = list(scripts)
         self.tools: list[list[str]] = []
 
-    async def Intercept(self, requests: Any, context: Any) -> None:  # noqa: N802
+    async def Intercept(  # type: ignore[override]  # noqa: N802
+        self, requests: Any, context: Any
+    ) -> None:
         if not self.scripts:
             await Refusal(grpc.StatusCode.UNAVAILABLE).abort(context)
         await self.scripts.pop(0)(Gate(requests, context))
@@ -49,6 +51,14 @@ class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
     async def RegisterTools(self, request: Any, context: Any) -> icpt.RegisterToolsResponse:  # noqa: N802
         self.tools.append([tool.name for tool in request.tools])
         return icpt.RegisterToolsResponse()
+
+
+def listing() -> Cluster:
+    return Cluster()  # type: ignore[abstract]  # no other RPC is asked for
+
+
+def scripted(*scripts: Script) -> ScriptedGate:
+    return ScriptedGate(*scripts)  # type: ignore[abstract]  # no other RPC is asked for
 
 
 @asynccontextmanager
@@ -90,7 +100,7 @@ async def test_each_answer_goes_to_the_gate_of_its_call() -> None:
 
         return script
 
-    cluster, gates = Cluster(), [ScriptedGate(answering("a")), ScriptedGate(answering("b"))]
+    cluster, gates = listing(), [scripted(answering("a")), scripted(answering("b"))]
     async with (
         served(add_gate, gates[0]) as first,
         served(add_gate, gates[1]) as second,
@@ -139,10 +149,10 @@ async def test_a_session_outlasts_a_lost_gate_and_takes_in_a_new_one(monkeypatch
                 await stream.send(paused=icpt.CallsPaused())
                 await stream.calls("late")
 
-    cluster, third = Cluster(), ScriptedGate(joins)
+    cluster, third = listing(), scripted(joins)
     async with (
-        served(add_gate, ScriptedGate(stays)) as first,
-        served(add_gate, ScriptedGate(breaks)) as second,
+        served(add_gate, scripted(stays)) as first,
+        served(add_gate, scripted(breaks)) as second,
         served(add_gate, third) as joining,
         served(add_driver, cluster) as driver,
     ):

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from penstock.client import NotFound, PenstockError, Unavailable
-from penstock.client.rollouts import merging
 from penstock.client.rollouts.merging import Watched, changes_of_all, newest_first, one_after_another
+from penstock.client.transport.rpc import Backoff
 from penstock.client.types.results import RolloutChanges
 
 AWAY = Unavailable("Cannot reach d1", reason="TRANSPORT_UNAVAILABLE")
@@ -88,7 +88,7 @@ async def test_a_watch_is_complete_when_each_driver_was() -> None:
 
 
 async def test_a_watch_names_a_lost_driver_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging.Backoff, "next", lambda *_: 0.0)
+    monkeypatch.setattr(Backoff, "next", lambda *_: 0.0)
     drivers = Drivers(d0=[RolloutChanges(complete=True)], d1=[AWAY, RolloutChanges(gone=("r1",), complete=True)])
     away = []
     async with aclosing(changes_of_all(drivers)) as changes:
