@@ -65,6 +65,15 @@ class Trouble:
     subjects: tuple[str, ...] = ()
 
 
+Members: TypeAlias = Callable[[], Iterable[pb.Member]]
+"""Returns the services that a service has a list of."""
+
+
+def no_members() -> Iterable[pb.Member]:
+    """For a service that has no list of others."""
+    return ()
+
+
 Troubles: TypeAlias = Callable[[float], Iterable[Trouble]]
 """Returns a service's current diagnostics; the argument is how many seconds something may wait."""
 
@@ -87,6 +96,7 @@ class Operations(rpc.OperationsServiceServicer):
         features: what the service serves of the contract beyond revision 1.
         own_name: the service's name among those of its kind.
         draining: whether it takes new work.
+        members: the services of each kind of which it has a list.
     """
 
     def __init__(
@@ -100,8 +110,10 @@ class Operations(rpc.OperationsServiceServicer):
         features: Sequence[str] = (),
         own_name: str = "",
         draining: Draining | None = None,
+        members: Members = no_members,
     ) -> None:
         self._name = name
+        self._members = members
         self._info = server_info(name, features, own_name)
         self._draining = draining or Draining()
         self._troubles = troubles
@@ -131,7 +143,11 @@ class Operations(rpc.OperationsServiceServicer):
     ) -> pb.GetServerInfoResponse:
         found = caller()
         return pb.GetServerInfoResponse(
-            server=self._info, role=found.role, namespace=found.namespace or "", draining=self._draining.is_on
+            server=self._info,
+            role=found.role,
+            namespace=found.namespace or "",
+            draining=self._draining.is_on,
+            members=self._members(),
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802

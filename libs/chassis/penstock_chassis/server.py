@@ -36,7 +36,7 @@ from penstock_chassis.homes import Home
 from penstock_chassis.interceptor import ServerInterceptor
 from penstock_chassis.journal import refusal
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S, Limits
-from penstock_chassis.operations import Operations, Troubles, no_troubles
+from penstock_chassis.operations import Members, Operations, Troubles, no_members, no_troubles
 from penstock_chassis.process import set_parent_death_signal
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.telemetry import logging, tracing
@@ -79,7 +79,8 @@ class Service:
     stop lets end first. After that `drain(seconds)` ends what is left within that time.
     `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for
     operators. `features` are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose
-    the resources are that requests name, by `package.Service/Method`.
+    the resources are that requests name, by `package.Service/Method`. `members` returns the services of each kind of
+    which it has a list, for GetServerInfo.
     `home` refuses requests about what another service has; None refuses none.
     `judged_alone` are full names of messages inside requests whose provisional fields the handler refuses itself, by
     `refuse_provisional`, so that one item does not refuse the others.
@@ -94,6 +95,7 @@ class Service:
     troubles: Troubles = no_troubles
     features: Sequence[str] = ()
     owned: Mapping[str, Owned] = field(default_factory=dict)
+    members: Members = no_members
     home: Home | None = None
     judged_alone: frozenset[str] = frozenset()
 
@@ -328,6 +330,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                         features=service.features,
                         own_name=service.home.name if service.home is not None else settings.name,
                         draining=service.draining,
+                        members=service.members,
                     )
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import grpc
@@ -20,7 +20,7 @@ from penstock_chassis.health import Draining
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.membership import members
-from penstock_chassis.membership.peers import Peer, following
+from penstock_chassis.membership.peers import Peer, Peers, following
 from penstock_chassis.server import Registration, Service
 from penstock_chassis.tls import ClientTls
 from penstock_driver.agents import registry
@@ -40,6 +40,7 @@ from penstock_driver.placement.fleet import (
     gate_lost,
     node_lost,
 )
+from penstock_driver.placement.members import PeerAddresses, shown
 from penstock_driver.placement.placement import OnePlace, Placement
 from penstock_driver.placement.services import RunnerServices
 from penstock_driver.rollouts.event_limits import EventLimits
@@ -141,12 +142,15 @@ async def wired(
     placement: Placement,
     settings: DriverSettings,
     clock: Callable[[], float] = times.even_time,
+    drivers: Peers | None = None,
 ) -> AsyncIterator[Driver]:
     """Wire a driver over a journal and clients of the other services; at the end, write what is still to be written.
 
-    `clock` gives monotonic seconds since the epoch.
+    `clock` gives monotonic seconds since the epoch. `drivers` are all drivers, where there is a list of them.
     """
     home = settings.home()
+    if drivers is not None:
+        home = replace(home, peers=PeerAddresses(drivers, home.peers))
     agents, driver_records = await AgentRegistry.open(journal), Records(journal)
     event_log, terminal_rows = EventLog(journal), TerminalRecords(journal)
     try:
@@ -214,8 +218,10 @@ def one_place(sandboxes: Sandboxes, gate: GateClient, settings: DriverSettings) 
 
 
 @asynccontextmanager
-async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandboxes, GateReader, Placement]]:
-    """Clients of the sandbox services and the gates; with a placement where there may be several."""
+async def other_services(
+    settings: DriverSettings, lists: dict[str, Peers]
+) -> AsyncIterator[tuple[Sandboxes, GateReader, Placement]]:
+    """Clients of the sandbox services and the gates, and the placement. `lists` gets the members by kind of service."""
     tls = settings.client_tls()
     sandbox_token, gate_token = _text(settings.sandbox_token), _text(settings.interception_token)
 
@@ -231,6 +237,15 @@ async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandbo
         return GateServices(gate, lambda: peer.is_lost, AdaptiveThrottle(waits_out_drains=False), gate.load)
 
     async with AsyncExitStack() as stack:
+
+        async def followed(kind: str, source: str, token: str | None) -> Peers:
+            lists[kind] = await stack.enter_async_context(
+                following(kind, members.parse(source), lambda member: _to(member, token, tls))
+            )
+            return lists[kind]
+
+        if settings.driver_members:
+            await followed("driver", settings.driver_members, _text(settings.operator_token))
         if not settings.sandbox_members:
             sandbox = await stack.enter_async_context(connect(settings.sandbox_address, sandbox_token, tls))
             channel = await stack.enter_async_context(connect(settings.interception_address, gate_token, tls))
@@ -238,21 +253,13 @@ async def other_services(settings: DriverSettings) -> AsyncIterator[tuple[Sandbo
             yield sandboxes, gate, one_place(sandboxes, gate, settings)
             return
         nodes = Members[NodeServices](
-            await stack.enter_async_context(
-                following(
-                    "sandbox", members.parse(settings.sandbox_members), lambda member: _to(member, sandbox_token, tls)
-                )
-            ),
+            await followed("sandbox", settings.sandbox_members, sandbox_token),
             node_services,
             node_lost,
             0.0,
         )
         gates = Members[GateServices](
-            await stack.enter_async_context(
-                following(
-                    "gate", members.parse(settings.interception_members), lambda member: _to(member, gate_token, tls)
-                )
-            ),
+            await followed("interception", settings.interception_members, gate_token),
             gate_services,
             gate_lost,
             GATE_PATIENCE_S,
@@ -272,13 +279,16 @@ def _to(member: members.Member, token: str | None, tls: ClientTls | None) -> grp
 async def build(settings: DriverSettings) -> AsyncIterator[Service]:
     """Open the driver's resources. Rollouts that ran when it last died are ended and released."""
     async with AsyncExitStack() as stack:
-        sandboxes, gate, placement = await stack.enter_async_context(other_services(settings))
+        lists: dict[str, Peers] = {}
+        sandboxes, gate, placement = await stack.enter_async_context(other_services(settings, lists))
         journal = await stack.enter_async_context(
             await Journal.open(
                 settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync, reads_apart=True
             )
         )
-        driver = await stack.enter_async_context(wired(journal, sandboxes, gate, placement, settings))
+        driver = await stack.enter_async_context(
+            wired(journal, sandboxes, gate, placement, settings, drivers=lists.get("driver"))
+        )
         health = Health(driver.manager, driver.terminals, placement)
         stack.enter_context(health.reported())
 
@@ -293,6 +303,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 watching = [
                     whole.create_task(driver.event_log.until_broken()),
                     whole.create_task(placement.follow(), name="losses"),
+                    *(whole.create_task(peers.until_broken()) for kind, peers in lists.items() if kind == "driver"),
                 ]
                 yield Service(
                     registrations=driver.registrations(),
@@ -302,6 +313,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                     troubles=health.troubles,
                     owned=driver.owned,
                     home=driver.home,
+                    members=lambda: shown(lists, driver.home.name),
                 )
                 for task in watching:
                     task.cancel()

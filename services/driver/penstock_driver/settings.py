@@ -49,6 +49,11 @@ class DriverSettings(ServiceSettings):
         description="most sandboxes and snapshots per second that this driver makes at each sandbox service; 0 = "
         "no limit",
     )
+    driver_members: str = Field(
+        "",
+        description="all drivers that work together, this one included, for their clients; as sandbox_members. All "
+        "accept the same operator token",
+    )
     services_ca: Path | None = Field(
         None, description="PEM file with the CA of the other services; if set, they are called over TLS"
     )
@@ -86,7 +91,7 @@ class DriverSettings(ServiceSettings):
 
     max_terminals: int = Field(256, ge=1, le=10_000, description="most open terminal episodes; more are refused")
 
-    @field_validator("sandbox_members", "interception_members")
+    @field_validator("sandbox_members", "interception_members", "driver_members")
     @classmethod
     def _members_are_valid(cls, value: str) -> str:
         if value:

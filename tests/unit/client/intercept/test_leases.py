@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.client import CallEnded, ModelCall, PenstockError, ResultRejected, SessionLost
-from penstock.client.intercept.leases import Leases
+from penstock.client.intercept.leases import Inbox, Leases
 from penstock.interception.v1 import intercept_service_pb2 as pb
 
 
@@ -35,7 +35,8 @@ class Book(RuleBasedStateMachine):
         self.futures: list[tuple[str, asyncio.Future[None]]] = []
 
     async def _setup(self) -> None:
-        self.leases = Leases(asyncio.Event())
+        self.inbox = Inbox()
+        self.leases = Leases(asyncio.Event(), self.inbox)
 
     def _on_loop(self, function: Any, *arguments: Any) -> Any:
         async def call() -> Any:
@@ -56,12 +57,12 @@ class Book(RuleBasedStateMachine):
 
     @rule()
     def the_trainer_takes_what_is_there(self) -> None:
-        self._on_loop(self.leases.finish)
+        self._on_loop(self.inbox.finish)
 
         async def drain() -> None:
-            while (call := await self.leases.next_call()) is not None:
+            while (call := await self.inbox.next_call()) is not None:
                 self.handed.setdefault(call.call_id, []).append(call)
-            await self.leases._inbox.get()  # the end that `finish` left for others
+            await self.inbox._calls.get()  # the end that `finish` left for others
 
         self.loop.run_until_complete(drain())
 
@@ -128,7 +129,7 @@ class Book(RuleBasedStateMachine):
 
     @invariant()
     def what_is_sent_carries_the_newest_lease(self) -> None:
-        for call_id, held in getattr(self, "leases", Leases(asyncio.Event()))._held.items():
+        for call_id, held in getattr(self, "leases", Leases(asyncio.Event(), Inbox()))._held.items():
             if call_id in self.open:
                 assert held.lease_id == self.open[call_id]
                 assert held.result is None or held.result.lease_id == held.lease_id
@@ -159,7 +160,7 @@ TestBook.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 @pytest.mark.requirement("R24")
 async def test_after_the_end_every_answer_raises_what_the_session_ended_with() -> None:
     """A typed end."""
-    leases = Leases(asyncio.Event())
+    leases = Leases(asyncio.Event(), Inbox())
     leases.leased(pb.ModelCall(call_id="c", lease_id="l"))
     under_way = leases.answer(pb.CallResult(call_id="c", release=pb.Release()))
     error = SessionLost("over")
@@ -174,4 +175,4 @@ async def test_after_the_end_every_answer_raises_what_the_session_ended_with() -
 async def test_an_answer_to_a_call_that_is_not_held_says_so() -> None:
     """A delivery is validated against its call."""
     with pytest.raises(CallEnded):
-        Leases(asyncio.Event()).answer(pb.CallResult(call_id="c", release=pb.Release()))
+        Leases(asyncio.Event(), Inbox()).answer(pb.CallResult(call_id="c", release=pb.Release()))

@@ -381,6 +381,10 @@ async def test_late_answer_to_a_resume_does_not_end_a_newer_pause(fakes: Fakes, 
             frame = await stream.read()
             assert frame is not None
             seen.append(frame.WhichOneof("frame") or "")
+            if frame.HasField("results"):
+                assert [item.HasField("release") for item in frame.results.results] == [True]
+                await stream.send(paused=icpt.CallsPaused())
+                await stream.calls("c2")
         await stream.goodbye()
 
     fakes.converse(breaks, resumes, forgot)
@@ -392,9 +396,10 @@ async def test_late_answer_to_a_resume_does_not_end_a_newer_pause(fakes: Fakes, 
             await asyncio.sleep(0)
             asked.set()
         assert newest.result() == 7
-        await take(session, 1)
+        (call,) = await take(session, 1)
+        assert call.call_id == "c2", "the one that came before the pause was in force is put back"
         session.announce(1)
-    assert seen == ["pause", "pause", "policy"]
+    assert seen == ["pause", "pause", "results", "policy"]
 
 
 async def test_a_pause_that_ran_out_is_not_wanted_any_more(fakes: Fakes, ps: Penstock) -> None:
@@ -712,7 +717,7 @@ async def test_close_does_not_wait_to_reconnect(fakes: Fakes, ps: Penstock, monk
         await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
 
     monkeypatch.setattr(Backoff, "next", an_hour)
-    monkeypatch.setattr("penstock.client.intercept.session._GOODBYE_S", 3600.0)
+    monkeypatch.setattr("penstock.client.intercept.stream._GOODBYE_S", 3600.0)
     fakes.converse(breaks)
     async with ps.intercept() as session:
         await waits.wait()

@@ -330,12 +330,12 @@ async def test_driver_that_answers_a_wait_at_once_is_polled_with_pauses(
     ended = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(1.0))
     same = [pb.WaitRolloutResponse(rollout=rollout()) for _ in range(8)]
     fakes.queue("WaitRollout", *same, pb.WaitRolloutResponse(rollout=ended))
-    await ps.rollouts._driver.wait("r1")
+    await (await ps.rollouts._drivers.all())[0].wait("r1")
     assert len(pauses) == 8 and pauses[0] >= 0.05 and pauses[-1] >= 2.5
     pauses.clear()
     groups = [rollout_pb2.Group(group_id="g1", ended=is_over) for is_over in (False, False, True)]
     fakes.queue("WaitGroup", *(pb.WaitGroupResponse(group=group) for group in groups))
-    await ps.rollouts._driver.wait_group("g1")
+    await (await ps.rollouts._drivers.all())[0].wait_group("g1")
     assert len(pauses) == 2
 
 
@@ -348,7 +348,7 @@ async def test_silently_dropped_call_is_repeated_when_safe(fakes: Fakes, ps: Pen
     assert (await ps.rollouts.attach("r1")).rollout_id == "r1"
     ended = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(1.0))
     fakes.queue("WaitRollout", dropped, pb.WaitRolloutResponse(rollout=ended))
-    await ps.rollouts._driver.wait("r1")
+    await (await ps.rollouts._drivers.all())[0].wait("r1")
     assert len(pauses) == 3
     fakes.queue("GetRollout", *[dropped] * 5)
     with pytest.raises(Unavailable, match="dropped the call before it was answered") as caught:
@@ -364,9 +364,9 @@ async def test_wait_outlasts_a_poll_that_is_not_answered(fakes: Fakes, ps: Penst
     late = Refusal(grpc.StatusCode.DEADLINE_EXCEEDED)
     ended = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(1.0))
     fakes.queue("WaitRollout", late, pb.WaitRolloutResponse(rollout=ended))
-    assert (await ps.rollouts._driver.wait("r1")).outcome is not None
+    assert (await (await ps.rollouts._drivers.all())[0].wait("r1")).outcome is not None
     fakes.queue("WaitGroup", late, pb.WaitGroupResponse(group=rollout_pb2.Group(group_id="g1", ended=True)))
-    assert (await ps.rollouts._driver.wait_group("g1")).ended
+    assert (await (await ps.rollouts._drivers.all())[0].wait_group("g1")).ended
     assert len(pauses) == 2
 
 

@@ -45,7 +45,7 @@ from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.gate import GateRolloutHandle, LeasedCall
 from penstock.client.intercept.host_tools import HostTool, HostToolCall, ToolFailed
 from penstock.client.intercept.session import InterceptSession, Selector
-from penstock.client.operations import LeftSandbox, ServerInfo, ServiceStatus, Trouble
+from penstock.client.operations import LeftSandbox, Member, ServerInfo, ServiceStatus, Trouble
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
 from penstock.client.sandboxes.handle import Fork, SandboxHandle
@@ -235,6 +235,7 @@ __all__ = [
     "LogprobGap",
     "LogprobsMode",
     "McpServer",
+    "Member",
     "Message",
     "Mode",
     "ModelCall",

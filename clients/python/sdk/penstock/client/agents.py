@@ -1,12 +1,14 @@
 """The registry of agents: the agents that can run, and specs of your own."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.rpc import Service
 from penstock.client.wire import chat
 from penstock.client.wire.agents import load_spec
@@ -59,8 +61,9 @@ class CheckFinding:
 class AgentsClient:
     """`ps.agents`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, cluster: Cluster) -> None:
         self._service = service
+        self._cluster = cluster
         self._stub = agent_service_pb2_grpc.AgentServiceStub(service.channel)
 
     async def list(self) -> AsyncGenerator[Agent, None]:
@@ -77,7 +80,7 @@ class AgentsClient:
         return _agent(answer.agent)
 
     async def register(self, spec: agent_pb2.AgentSpec | str | Path) -> Agent:
-        """Adds an agent, or a new version of one of your own.
+        """Adds an agent, or a new version of one of your own, at every driver.
 
         Args:
             spec: a spec, or the path of its YAML file.
@@ -85,15 +88,34 @@ class AgentsClient:
         Raises:
             InvalidArgument: the file or the spec is invalid; `violations` name the fields.
             AlreadyExists: `AGENT_BUILT_IN`.
+            Unavailable: a driver is away, which the message names; repeat it when that one is back.
         """
         message = spec if isinstance(spec, agent_pb2.AgentSpec) else load_spec(Path(spec))
         request = pb.RegisterAgentRequest(spec=message)
-        answer = await self._service.call(self._stub.RegisterAgent, request, repeatable=True)
-        return _agent(answer.agent)
+        answers = await asyncio.gather(
+            *(
+                service.call(
+                    agent_service_pb2_grpc.AgentServiceStub(service.channel).RegisterAgent, request, repeatable=True
+                )
+                for service in await self._everywhere()
+            )
+        )
+        return _agent(answers[0].agent)
 
     async def delete(self, name: str) -> None:
-        """Removes an agent of your own. Idempotent."""
-        await self._service.call(self._stub.DeleteAgent, pb.DeleteAgentRequest(name=name), repeatable=True)
+        """Removes an agent of your own, at every driver. Idempotent."""
+        request = pb.DeleteAgentRequest(name=name)
+        await asyncio.gather(
+            *(
+                service.call(
+                    agent_service_pb2_grpc.AgentServiceStub(service.channel).DeleteAgent, request, repeatable=True
+                )
+                for service in await self._everywhere()
+            )
+        )
+
+    async def _everywhere(self) -> Sequence[Service]:
+        return [member.service for member in await self._cluster.members("driver")]
 
     async def check(
         self, agent: str | agent_pb2.AgentSpec | Path, *, backend: str = "", spec_only: bool = False

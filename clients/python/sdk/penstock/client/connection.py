@@ -12,10 +12,11 @@ from penstock.client.intercept.gate import GateClient
 from penstock.client.intercept.session import InterceptSession, Selector, SessionOptions
 from penstock.client.operations import OperationsClient
 from penstock.client.rollouts.client import GroupsClient, RolloutsClient
-from penstock.client.rollouts.driver_rpc import Driver
+from penstock.client.rollouts.driver_rpc import Drivers
 from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.toolboxes import ToolboxesClient
 from penstock.client.terminals import TerminalsClient
+from penstock.client.transport.cluster import Cluster, Member
 from penstock.client.transport.endpoints import SERVICES, Endpoints, Target, Tls, resolve
 from penstock.client.transport.rpc import Service
 
@@ -60,11 +61,13 @@ class Penstock:
         self.gate = GateClient(self._services["interception"])
         self.toolboxes = ToolboxesClient(self._services["sandbox"])
         self.operations = OperationsClient(self._services)
-        self.agents = AgentsClient(self._services["driver"])
+        self._cluster = Cluster(self.endpoints, self._services)
+        self._stack.push_async_callback(self._cluster.close)
+        self.agents = AgentsClient(self._services["driver"], self._cluster)
         self.terminals = TerminalsClient(self._services["driver"])
-        driver = Driver(self._services["driver"], self._intercept)
-        self.rollouts = RolloutsClient(driver)
-        self.groups = GroupsClient(driver)
+        drivers = Drivers(self._cluster, self._intercept)
+        self.rollouts = RolloutsClient(drivers)
+        self.groups = GroupsClient(drivers)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,7 +126,8 @@ class Penstock:
         elif run_id or group_id or rollout_ids or labels:
             raise ConfigurationError("Set a selector or its parts, not both", reason="SELECTOR")
         return InterceptSession(
-            self._services["interception"],
+            self._cluster,
+            Member("", self._services["interception"]),
             selector,
             SessionOptions(
                 credits=credits,

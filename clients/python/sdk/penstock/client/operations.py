@@ -114,6 +114,25 @@ class DrainState:
 _server_info: Final = reader(ServerInfo, pb.ServerInfo)
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of several services of a kind, as the driver lists it.
+
+    `state` is unspecified (not asked yet), up, draining or lost.
+    `name` is its own, empty until it has answered. `address` is host:port as the driver reaches it, `certified_name`
+    the name in its certificate where that is not its host.
+    """
+
+    service: str
+    name: str
+    address: str
+    certified_name: str
+    state: str
+
+
+_member: Final = reader(Member, pb.Member)
+
+
 class OperationsClient:
     """`ps.operations`."""
 
@@ -209,6 +228,18 @@ class OperationsClient:
         of = self._services[service]
         stub = pb_grpc.OperationsServiceStub(of.channel)
         await of.call(stub.Undrain, pb.UndrainRequest(), timeout=_CALL_S)
+
+    async def members(self, service: ServiceName) -> list[Member]:
+        """Returns the services of a kind of which the driver has a list; none = it has none. Every token may ask.
+
+        Raises:
+            Unsupported: a driver that is older than this.
+            KeyError: there is no driver here.
+        """
+        of = self._services["driver"]
+        stub = pb_grpc.OperationsServiceStub(of.channel)
+        answer = await of.call(stub.GetServerInfo, pb.GetServerInfoRequest(), timeout=_CALL_S, repeatable=True)
+        return [_member(item) for item in answer.members if item.service == service]
 
     async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
         """Returns the sandboxes of rollouts and terminals that are over.

@@ -14,7 +14,7 @@ from penstock.client.inference.engine_info import EngineInfo, EngineStats
 from penstock.client.inference.weights import Adapter, PauseMode, WeightUpdate
 from penstock.client.intercept.host_tools import HostTool
 from penstock.client.intercept.session import Selector
-from penstock.client.operations import LeftSandbox, ServerInfo, ServiceStatus
+from penstock.client.operations import LeftSandbox, Member, ServerInfo, ServiceStatus
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.tasks.spec import (
     AgentChoice,
@@ -169,9 +169,12 @@ class RolloutsClient:
         agent: str | None = None,
         all_namespaces: bool = False,
     ) -> Generator[Rollout]:
-        """Yields the rollouts that match every given condition, newest first.
+        """Yields the rollouts of all drivers that match every given condition, newest first.
 
         `all_namespaces`: for an operator; without it those of the connection's namespace.
+
+        Raises:
+            Unavailable: a driver is away, which the message names. It is raised after the rollouts of all others.
         """
     def watch(
         self,
@@ -188,16 +191,18 @@ class RolloutsClient:
     ) -> Generator[RolloutChanges]:
         """Yields summaries of the matching rollouts: first all current ones, then changes. Endless.
 
-        An empty message comes where nothing changes. A broken stream is not resumed: a new watch begins with everything
-        that was missed.
+        An empty message comes where nothing changes. They are of all drivers. While some do not answer, messages
+        name them in `away`. When the only driver or all of them went away, the watch ends: a new one begins with
+        everything that was missed.
 
         Args:
             run_id, group_id, labels, ended, task_id, agent, all_namespaces: as in `list`.
-            ended_limit: how many already ended rollouts to include, the newest; 0 to 10,000, None = 1,000.
+            ended_limit: how many already ended rollouts of each driver to include, the newest; 0 to 10,000, None =
+                1,000.
             interval: minimum seconds between two messages with changes; 0.1 to 60, None = 0.25.
 
         Raises:
-            Unavailable: the driver went away.
+            Unavailable: the only driver, or every one, went away.
             Unsupported: an older driver without this RPC.
         """
     def trajectory(
@@ -216,7 +221,11 @@ class RolloutsClient:
         top: bool = False,
         all_namespaces: bool = False,
     ) -> Generator[tuple[Trajectory, Outcome]]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested."""
+        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+
+        Raises:
+            Unavailable: a driver is away, which the message names. It is raised after the trajectories of all others.
+        """
 
 class GroupsClient:
     """`ps.groups`."""
@@ -250,7 +259,7 @@ class GroupsClient:
     def attach(self, group_id: str) -> GroupHandle:
         """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
     def list(self, *, run_id: str | None = None, all_namespaces: bool = False) -> Generator[Group]:
-        """Yields groups, newest first; `all_namespaces` as for rollouts."""
+        """Yields groups of all drivers, newest first; `all_namespaces` and errors as for rollouts."""
 
 class InferenceClient:
     """`ps.inference`."""
@@ -586,7 +595,7 @@ class AgentsClient:
     def get(self, name: str, *, spec_sha256: str = "") -> Agent:
         """Returns one agent; an older version of it by its digest. Raises NotFound `AGENT_UNKNOWN`."""
     def register(self, spec: AgentSpec | str | Path) -> Agent:
-        """Adds an agent, or a new version of one of your own.
+        """Adds an agent, or a new version of one of your own, at every driver.
 
         Args:
             spec: a spec, or the path of its YAML file.
@@ -594,9 +603,10 @@ class AgentsClient:
         Raises:
             InvalidArgument: the file or the spec is invalid; `violations` name the fields.
             AlreadyExists: `AGENT_BUILT_IN`.
+            Unavailable: a driver is away, which the message names; repeat it when that one is back.
         """
     def delete(self, name: str) -> None:
-        """Removes an agent of your own. Idempotent."""
+        """Removes an agent of your own, at every driver. Idempotent."""
     def check(
         self, agent: str | AgentSpec | Path, *, backend: str = "", spec_only: bool = False
     ) -> Generator[CheckFinding]:
@@ -870,6 +880,13 @@ class OperationsClient:
         Raises:
             Unsupported: a service that is older than this RPC.
             KeyError: there is no such service here.
+        """
+    def members(self, service: ServiceName) -> list[Member]:
+        """Returns the services of a kind of which the driver has a list; none = it has none. Every token may ask.
+
+        Raises:
+            Unsupported: a driver that is older than this.
+            KeyError: there is no driver here.
         """
     def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
         """Returns the sandboxes of rollouts and terminals that are over.
@@ -1281,12 +1298,14 @@ class GateRolloutHandle:
 class InterceptSession:
     """An `with` block that receives agents' calls; made by `ps.intercept`.
 
-    Inside, `calls()` yields them. On entry it waits for an unreachable gate, and a broken connection is reopened, for
-    `reconnect_timeout` seconds; after that, and on a permanent error, `calls()` and every answer in flight raise.
+    Inside, `calls()` yields them, from every gate that the driver lists. On entry it waits for unreachable gates, and a
+    broken connection is reopened, for `reconnect_timeout` seconds. After that, and on a permanent error, `calls()` and
+    every answer in flight raise; but while another gate can be reached, the session goes on without the lost one. Its
+    calls have ended then (`GATE_LOST`), and it takes part again when it is back.
     """
     @property
     def session_id(self) -> str:
-        """The session's id; changes when the gate could not resume the old one."""
+        """The session's id at its first gate; changes when that could not resume the old one."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
     def close(self) -> None:
@@ -1301,11 +1320,13 @@ class InterceptSession:
     def finish(self) -> None:
         """Ends `calls()` once all calls that have arrived are handed out: no more are expected."""
     def announce(self, policy_version: int) -> None:
-        """Announces the newest policy version to the gate, for its staleness bounds."""
+        """Announces the newest policy version to all gates, for their staleness bounds."""
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
         """Replaces the window: maximum calls (0 = none for now) and bytes (None = unchanged) leased at once."""
     def offer_tools(self, tools: Sequence[HostTool], *, selector: Selector | None = None) -> None:
         """Offers tools of this program to the agents of rollouts created from now on; their calls run here.
+
+        Returns when every gate that can be reached has them.
 
         Args:
             tools: replace this session's earlier offer to the same selector; none = withdraws it. Open rollouts
@@ -1315,9 +1336,11 @@ class InterceptSession:
         Raises:
             InvalidArgument: `TOOL_NAME_RESERVED`, `TOOL_NOT_ALLOWED`, `FIELD_INVALID`, `HOST_TOOL`; violations name
                 the fields.
+            Unavailable: a gate did not answer; repeat it.
         """
     def pause(self, reason: str = "", *, max_duration: float | None = None) -> int:
-        """Pauses the calls of this selector, for every session and for the model source; agents see keep-alives.
+        """Pauses the calls of this selector at all gates, for every session and for the model source; agents see
+        keep-alives. Returns when every gate that can be reached holds them.
 
         Args:
             reason: for the logs, for example "weight sync".
@@ -1327,7 +1350,7 @@ class InterceptSession:
             The number of calls leased or dispatched now; answers to them are still accepted.
         """
     def resume(self) -> None:
-        """Lets calls flow again."""
+        """Lets calls flow again, at all gates."""
 
 class ModelCall:
     """One model call of an agent, leased to this session until it is answered.

@@ -163,7 +163,13 @@ class LocalStack:
     def endpoints(self) -> Endpoints:
         """For `connect`: the bound addresses, with the operator's token."""
         addresses: dict[ServiceName, str] = {"inference": "", **self._addresses}
-        return Endpoints(**addresses, token=self.operator_token, tls=None, origin="this process's own services")
+        return Endpoints(
+            **addresses,
+            token=self.operator_token,
+            tls=None,
+            discover=True,
+            origin="this process's own services",
+        )
 
     def address(self, service: ServiceName) -> str:
         """Returns `host:port` of a started service. Raises KeyError otherwise."""

@@ -119,7 +119,7 @@ def make(place: Path, hosts: Sequence[str], days: int, namespaces: Sequence[str]
         reached = next(iter(hosts), "127.0.0.1")
         reached = f"[{reached}]" if ":" in reached else reached
         addresses: dict[ServiceName, str] = {name: f"{reached}:{port}" for name, port in DEFAULT_PORTS.items()}
-        endpoints = Endpoints(**addresses, token=tokens["trainer"], tls=Tls(Path(_MARK)))
+        endpoints = Endpoints(**addresses, token=tokens["trainer"], tls=Tls(Path(_MARK)), discover=True)
         write_connection(fresh / _CONNECTION, endpoints, pid=None)
         for name, own in teams.items():
             for role, token in own.items():

@@ -125,6 +125,10 @@ class Serving:
         _, tools = self._offers.get(selector.SerializeToString(deterministic=True), (selector, {}))
         return list(tools.values())
 
+    def everything(self) -> list[tuple[pb.CallSelector, list[HostTool]]]:
+        """Returns all current offers."""
+        return [(selector, list(tools.values())) for selector, tools in self._offers.values()]
+
     def registrations(self, session_id: str) -> list[pb.RegisterToolsRequest]:
         """Returns the registrations that a new session has to send."""
         return [

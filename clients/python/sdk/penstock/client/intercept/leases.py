@@ -52,37 +52,48 @@ class _Held:
     accepted: asyncio.Future[None] | None = None
 
 
-class Leases:
-    """The leases of a session. Belongs to one event loop.
+class Inbox:
+    """The calls of a session that are not handed out yet, of all gates."""
 
-    `wake` is set whenever there is something to send.
-    """
+    def __init__(self) -> None:
+        self._calls: asyncio.Queue[ModelCall | None] = asyncio.Queue()
 
-    def __init__(self, wake: asyncio.Event) -> None:
-        self._wake = wake
-        self._held: dict[str, _Held] = {}
-        self._unsent: dict[str, _Held] = {}
-        self._inbox: asyncio.Queue[ModelCall | None] = asyncio.Queue()
-        self._over: PenstockError | None = None
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    # For the trainer.
+    def put(self, call: ModelCall) -> None:
+        """Adds a call."""
+        self._calls.put_nowait(call)
 
     async def next_call(self) -> ModelCall | None:
         """Returns the oldest call that is not handed out; waits for one. None = there will be no more."""
         while True:
-            call = await self._inbox.get()
+            call = await self._calls.get()
             if call is None:
-                self._inbox.put_nowait(None)  # for other waiters
+                self._calls.put_nowait(None)  # for other waiters
                 return None
             if not call.ended:
                 return call
 
     def finish(self) -> None:
         """Hands out no more calls than have already arrived."""
-        self._inbox.put_nowait(None)
+        self._calls.put_nowait(None)
+
+
+class Leases:
+    """The leases of a session at one gate. Belongs to one event loop.
+
+    `wake` is set whenever there is something to send. New calls go to `inbox`.
+    """
+
+    def __init__(self, wake: asyncio.Event, inbox: Inbox) -> None:
+        self._wake = wake
+        self._inbox = inbox
+        self._held: dict[str, _Held] = {}
+        self._unsent: dict[str, _Held] = {}
+        self._over: PenstockError | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    # For the trainer.
 
     def answer(self, result: pb.CallResult) -> asyncio.Future[None]:
         """Queues a result; the future is done when the gate has accepted it.
@@ -114,13 +125,17 @@ class Leases:
         """Returns the ids of all open calls."""
         return list(self._held)
 
+    def has(self, call_id: str) -> bool:
+        """Whether a call is open here."""
+        return call_id in self._held
+
     def leased(self, message: pb.ModelCall, prompt: bytes | None = None) -> None:
         """The gate leased a call: a new one is handed out with its whole `prompt`, a known one gets its new lease."""
         held = self._held.get(message.call_id)
         if held is None:
             call = ModelCall(message, self._answer_and_wait, prompt)
             self._held[message.call_id] = _Held(call, message.lease_id)
-            self._inbox.put_nowait(call)
+            self._inbox.put(call)
             return
         held.lease_id = message.lease_id
         if held.result is not None:
@@ -201,7 +216,6 @@ class Leases:
             item.call.end("SESSION_ENDED")
             if item.accepted is not None and not item.accepted.done():
                 item.accepted.set_exception(error)
-        self.finish()
 
     async def _answer_and_wait(self, result: pb.CallResult) -> None:
         await self.answer(result)

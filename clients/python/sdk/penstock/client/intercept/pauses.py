@@ -28,33 +28,42 @@ class Pauses:
         self._send = send
         self._wanted: pb.InterceptRequest | None = None
         self._asked: deque[_Asked] = deque()
+        self.is_unconfirmed = False
+        """Whether the current pause was requested again, of a gate that did not know it, and is not in force yet."""
 
-    async def pause(self, reason: str, max_duration: float | None) -> int:
-        """Returns the number of open calls when the gate began to hold the others."""
+    def pause(self, reason: str, max_duration: float | None) -> asyncio.Future[int]:
+        """Requests a pause; the result is the number of open calls when the gate began to hold the others."""
         pause = pb.PauseCalls(reason=reason, max_duration=duration(max_duration))
         self._wanted = pb.InterceptRequest(pause=pause)
-        return await self._answer(self._wanted)
+        return self._answer(self._wanted)
 
-    async def resume(self) -> None:
-        """Returns when calls flow."""
+    def resume(self) -> asyncio.Future[int]:
+        """Requests that calls flow; the future is done when they do."""
         self._wanted = None
-        await self._answer(pb.InterceptRequest(resume=pb.ResumeCalls()))
+        return self._answer(pb.InterceptRequest(resume=pb.ResumeCalls()))
 
     def unanswered(self) -> Iterator[pb.InterceptRequest]:
         """Yields the open requests: each new stream sends them again."""
         yield from (asked.frame for asked in self._asked)
 
+    def adopt(self, pause: pb.PauseCalls) -> None:
+        """A pause of the session that this gate gets with its first stream."""
+        self._wanted = pb.InterceptRequest(pause=pause)
+
     def forgotten(self) -> None:
         """The gate forgot the session: requests the current pause again, unless an open request decides."""
         if not self._asked and self._wanted is not None:
+            self.is_unconfirmed = True
             self._send(self._wanted)
 
     def paused(self, open_calls: int) -> None:
         """The gate reports a pause in force."""
+        self.is_unconfirmed = False
         self._answered("pause", open_calls)
 
     def resumed(self) -> None:
         """The gate reports that calls flow: on request, or because a pause expired."""
+        self.is_unconfirmed = False
         self._answered("resume", 0)
         if not self._asked:
             self._wanted = None
@@ -64,12 +73,12 @@ class Pauses:
         while self._asked:
             self._asked.popleft().answer.set_exception(error)
 
-    async def _answer(self, frame: pb.InterceptRequest) -> int:
+    def _answer(self, frame: pb.InterceptRequest) -> asyncio.Future[int]:
         """Joins an identical newest request: only the newest one decides the final state."""
         if not self._asked or self._asked[-1].frame != frame:
             self._asked.append(_Asked(frame, asyncio.get_running_loop().create_future()))
             self._send(frame)
-        return await asyncio.shield(self._asked[-1].answer)
+        return asyncio.shield(self._asked[-1].answer)
 
     def _answered(self, kind: str, open_calls: int) -> None:
         if self._asked and self._asked[0].frame.WhichOneof("frame") == kind:

@@ -1,49 +1,46 @@
-"""A trainer's session at the gate: calls in, results out, over one stream that reconnects when it breaks.
+"""A trainer's session over all gates: each gate's calls come in, and each result goes to the gate of its call.
 
-`leases.py` has the open calls and results, `pauses.py` the flow state. Frames are sent as soon as there is something to
-send and never wait to fill. At least every half heartbeat interval something is sent; a gate that is silent for three
-intervals is considered gone.
+`stream.py` has the part at one gate. What a session has set (policy version, tools, a pause, credits) goes to all
+gates; one that comes later or comes back gets it before its calls are handed out. The credits are shared out: a gate
+whose window is full gets more while others do not use theirs.
 """
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Final, Self
-
-import grpc
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self, TypeVar
 
 from penstock.client.errors import (
-    Aborted,
-    Cancelled,
+    CallEnded,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
     PenstockError,
     SessionLost,
     Unavailable,
-    is_broken,
 )
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.host_tools import HostTool, Serving
-from penstock.client.intercept.leases import Leases
-from penstock.client.intercept.pauses import Pauses
-from penstock.client.intercept.prompts import Prompts
+from penstock.client.intercept.leases import Inbox
+from penstock.client.intercept.stream import GateStream, SessionOptions
 from penstock.client.transport import tracing
-from penstock.client.transport.rpc import MAX_MESSAGE_BYTES, Backoff, Service
-from penstock.client.wire.chat import seconds
+from penstock.client.transport.cluster import FRESH_S, Cluster, Member
+from penstock.client.wire.chat import duration
 from penstock.interception.v1 import intercept_service_pb2 as pb
-from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 
+__all__ = ["InterceptSession", "Selector", "SessionOptions", "selector_to"]
+
+T = TypeVar("T")
 _log = logging.getLogger("penstock.intercept")
 
-_HANDSHAKE_S: Final = 20.0
-_GOODBYE_S: Final = 5.0
-_SETTLED_S: Final = 5.0
-_REFUSALS: Final = 2
-"""How often a session is reopened at once after a refusal whose status grpc.aio lost."""
+GONE_S: Final = 30.0
+"""How long calls wait for a gate of which the driver, too, says that it is lost: one that restarts keeps its calls."""
+LOOK_AGAIN_S: Final = 1.0
+"""How often the driver is asked for the gates while one is away. Else as often as its answer is not fresh any more."""
+_PAUSE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,60 +57,60 @@ class Selector:
     all_namespaces: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """How a session receives calls; `Penstock.intercept` describes each."""
+@dataclass(slots=True, eq=False)
+class _Gate:
+    """A gate and the session's part there."""
 
-    credits: int
-    credit_bytes: int | None
-    identity: str
-    policy_version: int | None
-    messages: bool
-    bodies: bool
-    reconnect_timeout: float
+    member: Member
+    stream: GateStream
+    unreachable: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it answers neither this session nor the driver: nobody waits for it."""
+    away_since: float | None = None
+    """Since when its stream is broken, on the loop's clock."""
 
 
 class InterceptSession:
     """An `async with` block that receives agents' calls; made by `ps.intercept`.
 
-    Inside, `calls()` yields them. On entry it waits for an unreachable gate, and a broken connection is reopened, for
-    `reconnect_timeout` seconds; after that, and on a permanent error, `calls()` and every answer in flight raise.
+    Inside, `calls()` yields them, from every gate that the driver lists. On entry it waits for unreachable gates, and a
+    broken connection is reopened, for `reconnect_timeout` seconds. After that, and on a permanent error, `calls()` and
+    every answer in flight raise; but while another gate can be reached, the session goes on without the lost one. Its
+    calls have ended then (`GATE_LOST`), and it takes part again when it is back.
     """
 
-    def __init__(self, service: Service, selector: Selector, options: SessionOptions) -> None:
+    def __init__(self, cluster: Cluster, given: Member, selector: Selector, options: SessionOptions) -> None:
+        """`given` is the gate while no driver can be asked for all."""
         if options.credits < 1:
             raise InvalidArgument("A session needs at least one credit", reason="CREDITS")
-        self._service = service
-        self._stub = pb_grpc.InterceptServiceStub(service.channel)
+        self._cluster = cluster
+        self._given = given
         self._selector = selector_to(selector)
+        self._options = options
         self._credits = pb.Credits(calls=options.credits, bytes=options.credit_bytes)
-        self._identity = options.identity
-        self._policy_version = options.policy_version
-        self._view = pb.CallView(messages=options.messages, body=options.bodies, suffix_only=True)
-        self._reconnect_timeout = options.reconnect_timeout
-
-        self.session_id: str = ""
-        """The session's id; changes when the gate could not resume the old one."""
-        self._outbox: deque[pb.InterceptRequest] = deque()
-        self._wake = asyncio.Event()
-        self._leases = Leases(self._wake)
-        self._tools = Serving(self._wake)
-        self._pauses = Pauses(self._send)
-        self._prompts = Prompts(service)
-        self._go_away: PenstockError | None = None
-        self._closing = asyncio.Event()
-        self._last_received = 0.0
+        self._gates: dict[str, _Gate] = {}
+        self._inbox = Inbox()
+        self._offers = Serving(asyncio.Event())
+        self._pause: tuple[pb.PauseCalls, float] | None = None
+        self._changes = 0
+        self._changed = asyncio.Event()
+        self._sharers: list[GateStream] = []
+        self._is_closing = False
         self._failure: PenstockError | None = None
-        self._connected: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def session_id(self) -> str:
+        """The session's id at its first gate; changes when that could not resume the old one."""
+        return next((gate.stream.session_id for gate in self._gates.values() if gate.stream.session_id), "")
+
     async def __aenter__(self) -> Self:
-        self._connected = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._run(), name="penstock-intercept")
+        await self._look()
+        self._task = asyncio.create_task(self._follow(), name="penstock-intercept-gates")
         try:
-            await self._connected
+            while not self._is_ready():
+                await self._change(self._changes)
         except BaseException:
-            await self._end_task()
+            await self.close()
             raise
         return self
 
@@ -122,18 +119,12 @@ class InterceptSession:
 
     async def close(self) -> None:
         """Sends the remaining results and ends the session: calls without an answer are queued again at once."""
-        self._closing.set()
-        self._wake.set()
-        if self._task is not None and not self._task.done():
-            try:
-                async with asyncio.timeout(_GOODBYE_S):
-                    await asyncio.shield(self._task)
-            except TimeoutError:
-                pass  # the gate does not answer: it will notice our silence
-            finally:
-                await self._end_task()
-        self._end(SessionLost("The session is closed", reason="SESSION_CLOSED"))
-        await self._tools.ended()
+        self._is_closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.gather(*(gate.stream.close() for gate in self._gates.values()))
+        self._fail(SessionLost("The session is closed", reason="SESSION_CLOSED"))
 
     async def calls(self) -> AsyncGenerator[ModelCall, None]:
         """Yields calls to answer, oldest first; ends when the session is closed or finished. Several loops may share
@@ -143,23 +134,23 @@ class InterceptSession:
             PenstockError: the session failed permanently.
         """
         try:
-            while (call := await self._leases.next_call()) is not None:
+            while (call := await self._inbox.next_call()) is not None:
                 call.taken()
                 yield call
         finally:
             tracing.taken(None)
-        if self._failure is not None and not self._closing.is_set():
+        if self._failure is not None and not self._is_closing:
             raise self._failure
 
     def finish(self) -> None:
         """Ends `calls()` once all calls that have arrived are handed out: no more are expected."""
-        self._leases.finish()
+        self._inbox.finish()
 
     def announce(self, policy_version: int) -> None:
-        """Announces the newest policy version to the gate, for its staleness bounds."""
-        frame = pb.InterceptRequest(policy=pb.PolicyAnnounced(policy_version=policy_version))
-        self._policy_version = policy_version
-        self._send(frame)
+        """Announces the newest policy version to all gates, for their staleness bounds."""
+        self._options = replace(self._options, policy_version=policy_version)
+        for gate in self._gates.values():
+            gate.stream.announce(policy_version)
 
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
         """Replaces the window: maximum calls (0 = none for now) and bytes (None = unchanged) leased at once."""
@@ -168,10 +159,12 @@ class InterceptSession:
         if credit_bytes is None and self._credits.HasField("bytes"):
             credit_bytes = self._credits.bytes
         self._credits = pb.Credits(calls=calls, bytes=credit_bytes)
-        self._send(pb.InterceptRequest(credits=self._credits))
+        self._share_out()
 
     async def offer_tools(self, tools: Sequence[HostTool], *, selector: Selector | None = None) -> None:
         """Offers tools of this program to the agents of rollouts created from now on; their calls run here.
+
+        Returns when every gate that can be reached has them.
 
         Args:
             tools: replace this session's earlier offer to the same selector; none = withdraws it. Open rollouts
@@ -181,22 +174,24 @@ class InterceptSession:
         Raises:
             InvalidArgument: `TOOL_NAME_RESERVED`, `TOOL_NOT_ALLOWED`, `FIELD_INVALID`, `HOST_TOOL`; violations name
                 the fields.
+            Unavailable: a gate did not answer; repeat it.
         """
         self._raise_if_over()
         whose = self._selector if selector is None else selector_to(selector)
-        request = pb.RegisterToolsRequest(
-            session_id=self.session_id, selector=whose, tools=self._tools.check(tools, whose)
-        )
-        before = self._tools.offers(whose)
-        self._tools.offered(tools, whose)  # first: a call may arrive before the answer
+        self._offers.check(tools, whose)
+        before = self._offers.offers(whose)
+        self._offers.offered(tools, whose)  # first: a gate that comes meanwhile has to get them
         try:
-            await self._service.call(self._stub.RegisterTools, request, repeatable=True)
+            await self._everywhere(
+                lambda stream: stream.offer_tools(tools, whose), lambda stream: stream.adopt_tools(tools, whose)
+            )
         except BaseException:
-            self._tools.offered(before, whose)
+            self._offers.offered(before, whose)
             raise
 
     async def pause(self, reason: str = "", *, max_duration: float | None = None) -> int:
-        """Pauses the calls of this selector, for every session and for the model source; agents see keep-alives.
+        """Pauses the calls of this selector at all gates, for every session and for the model source; agents see
+        keep-alives. Returns when every gate that can be reached holds them.
 
         Args:
             reason: for the logs, for example "weight sync".
@@ -206,253 +201,218 @@ class InterceptSession:
             The number of calls leased or dispatched now; answers to them are still accepted.
         """
         self._raise_if_over()
-        return await self._pauses.pause(reason, max_duration)
+        until = asyncio.get_running_loop().time() + (_PAUSE_S if max_duration is None else max_duration)
+        self._pause = pb.PauseCalls(reason=reason, max_duration=duration(max_duration)), until
+        return sum(await self._everywhere(lambda stream: stream.pauses.pause(reason, max_duration)))
 
     async def resume(self) -> None:
-        """Lets calls flow again."""
+        """Lets calls flow again, at all gates."""
         self._raise_if_over()
-        await self._pauses.resume()
+        self._pause = None
+        await self._everywhere(lambda stream: stream.pauses.resume())
 
-    # The stream.
+    # The gates.
 
-    def _send(self, frame: pb.InterceptRequest) -> None:
-        self._outbox.append(frame)
-        self._wake.set()
+    async def _everywhere(
+        self, act: Callable[[GateStream], Awaitable[T]], later: Callable[[GateStream], object] = lambda _: None
+    ) -> list[T]:
+        """Does something at every gate; returns the results of those that can be reached. The others get `later`."""
 
-    async def _run(self) -> None:
-        """Connects, exchanges frames, and reconnects until the session is closed or has failed."""
+        async def at(gate: _Gate, stream: GateStream, acting: asyncio.Future[T]) -> list[T]:
+            both: list[asyncio.Future[Any]] = [acting, asyncio.ensure_future(gate.unreachable.wait())]
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                if acting.done():
+                    return [acting.result()]
+            except PenstockError:
+                if not stream.is_away or self._failure is not None:
+                    raise
+            finally:
+                for task in both:
+                    task.cancel()
+                await asyncio.wait(both)
+            later(stream)
+            return []
+
+        # Begun at once at every gate, so that what is requested later is later everywhere.
+        begun = [(gate, gate.stream, asyncio.ensure_future(act(gate.stream))) for gate in self._gates.values()]
+        found = await asyncio.gather(*(at(*item) for item in begun))
+        self._raise_if_over()
+        return [item for items in found for item in items]
+
+    async def _follow(self) -> None:
+        """Keeps the session at all gates, as the driver lists them, until it is closed or has failed."""
         loop = asyncio.get_running_loop()
-        backoff = Backoff()
-        refusals_left, announced = _REFUSALS, False
-        self._last_received = loop.time()
+        look_at = loop.time() + LOOK_AGAIN_S
         try:
-            while True:
-                began = loop.time()
-                try:
-                    await self._converse()
-                    return
-                except PenstockError as error:
-                    if (
-                        not self.session_id
-                        and error.reason == "STREAM_BROKEN"
-                        and refusals_left
-                        and not self._closing.is_set()
-                    ):
-                        refusals_left -= 1  # refused, and grpc.aio lost the status
-                        continue
-                    if self._closing.is_set() or not (_passes(error) if self.session_id else _is_away(error)):
-                        raise
-                    if loop.time() - began > _SETTLED_S:
-                        backoff.reset()
-                    wish = self._go_away or error
-                    self._go_away = None
-                    if loop.time() - self._last_received > self._reconnect_timeout:
-                        if not self.session_id:
-                            raise
-                        raise SessionLost(
-                            f"The session could not be resumed in {self._reconnect_timeout:.0f} s: {error}",
-                            reason="SESSION_LOST",
-                        ) from error
-                if not self.session_id and not announced:
-                    announced = True
-                    _log.warning("waiting for the gate, %.0f s at most: %s", self._reconnect_timeout, wish)
+            while self._failure is None:
+                seen = self._changes
+                self._notice()
+                for gate in list(self._gates.values()):
+                    if gate.stream.failure is not None:
+                        await self._ended(gate)
+                if self._sharing() != self._sharers:
+                    self._share_out()
+                if loop.time() >= look_at:
+                    await self._look()
+                    look_at = loop.time() + LOOK_AGAIN_S
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(backoff.next(wish)):
-                        await self._closing.wait()
-                        return
-        except PenstockError as error:
-            self._end(error)
-        except BaseException:
-            self._end(SessionLost("The session was cancelled", reason="SESSION_CLOSED"))
+                    async with asyncio.timeout_at(look_at):
+                        await self._change(seen)
+        except PenstockError as error:  # such as MEMBER_NOT_TRUSTED: without that gate the session would not be whole
+            self._fail(error)
+        except Exception as error:
+            self._fail(Internal(f"The session failed: {error!r}", reason="SESSION_FAILED"))
             raise
 
-    async def _converse(self) -> None:
-        """Runs one stream from Hello to its end; returns when it ended with our Goodbye.
-
-        Raises:
-            PenstockError: it ended otherwise.
-        """
-        hello = pb.InterceptRequest(hello=self._hello())
-        begin: Any = self._stub.Intercept
-        stream = begin(metadata=self._service.metadata, routed=hello)
-        tasks: list[asyncio.Task[None]] = []
+    async def _look(self) -> None:
+        """Asks which gates there are; the session goes to new ones, and leaves lost ones."""
+        is_away = any(not gate.stream.is_connected for gate in self._gates.values())
         try:
-            async with asyncio.timeout(_HANDSHAKE_S):
-                with suppress(asyncio.InvalidStateError):  # refused already: reading raises the cause
-                    await stream.write(hello)
-                welcome = await self._read(stream)
-            if welcome is None or not welcome.HasField("welcome"):
-                raise Internal("The gate's first message was not Welcome", reason="PROTOCOL")
-            self._take_up(welcome.welcome)
-            if not welcome.welcome.resumed:
-                for request in self._tools.registrations(self.session_id):
-                    await self._service.call(self._stub.RegisterTools, request)
-            interval = seconds(welcome.welcome, "heartbeat_interval") or 10.0
-            tasks.append(asyncio.create_task(self._write(stream, interval), name="penstock-intercept-writer"))
-            tasks.append(asyncio.create_task(self._guard(stream, interval), name="penstock-intercept-guard"))
-            while (frame := await self._read(stream)) is not None:
-                for call in frame.calls.calls:
-                    self._leases.leased(call, await self._prompts.whole(call))
-                self._receive(frame)
-        except TimeoutError:
-            raise Unavailable(f"{self._service.peer} did not answer Hello", reason="HANDSHAKE") from None
-        except grpc.aio.AioRpcError as error:
-            raise self._service.error(error) from None
-        finally:
-            stream.cancel()
-            for task in tasks:
-                task.cancel()
-                await asyncio.wait([task])
-            for task in tasks:
-                if not task.cancelled():
-                    task.result()
-        if not self._closing.is_set():
-            raise Unavailable(f"{self._service.peer} ended the session", reason="STREAM_ENDED")
+            members = await self._cluster.members(
+                "interception", patient=False, age_s=LOOK_AGAIN_S if is_away else FRESH_S
+            )
+        except (Unavailable, DeadlineExceeded) as error:
+            if self._gates:
+                return
+            _log.warning("the gates are not known yet, only the given one is used: %s", error)
+            members = [self._given]
+        present = {member.service.address: member for member in members}
+        for address, member in present.items():
+            if address not in self._gates:
+                self._add(member)
+            self._gates[address].member = member
+        for address, gate in list(self._gates.items()):
+            is_lost = address not in present or gate.member.is_lost
+            if gate.stream.is_connected or not is_lost:
+                continue
+            gate.unreachable.set()
+            now = asyncio.get_running_loop().time()
+            waited = now - (now if gate.away_since is None else gate.away_since)
+            if address not in present or (waited >= GONE_S and gate.stream.session_id):
+                await self._leave(gate, stays=address in present)
+        self._notify()
 
-    def _hello(self) -> pb.Hello:
-        """Returns the session's current wishes. Frames queued from here on are sent after Welcome."""
-        self._outbox.clear()
-        if self._credits.calls == 0:
-            self._outbox.append(pb.InterceptRequest(credits=self._credits))
-        self._outbox.extend(self._pauses.unanswered())
-        wanted = pb.Credits()
-        wanted.CopyFrom(self._credits)
-        wanted.calls = max(1, wanted.calls)  # zero credits need a frame of their own, after Welcome
-        return pb.Hello(
-            selector=self._selector,
-            credits=wanted,
-            identity=self._identity,
-            policy_version=self._policy_version,
-            view=self._view,
-            resume_session_id=self.session_id or None,
-            held=pb.HeldCalls(call_ids=self._leases.call_ids) if self.session_id else None,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+    def _add(self, member: Member, *, is_late: bool = False) -> None:
+        """Opens the session at one more gate, with the state that it has."""
+        alone = not self._gates
+        options = replace(self._options, credits=max(1, self._credits.calls))
+        if is_late or (member.is_lost and not alone):
+            options = replace(options, reconnect_timeout=math.inf)
+        stream = GateStream(
+            member.service, self._selector, options, self._inbox, self._notify, self._share_out_if_short
         )
+        stream.credits = pb.Credits()
+        stream.credits.CopyFrom(self._credits)
+        for selector, tools in self._offers.everything():
+            stream.adopt_tools(tools, selector)
+        if self._pause is not None:
+            pause, until = self._pause
+            if (left := until - asyncio.get_running_loop().time()) > 0:
+                stream.pauses.adopt(pb.PauseCalls(reason=pause.reason, max_duration=duration(max(left, 1.0))))
+        gate = _Gate(member, stream)
+        if member.is_lost:
+            gate.unreachable.set()
+        self._gates[member.service.address] = gate
+        self._share_out()
+        stream.start()
 
-    def _take_up(self, welcome: pb.Welcome) -> None:
-        """After Welcome: ends calls that were lost and resends what is unanswered."""
-        self.session_id = welcome.session_id
-        self._last_received = asyncio.get_running_loop().time()
-        self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
-        self._tools.taken_up(resumed=welcome.resumed)
-        self._prompts.clear()
-        if not welcome.resumed:
-            self._pauses.forgotten()
-        self._wake.set()
-        if self._connected is not None and not self._connected.done():
-            self._connected.set_result(None)
+    async def _leave(self, gate: _Gate, *, stays: bool) -> None:
+        """Ends what a lost gate had. If it stays a member, the session waits for it without a limit."""
+        name = gate.member.name or gate.member.service.address
+        _log.warning("gate %s is lost: its calls have ended", name)
+        await gate.stream.lose(CallEnded(f"Gate {name} is lost, and the call with it", reason="GATE_LOST"))
+        del self._gates[gate.member.service.address]
+        if stays:
+            self._add(gate.member, is_late=True)
+            self._gates[gate.member.service.address].unreachable.set()
+        self._share_out()
 
-    async def _read(self, stream: Any) -> pb.InterceptResponse | None:
-        """Returns the next frame; None at the end of the stream."""
-        try:
-            frame = await stream.read()
-        except asyncio.CancelledError:
-            # grpc raises this also for a cancelled call, and `_guard` cancels the call of a silent gate. The call
-            # itself does not always say so: with a blocked write, `stream.cancelled()` was false.
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
-                raise Unavailable(
-                    f"{self._service.peer} stopped sending heartbeats", reason="HEARTBEAT_MISSED"
-                ) from None
-            raise
-        if frame is grpc.aio.EOF:
-            return None
-        self._last_received = asyncio.get_running_loop().time()
-        response: pb.InterceptResponse = frame
-        return response
+    async def _ended(self, gate: _Gate) -> None:
+        """A gate's stream ended for good: without another gate that can be reached the session has failed."""
+        others = any(other.stream.is_connected for other in self._gates.values() if other is not gate)
+        error = gate.stream.failure
+        if error is not None and (not gate.stream.is_away or not others):
+            self._fail(error)
+        else:
+            await self._leave(gate, stays=True)
 
-    async def _write(self, stream: Any, interval: float) -> None:
-        """Sends what is ready at once; heartbeats in between; Goodbye at the end."""
-        try:
-            while True:
-                self._wake.clear()
-                while (frame := self._next_frame()) is not None:
-                    await stream.write(frame)
-                if self._closing.is_set():
-                    await stream.write(pb.InterceptRequest(goodbye=pb.Goodbye(reason="closed")))
-                    await stream.done_writing()
-                    return
-                try:
-                    async with asyncio.timeout(interval / 2):
-                        await self._wake.wait()
-                except TimeoutError:
-                    self._outbox.append(pb.InterceptRequest(heartbeat=pb.Heartbeat()))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the stream is over, and the reader has its status
-        except BaseException:
-            stream.cancel()
-            raise
+    def _notice(self) -> None:
+        """Notes which gates can be reached."""
+        now = asyncio.get_running_loop().time()
+        connected = False
+        for gate in self._gates.values():
+            if gate.stream.is_connected:
+                connected = True
+                gate.away_since = None
+                gate.unreachable.clear()
+                gate.stream.reconnect_timeout = self._options.reconnect_timeout
+            elif gate.away_since is None:
+                gate.away_since = now
+        if not connected and self._gates:
+            since = max(gate.away_since or now for gate in self._gates.values())
+            endless = all(gate.stream.reconnect_timeout == math.inf for gate in self._gates.values())
+            if endless and now - since > self._options.reconnect_timeout:
+                self._fail(SessionLost("No gate came back in time", reason="SESSION_LOST"))
 
-    async def _guard(self, stream: Any, interval: float) -> None:
-        """Cancels the call of a gate that is silent for three intervals, even while a write is blocked.
+    def _is_ready(self) -> bool:
+        self._raise_if_over()
+        gates = self._gates.values()
+        waiting = any(not gate.stream.is_connected and not gate.unreachable.is_set() for gate in gates)
+        return not waiting and any(gate.stream.is_connected for gate in gates)
 
-        Intervals are counted, not measured: a program whose loop was blocked for a minute did not listen meanwhile.
-        """
-        silent = 0
-        while silent < 3:
-            before = self._last_received
-            await asyncio.sleep(interval)
-            silent = silent + 1 if self._last_received == before else 0
-        stream.cancel()
+    def _notify(self) -> None:
+        self._changes += 1
+        self._changed.set()
 
-    def _next_frame(self) -> pb.InterceptRequest | None:
-        if self._outbox:
-            return self._outbox.popleft()
-        if (results := self._leases.next_results()) is not None:
-            return pb.InterceptRequest(results=results)
-        tool_results = self._tools.next_results()
-        return None if tool_results is None else pb.InterceptRequest(tool_results=tool_results)
+    async def _change(self, seen: int) -> None:
+        """Waits until something has changed at a gate since there were `seen` changes."""
+        while self._changes == seen:
+            self._changed.clear()
+            await self._changed.wait()
 
-    def _receive(self, frame: pb.InterceptResponse) -> None:
-        match frame.WhichOneof("frame"):
-            case "acknowledged":
-                for call_id in frame.acknowledged.accepted_call_ids:
-                    self._leases.accepted(call_id)
-                for rejected in frame.acknowledged.rejected:
-                    self._leases.rejected(rejected)
-            case "cancelled":
-                for call_id in frame.cancelled.call_ids:
-                    self._leases.cancelled(call_id, frame.cancelled.reason or "CANCELLED")
-            case "rollouts_closed":
-                closed = frozenset(frame.rollouts_closed.rollout_ids)
-                self._leases.closed(closed)
-                self._prompts.forget(closed)
-            case "paused":
-                self._pauses.paused(frame.paused.open_calls)
-            case "resumed":
-                self._pauses.resumed()
-            case "tool_calls":
-                for call in frame.tool_calls.calls:
-                    self._tools.called(call)
-            case "tool_calls_cancelled":
-                self._tools.cancelled(frame.tool_calls_cancelled.tool_call_ids)
-            case "tool_results_acknowledged":
-                self._tools.acknowledged(frame.tool_results_acknowledged)
-            case "go_away":
-                retry_after = seconds(frame.go_away, "retry_after")
-                self._go_away = Unavailable(frame.go_away.reason, reason="GO_AWAY", retry_after=retry_after)
-            case _:
-                pass  # calls, which are taken; heartbeats, and frames of newer gates
+    # Credits.
+
+    def _share_out_if_short(self) -> None:
+        """Shares the window out anew if a gate has used its part up while others have more than they use."""
+        streams = self._sharers
+        if len(streams) < 2 or not self._credits.calls:
+            return
+        is_short = any(stream.held >= stream.credits.calls for stream in streams)
+        if is_short and any(stream.credits.calls - stream.held >= 2 for stream in streams):
+            self._share_out()
+
+    def _share_out(self) -> None:
+        """Gives each gate what it holds and an equal part of the rest, at least one call."""
+        streams = self._sharers = self._sharing()
+        total = self._credits.calls
+        free = max(0, total - sum(stream.held for stream in streams))
+        for at, stream in enumerate(streams):
+            part = free // len(streams) + (at < free % len(streams))
+            calls = total if len(streams) == 1 else max(1, stream.held + part) if total else 0
+            window = pb.Credits(calls=calls)
+            if self._credits.HasField("bytes"):
+                window.bytes = max(1, self._credits.bytes * calls // total) if total else self._credits.bytes
+            stream.set_credits(window)
+
+    def _sharing(self) -> list[GateStream]:
+        gates = self._gates.values()
+        return [gate.stream for gate in gates if gate.stream.is_connected or not gate.unreachable.is_set()]
+
+    # The end.
 
     def _raise_if_over(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _end(self, error: PenstockError) -> None:
+    def _fail(self, error: PenstockError) -> None:
         """Ends the session: all waiters get `error`."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        if self._connected is not None and not self._connected.done():
-            self._connected.set_exception(error)
-        self._pauses.end(error)
-        self._leases.end(error)
-        self._tools.end()
-
-    async def _end_task(self) -> None:
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if self._failure is None:
+            self._failure = error
+            for gate in self._gates.values():
+                gate.stream.fail(error)
+            self._inbox.finish()
+        self._notify()
 
 
 def selector_to(selector: Selector) -> pb.CallSelector:
@@ -464,17 +424,3 @@ def selector_to(selector: Selector) -> pb.CallSelector:
         labels=selector.labels,
         all_namespaces=selector.all_namespaces,
     )
-
-
-def _is_away(error: PenstockError) -> bool:
-    """Whether a gate that was never reached may still come up; STREAM_BROKEN means that it was reached."""
-    return isinstance(error, Unavailable) and error.reason != "STREAM_BROKEN"
-
-
-def _passes(error: PenstockError) -> bool:
-    """Whether reconnecting may help: the transport broke, or the gate restarts or lost our heartbeats."""
-    if isinstance(error, Aborted):
-        return False  # another process took over the session
-    if is_broken(error) or isinstance(error, Cancelled | DeadlineExceeded):
-        return True
-    return isinstance(error, Internal) and error.reason.startswith("TRANSPORT_")

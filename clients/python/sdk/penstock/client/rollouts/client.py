@@ -4,11 +4,13 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
 
 from penstock.client.errors import InvalidArgument
-from penstock.client.rollouts.driver_rpc import Driver
+from penstock.client.rollouts.driver_rpc import Driver, Drivers
 from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
+from penstock.client.rollouts.merging import Watched, changes_of_all, newest_first, one_after_another
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
 from penstock.client.types import results
@@ -118,8 +120,8 @@ def over(given: _D | None, of_task: _D | None) -> _D | None:
 class RolloutsClient:
     """`ps.rollouts`."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, drivers: Drivers) -> None:
+        self._drivers = drivers
 
     @overload
     async def create(
@@ -167,22 +169,23 @@ class RolloutsClient:
             Unavailable: a service that it needs cannot be reached; see `reason`.
         """
         if n is not None:
-            return await GroupsClient(self._driver).create(task, agent, n, group_id=rollout_id, **options)
+            return await GroupsClient(self._drivers).create(task, agent, n, group_id=rollout_id, **options)
         request = pb.CreateRolloutRequest(
             request_id=secrets.token_hex(16), spec=spec(task, agent, options), rollout_id=rollout_id
         )
-        answer = await self._driver.service.call(
-            self._driver.stub.CreateRollout, request, timeout=CREATE_TIMEOUT_S, repeatable=True
+        driver = await self._drivers.for_new(rollout_id)
+        answer = await driver.service.call(
+            driver.stub.CreateRollout, request, timeout=CREATE_TIMEOUT_S, repeatable=True
         )
-        return RolloutHandle(self._driver, wire_results.rollout(answer.rollout))
+        return RolloutHandle(driver, wire_results.rollout(answer.rollout))
 
     async def get(self, rollout_id: str) -> results.Rollout:
         """Fetches a rollout's current state. Raises NotFound `ROLLOUT_UNKNOWN`."""
-        return await self._driver.get(rollout_id)
+        return (await self.attach(rollout_id)).info
 
     async def attach(self, rollout_id: str) -> RolloutHandle:
         """Returns a handle of a rollout that was started elsewhere. Raises NotFound `ROLLOUT_UNKNOWN`."""
-        return RolloutHandle(self._driver, await self.get(rollout_id))
+        return RolloutHandle(*await self._drivers.having(rollout_id, lambda driver: driver.get(rollout_id)))
 
     async def list(
         self,
@@ -195,16 +198,24 @@ class RolloutsClient:
         agent: str | None = None,
         all_namespaces: bool = False,
     ) -> AsyncGenerator[results.Rollout, None]:
-        """Yields the rollouts that match every given condition, newest first.
+        """Yields the rollouts of all drivers that match every given condition, newest first.
 
         `all_namespaces`: for an operator; without it those of the connection's namespace.
+
+        Raises:
+            Unavailable: a driver is away, which the message names. It is raised after the rollouts of all others.
         """
-        request = pb.ListRolloutsRequest(
-            filter=_filter(run_id, group_id, labels, ended, task_id, agent, all_namespaces)
-        )
-        async for page in self._driver.service.pages(self._driver.stub.ListRollouts, request):
-            for item in page.rollouts:
-                yield wire_results.rollout(item)
+        chosen = _filter(run_id, group_id, labels, ended, task_id, agent, all_namespaces)
+
+        async def of(driver: Driver) -> AsyncGenerator[results.Rollout, None]:
+            async for page in driver.service.pages(driver.stub.ListRollouts, pb.ListRolloutsRequest(filter=chosen)):
+                for item in page.rollouts:
+                    yield wire_results.rollout(item)
+
+        lists = [of(driver) for driver in await self._drivers.all()]
+        async with aclosing(newest_first(lists, lambda rollout: rollout.create_time)) as found:
+            async for rollout in found:
+                yield rollout
 
     async def watch(
         self,
@@ -221,16 +232,18 @@ class RolloutsClient:
     ) -> AsyncGenerator[results.RolloutChanges, None]:
         """Yields summaries of the matching rollouts: first all current ones, then changes. Endless.
 
-        An empty message comes where nothing changes. A broken stream is not resumed: a new watch begins with everything
-        that was missed.
+        An empty message comes where nothing changes. They are of all drivers. While some do not answer, messages
+        name them in `away`. When the only driver or all of them went away, the watch ends: a new one begins with
+        everything that was missed.
 
         Args:
             run_id, group_id, labels, ended, task_id, agent, all_namespaces: as in `list`.
-            ended_limit: how many already ended rollouts to include, the newest; 0 to 10,000, None = 1,000.
+            ended_limit: how many already ended rollouts of each driver to include, the newest; 0 to 10,000, None =
+                1,000.
             interval: minimum seconds between two messages with changes; 0.1 to 60, None = 0.25.
 
         Raises:
-            Unavailable: the driver went away.
+            Unavailable: the only driver, or every one, went away.
             Unsupported: an older driver without this RPC.
         """
         request = pb.WatchRolloutsRequest(
@@ -238,19 +251,35 @@ class RolloutsClient:
             ended_limit=ended_limit,
             interval=chat.duration(interval),
         )
-        async with aclosing(self._driver.service.stream(self._driver.stub.WatchRollouts, request)) as messages:
-            async for message in messages:
-                yield results.RolloutChanges(
-                    rollouts=tuple(wire_results.summary(item) for item in message.rollouts),
-                    gone=tuple(message.gone_rollout_ids),
-                    complete=message.snapshot_complete,
-                )
+
+        async def of(driver: Driver) -> AsyncGenerator[results.RolloutChanges, None]:
+            async with aclosing(driver.service.stream(driver.stub.WatchRollouts, request)) as messages:
+                async for message in messages:
+                    yield results.RolloutChanges(
+                        rollouts=tuple(wire_results.summary(item) for item in message.rollouts),
+                        gone=tuple(message.gone_rollout_ids),
+                        complete=message.snapshot_complete,
+                    )
+
+        async def drivers() -> list[Watched]:
+            return [
+                Watched(driver.service.address, driver.name, partial(of, driver))
+                for driver in await self._drivers.all()
+            ]
+
+        async with aclosing(changes_of_all(drivers)) as changes:
+            async for change in changes:
+                yield change
 
     async def trajectory(
         self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
-        return await self._driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies, top=top)
+        _, found = await self._drivers.having(
+            rollout_id,
+            lambda driver: driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies, top=top),
+        )
+        return found
 
     async def export(
         self,
@@ -264,32 +293,27 @@ class RolloutsClient:
         top: bool = False,
         all_namespaces: bool = False,
     ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
-        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested."""
+        """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+
+        Raises:
+            Unavailable: a driver is away, which the message names. It is raised after the trajectories of all others.
+        """
         request = pb.ExportTrajectoriesRequest(
             filter=_filter(run_id, group_id, labels, None, task_id, agent, all_namespaces),
             include_bodies=bodies,
             include_top=top,
         )
-        whole: trajectory_pb2.Trajectory | None = None
-        outcome = rollout_pb2.Outcome()
-        async with aclosing(self._driver.service.stream(self._driver.stub.ExportTrajectories, request)) as fragments:
-            async for fragment in fragments:
-                part = fragment.trajectory
-                if whole is not None and part.rollout_id and part.rollout_id != whole.rollout_id:
-                    yield wire_results.trajectory(whole), wire_results.outcome(outcome)
-                    whole = None
-                if whole is None:
-                    whole, outcome = trajectory_pb2.Trajectory(), fragment.outcome
-                whole.MergeFrom(part)
-        if whole is not None:
-            yield wire_results.trajectory(whole), wire_results.outcome(outcome)
+        exports = [_exported(driver, request) for driver in await self._drivers.all()]
+        async with aclosing(one_after_another(exports)) as found:
+            async for item in found:
+                yield item
 
 
 class GroupsClient:
     """`ps.groups`."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, drivers: Drivers) -> None:
+        self._drivers = drivers
 
     async def create(
         self,
@@ -328,23 +352,47 @@ class GroupsClient:
         )
         if straggler_grace is not None:
             request.stragglers.CopyFrom(rollout_pb2.StragglerPolicy(grace=chat.duration(straggler_grace)))
-        answer = await self._driver.service.call(
-            self._driver.stub.CreateGroup, request, timeout=CREATE_TIMEOUT_S, repeatable=True
-        )
-        return GroupHandle(self._driver, wire_results.group(answer.group))
+        driver = await self._drivers.for_new(group_id)
+        answer = await driver.service.call(driver.stub.CreateGroup, request, timeout=CREATE_TIMEOUT_S, repeatable=True)
+        return GroupHandle(driver, wire_results.group(answer.group))
 
     async def attach(self, group_id: str) -> GroupHandle:
         """Returns a handle of a group that was started elsewhere. Raises NotFound `GROUP_UNKNOWN`."""
-        return GroupHandle(self._driver, await self._driver.get_group(group_id))
+        return GroupHandle(*await self._drivers.having(group_id, lambda driver: driver.get_group(group_id)))
 
     async def list(
         self, *, run_id: str | None = None, all_namespaces: bool = False
     ) -> AsyncGenerator[results.Group, None]:
-        """Yields groups, newest first; `all_namespaces` as for rollouts."""
-        request = pb.ListGroupsRequest(run_id=run_id, all_namespaces=all_namespaces)
-        async for page in self._driver.service.pages(self._driver.stub.ListGroups, request):
-            for item in page.groups:
-                yield wire_results.group(item)
+        """Yields groups of all drivers, newest first; `all_namespaces` and errors as for rollouts."""
+
+        async def of(driver: Driver) -> AsyncGenerator[results.Group, None]:
+            request = pb.ListGroupsRequest(run_id=run_id, all_namespaces=all_namespaces)
+            async for page in driver.service.pages(driver.stub.ListGroups, request):
+                for item in page.groups:
+                    yield wire_results.group(item)
+
+        lists = [of(driver) for driver in await self._drivers.all()]
+        async with aclosing(newest_first(lists, lambda group: group.create_time)) as found:
+            async for group in found:
+                yield group
+
+
+async def _exported(
+    driver: Driver, request: pb.ExportTrajectoriesRequest
+) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
+    whole: trajectory_pb2.Trajectory | None = None
+    outcome = rollout_pb2.Outcome()
+    async with aclosing(driver.service.stream(driver.stub.ExportTrajectories, request)) as fragments:
+        async for fragment in fragments:
+            part = fragment.trajectory
+            if whole is not None and part.rollout_id and part.rollout_id != whole.rollout_id:
+                yield wire_results.trajectory(whole), wire_results.outcome(outcome)
+                whole = None
+            if whole is None:
+                whole, outcome = trajectory_pb2.Trajectory(), fragment.outcome
+            whole.MergeFrom(part)
+    if whole is not None:
+        yield wire_results.trajectory(whole), wire_results.outcome(outcome)
 
 
 def _filter(

@@ -1,13 +1,16 @@
 """The driver's RPCs as the handles use them: reads, waits that survive a restart, trajectories, sessions."""
 
 import asyncio
+import hashlib
+import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
-from penstock.client.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from penstock.client.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import InterceptSession, Selector
+from penstock.client.transport.cluster import Cluster, Member
 from penstock.client.transport.patience import LONG_POLL_S, Patience
 from penstock.client.transport.rpc import Service
 from penstock.client.types import results
@@ -16,6 +19,9 @@ from penstock.client.wire import results as wire_results
 from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.driver.v1 import rollout_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import ids
+
+T = TypeVar("T")
 
 _UNANSWERED: Final = (Unavailable, DeadlineExceeded)
 """Errors of a long poll that is repeated: the driver is down, or did not answer in time."""
@@ -31,7 +37,9 @@ class Intercept(Protocol):
 class Driver:
     """The driver service, as used by handles."""
 
-    def __init__(self, service: Service, intercept: Intercept) -> None:
+    def __init__(self, service: Service, intercept: Intercept, name: str = "") -> None:
+        """`name` is its own, where it is known."""
+        self.name = name
         self.service = service
         self.stub = pb_grpc.RolloutServiceStub(service.channel)
         self._intercept = intercept
@@ -118,3 +126,70 @@ class Driver:
             finally:
                 watch.cancel()
                 await asyncio.wait([watch])
+
+
+class Drivers:
+    """All drivers of a connection."""
+
+    def __init__(self, cluster: Cluster, intercept: Intercept) -> None:
+        self._cluster = cluster
+        self._intercept = intercept
+        self._next = random.randrange(1 << 16)  # noqa: S311 - clients should not all begin with the same driver
+
+    async def all(self) -> list[Driver]:
+        """Returns a client of each driver; see `Cluster.members`."""
+        return [self._driver(member) for member in await self._cluster.members("driver")]
+
+    async def having(self, name: str, fetch: Callable[[Driver], Awaitable[T]]) -> tuple[Driver, T]:
+        """Returns the driver that has a rollout or group, and what `fetch` returns there.
+
+        An id that a driver made names it. One that a client chose names none: every driver is asked.
+
+        Raises:
+            NotFound: no driver has it.
+            Unavailable: no driver that answers has it.
+        """
+        home = ids.home_of(name)
+        members = await self._cluster.members("driver")
+        if home is not None and not any(member.name == home[1] for member in members):
+            members = await self._cluster.members("driver", age_s=0.0)
+        if home is not None:
+            # Where the list lacks it, any driver answers HOME_ELSEWHERE.
+            members = [member for member in members if member.name == home[1]] or members[:1]
+        unknown: PenstockError | None = None
+        away: PenstockError | None = None
+        for driver in map(self._driver, members):
+            try:
+                return driver, await fetch(driver)
+            except NotFound as error:
+                unknown = error
+            except _UNANSWERED as error:
+                away = error
+        if away is not None:
+            raise away
+        if unknown is None:
+            raise AssertionError("there is a driver, or no client of it")
+        raise unknown
+
+    async def for_new(self, chosen: str) -> Driver:
+        """Returns the driver for a new rollout or group.
+
+        Drivers that are lost or drain are avoided. An id that the client chose goes to the same driver from every
+        client; others go round.
+        """
+        members = await self._cluster.members("driver")
+        if len(members) > 1:
+            members = await self._cluster.members("driver", age_s=0.0)
+        members = [member for member in members if member.takes_work] or members
+        if chosen:
+            return self._driver(max(members, key=lambda member: _rank(member, chosen)))
+        self._next += 1
+        return self._driver(members[self._next % len(members)])
+
+    def _driver(self, member: Member) -> Driver:
+        return Driver(member.service, self._intercept, member.name)
+
+
+def _rank(member: Member, key: str) -> tuple[bytes, str]:
+    """Rendezvous hashing: each key ranks all drivers, and a driver that comes or goes moves its own share only."""
+    return hashlib.sha256(f"{key}\0{member.name}".encode()).digest(), member.name

@@ -72,6 +72,8 @@ class Endpoints:
     tls: Tls | None = None
     namespace: str = ""
     """The namespace in which an operator acts. Empty = none named; other tokens belong to one already."""
+    discover: bool = True
+    """Whether the driver is asked which other drivers and gates there are. False = only the addresses given here."""
     origin: str = "the defaults"
     """Origin of the addresses, for people."""
     token_origin: str = _GIVEN
@@ -144,15 +146,25 @@ def _found(target: str | Path | Mapping[str, str] | None, token: str | None, tls
     chosen_tls = tls or _environment_tls()
     sent, token_origin = (token, _GIVEN) if token else _environment_token()
     if target is not None:
-        origin = "the target argument"
-        return Endpoints(**_addresses(target), token=sent, tls=chosen_tls, origin=origin, token_origin=token_origin)
+        return Endpoints(
+            **_addresses(target),
+            token=sent,
+            tls=chosen_tls,
+            discover=isinstance(target, str) or "driver" in target,  # else nobody named a driver to send the token to
+            origin="the target argument",
+            token_origin=token_origin,
+        )
     environment: dict[str, str] = {
         service: value for service in SERVICES if (value := os.environ.get(f"PENSTOCK_{service.upper()}_ADDRESS"))
     }
     if environment:
-        origin = "the environment"
         return Endpoints(
-            **_addresses(environment), token=sent, tls=chosen_tls, origin=origin, token_origin=token_origin
+            **_addresses(environment),
+            token=sent,
+            tls=chosen_tls,
+            discover="driver" in environment,
+            origin="the environment",
+            token_origin=token_origin,
         )
     file = connection_file()
     if os.environ.get("PENSTOCK_CONNECTION") and not file.exists():
@@ -242,7 +254,8 @@ def read_connection(
             tls = Tls(file.parent / ca)
         addresses = _addresses(content["addresses"])
         sent, found = (token, token_origin) if token else (content["token"], str(file))
-        return Endpoints(**addresses, token=sent, tls=tls, origin=str(file), token_origin=found)
+        discover = bool(addresses.get("driver"))
+        return Endpoints(**addresses, token=sent, tls=tls, discover=discover, origin=str(file), token_origin=found)
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}", reason="CONNECTION_FILE") from None
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):

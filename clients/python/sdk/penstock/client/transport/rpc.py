@@ -60,8 +60,8 @@ _OPTIONS: Final = (
 )
 
 _HOST_AND_PORT: Final = re.compile(r"(?!unix:)(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
-_MAX_HOMES: Final = 256
-"""Most other services that one client follows HOME_ELSEWHERE to."""
+MAX_HOMES: Final = 256
+"""Most other services that one client follows HOME_ELSEWHERE to, or uses as members of a cluster."""
 
 _ATTEMPTS: Final = 5
 _PATIENCE_S: Final = 10.0
@@ -92,11 +92,17 @@ class Backoff:
 class Service:
     """Client of one service. Created inside a running event loop, closed with `close`."""
 
-    def __init__(self, name: ServiceName, endpoints: Endpoints) -> None:
+    def __init__(
+        self, kind: ServiceName, endpoints: Endpoints, *, address: str = "", name: str = "", certified: str = ""
+    ) -> None:
+        """`address` replaces that of `endpoints`, which the token was given for: see `may_receive_token`.
+
+        `name` is the service's own, for people; `certified` the name in its certificate, where that is not its host.
+        """
         self._endpoints = endpoints
-        self.address = endpoints.address(name)
-        self.peer = f"the {name} service at {self.address}"
-        self.channel = cast("grpc.aio.Channel", RoutedChannel(_open(self.address, endpoints.tls)))
+        self.address = address or endpoints.address(kind)
+        self.peer = f"the {kind} service {name} at {self.address}" if name else f"the {kind} service at {self.address}"
+        self.channel = cast("grpc.aio.Channel", RoutedChannel(_open(self.address, endpoints.tls, certified)))
         self._elsewhere: dict[str, RoutedChannel] = {}
         token = () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
         named = (("x-penstock-namespace", endpoints.namespace),) if endpoints.namespace else ()
@@ -165,20 +171,14 @@ class Service:
         return await (self.repeat(attempt) if repeatable else attempt())
 
     def _home_of(self, error: PenstockError) -> RoutedChannel | None:
-        """Returns a channel to the service that `HOME_ELSEWHERE` names; None if the token must not go there.
-
-        It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified.
-        Targets of another form than host:port are not followed.
-        """
+        """Returns a channel to the service that `HOME_ELSEWHERE` names; None if the token must not go there."""
         address = error.metadata.get("address", "") if error.reason == "HOME_ELSEWHERE" else ""
-        tls = self._endpoints.tls
-        may_go = tls.ca is not None if tls is not None else is_local(self.address) and is_local(address)
-        if not may_go or not _HOST_AND_PORT.fullmatch(address):
+        if not may_receive_token(self._endpoints, self.address, address):
             return None
         if address not in self._elsewhere:
-            if len(self._elsewhere) >= _MAX_HOMES:
+            if len(self._elsewhere) >= MAX_HOMES:
                 return None
-            self._elsewhere[address] = RoutedChannel(_open(address, tls))
+            self._elsewhere[address] = RoutedChannel(_open(address, self._endpoints.tls))
         return self._elsewhere[address]
 
     def pages(self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0) -> AsyncIterator[A]:
@@ -302,6 +302,17 @@ class Service:
                 raise source.failure from None
 
 
+def may_receive_token(endpoints: Endpoints, own: str, address: str) -> bool:
+    """Whether a service at `own` may say that the token is for `address` too.
+
+    It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified. An
+    address is a host and a port, no path and no resolver's name.
+    """
+    tls = endpoints.tls
+    may_go = tls.ca is not None if tls is not None else is_local(own) and is_local(address)
+    return may_go and _HOST_AND_PORT.fullmatch(address) is not None
+
+
 def _home_in(error: PenstockError) -> str:
     return f"the {error.metadata.get('home', '')} service at {error.metadata['address']}"
 
@@ -368,8 +379,10 @@ def user_agent() -> str:
         return "penstock-python"
 
 
-def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent()))
+def _open(address: str, tls: Tls | None, certified: str = "") -> grpc.aio.Channel:
+    options: tuple[tuple[str, Any], ...] = (*_OPTIONS, ("grpc.primary_user_agent", user_agent()))
+    if certified:
+        options = (*options, ("grpc.ssl_target_name_override", certified))
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     try:

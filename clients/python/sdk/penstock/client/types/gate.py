@@ -167,7 +167,8 @@ class GateSession:
     """A trainer's session. `run_id` and `group_id` are its selector's, empty = any.
 
     `rollouts`: open ones whose calls it may receive. `credit_*`: its window. `held_*`: calls it holds unanswered.
-    `queued_calls`: those that wait for its selector. `lost`: its stream broke, and may be resumed.
+    `queued_calls`: those that wait for its selector. `lost`: its stream broke, and may be resumed. `namespace`: empty =
+    of all.
     """
 
     identity: str
@@ -182,6 +183,7 @@ class GateSession:
     lost: bool
     paused: bool
     policy_version: int | None
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

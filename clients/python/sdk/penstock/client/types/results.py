@@ -236,12 +236,14 @@ class RolloutSummary:
 class RolloutChanges:
     """Changes among the watched rollouts: current summaries, and ids of deleted ones.
 
-    `complete`: all initial summaries have been sent.
+    `complete`: all initial summaries have been sent. `away`: names of the drivers that do not answer now; what is known
+    of their rollouts may be out of date.
     """
 
     rollouts: tuple[RolloutSummary, ...] = ()
     gone: tuple[str, ...] = ()
     complete: bool = False
+    away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -28,6 +29,32 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _MemberState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemberStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemberState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMBER_STATE_UNSPECIFIED: _MemberState.ValueType  # 0
+    MEMBER_STATE_UP: _MemberState.ValueType  # 1
+    """It takes work."""
+    MEMBER_STATE_DRAINING: _MemberState.ValueType  # 2
+    """It answers, and takes no new work."""
+    MEMBER_STATE_LOST: _MemberState.ValueType  # 3
+    """It does not answer."""
+
+class MemberState(_MemberState, metaclass=_MemberStateEnumTypeWrapper):
+    """MemberState is what a service found when it last asked a member for its health."""
+
+MEMBER_STATE_UNSPECIFIED: MemberState.ValueType  # 0
+MEMBER_STATE_UP: MemberState.ValueType  # 1
+"""It takes work."""
+MEMBER_STATE_DRAINING: MemberState.ValueType  # 2
+"""It answers, and takes no new work."""
+MEMBER_STATE_LOST: MemberState.ValueType  # 3
+"""It does not answer."""
+Global___MemberState: _TypeAlias = MemberState  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
@@ -56,6 +83,7 @@ class GetServerInfoResponse(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """The caller's role: "operator", "trainer" or "observer"."""
     namespace: _builtins.str
@@ -66,6 +94,13 @@ class GetServerInfoResponse(_message.Message):
     """Whether the service takes no new work: see Drain."""
     @_builtins.property
     def server(self) -> Global___ServerInfo: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
+        """Of a driver: the services of each kind of which it has a list: drivers, itself included, gates, and sandbox services.
+        Each kind is ordered by name. A kind without members = the service has no list of it, and a client uses the address that
+        it was given.
+        """
+
     def __init__(
         self,
         *,
@@ -73,14 +108,53 @@ class GetServerInfoResponse(_message.Message):
         role: _builtins.str = ...,
         namespace: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        members: _abc.Iterable[Global___Member] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "namespace", b"namespace", "role", b"role", "server", b"server"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "members", b"members", "namespace", b"namespace", "role", b"role", "server", b"server"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class Member(_message.Message):
+    """Member is one of several services of a kind that work together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CERTIFIED_NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    """"driver", "interception" or "sandbox"."""
+    name: _builtins.str
+    """Its own name (ServerInfo.name). Empty = it has not answered yet."""
+    address: _builtins.str
+    """host:port, as the answering service reaches it."""
+    certified_name: _builtins.str
+    """The name in its certificate, where that is not the host of `address`; else empty."""
+    state: Global___MemberState.ValueType
+    """As the answering service sees it."""
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        certified_name: _builtins.str = ...,
+        state: Global___MemberState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified_name", b"certified_name", "name", b"name", "service", b"service", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -12,8 +12,8 @@
 // or may not select all), INVALID_ARGUMENT (NAMESPACE_INVALID). Errors of every RPC that creates: RESOURCE_EXHAUSTED
 // (NAMESPACE_QUOTA, with RetryInfo).
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Message } from "@bufbuild/protobuf";
@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/ops/v1/operations_service.proto.
  */
 export const file_penstock_ops_v1_operations_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QidwoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEisKBnNlcnZlchgBIAEoCzIbLnBlbnN0b2NrLm9wcy52MS5TZXJ2ZXJJbmZvEgwKBHJvbGUYAiABKAkSEQoJbmFtZXNwYWNlGAMgASgJEhAKCGRyYWluaW5nGAQgASgIIhwKDERyYWluUmVxdWVzdBIMCgR3YWl0GAEgASgIIjcKDURyYWluUmVzcG9uc2USFQoNcnVubmluZ19jb3VudBgBIAEoBRIPCgdkcmFpbmVkGAIgASgIIhAKDlVuZHJhaW5SZXF1ZXN0IhEKD1VuZHJhaW5SZXNwb25zZSK6AQoKU2VydmVySW5mbxIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSGQoRY29udHJhY3RfcmV2aXNpb24YAyABKAUSEAoIZmVhdHVyZXMYBCADKAkSGQoRbWF4X21lc3NhZ2VfYnl0ZXMYBSABKAMSNAoRbWluX3BpbmdfaW50ZXJ2YWwYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDAoEbmFtZRgHIAEoCSKBAQoQR2V0U3RhdHVzUmVxdWVzdBIwCghwYXRpZW5jZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkgAiAEBEhsKDm1pbl9mcmVlX2J5dGVzGAIgASgDSAGIAQFCCwoJX3BhdGllbmNlQhEKD19taW5fZnJlZV9ieXRlcyL8AgoRR2V0U3RhdHVzUmVzcG9uc2USDwoHc2VydmljZRgBIAEoCRIPCgd2ZXJzaW9uGAIgASgJEi8KC3NlcnZlcl90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIuCgpzdGFydF90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIrCghsb29wX2xhZxgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIWCg5yZXNpZGVudF9ieXRlcxgGIAEoAxISCgpvcGVuX2ZpbGVzGAcgASgFEhEKCW1heF9maWxlcxgIIAEoBRIkCgVkaXNrcxgJIAMoCzIVLnBlbnN0b2NrLm9wcy52MS5EaXNrEiYKBmdhdWdlcxgKIAMoCzIWLnBlbnN0b2NrLm9wcy52MS5HYXVnZRIqCgh0cm91YmxlcxgLIAMoCzIYLnBlbnN0b2NrLm9wcy52MS5Ucm91YmxlIkoKBERpc2sSDAoEbmFtZRgBIAEoCRIMCgRwYXRoGAIgASgJEhIKCmZyZWVfYnl0ZXMYAyABKAMSEgoKc2l6ZV9ieXRlcxgEIAEoAyKHAQoFR2F1Z2USDAoEbmFtZRgBIAEoCRIyCgZsYWJlbHMYAiADKAsyIi5wZW5zdG9jay5vcHMudjEuR2F1Z2UuTGFiZWxzRW50cnkSDQoFdmFsdWUYAyABKAEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJbCgdUcm91YmxlEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEg4KBmFkdmljZRgDIAEoCRINCgVncmF2ZRgEIAEoCBIQCghzdWJqZWN0cxgFIAMoCTLdAgoRT3BlcmF0aW9uc1NlcnZpY2USUgoJR2V0U3RhdHVzEiEucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1JlcXVlc3QaIi5wZW5zdG9jay5vcHMudjEuR2V0U3RhdHVzUmVzcG9uc2USXgoNR2V0U2VydmVySW5mbxIlLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBomLnBlbnN0b2NrLm9wcy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2USRgoFRHJhaW4SHS5wZW5zdG9jay5vcHMudjEuRHJhaW5SZXF1ZXN0Gh4ucGVuc3RvY2sub3BzLnYxLkRyYWluUmVzcG9uc2USTAoHVW5kcmFpbhIfLnBlbnN0b2NrLm9wcy52MS5VbmRyYWluUmVxdWVzdBogLnBlbnN0b2NrLm9wcy52MS5VbmRyYWluUmVzcG9uc2VCjwEKD3BlbnN0b2NrLm9wcy52MUIWT3BlcmF0aW9uc1NlcnZpY2VQcm90b1ABWipwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9vcHMvdjE7b3BzdjGqAg9QZW5zdG9jay5PcHMuVjHKAg9QZW5zdG9ja1xPcHNcVjHqAhFQZW5zdG9jazo6T3BzOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("CihwZW5zdG9jay9vcHMvdjEvb3BlcmF0aW9uc19zZXJ2aWNlLnByb3RvEg9wZW5zdG9jay5vcHMudjEiFgoUR2V0U2VydmVySW5mb1JlcXVlc3QioQEKFUdldFNlcnZlckluZm9SZXNwb25zZRIrCgZzZXJ2ZXIYASABKAsyGy5wZW5zdG9jay5vcHMudjEuU2VydmVySW5mbxIMCgRyb2xlGAIgASgJEhEKCW5hbWVzcGFjZRgDIAEoCRIQCghkcmFpbmluZxgEIAEoCBIoCgdtZW1iZXJzGAUgAygLMhcucGVuc3RvY2sub3BzLnYxLk1lbWJlciJ9CgZNZW1iZXISDwoHc2VydmljZRgBIAEoCRIMCgRuYW1lGAIgASgJEg8KB2FkZHJlc3MYAyABKAkSFgoOY2VydGlmaWVkX25hbWUYBCABKAkSKwoFc3RhdGUYBSABKA4yHC5wZW5zdG9jay5vcHMudjEuTWVtYmVyU3RhdGUiHAoMRHJhaW5SZXF1ZXN0EgwKBHdhaXQYASABKAgiNwoNRHJhaW5SZXNwb25zZRIVCg1ydW5uaW5nX2NvdW50GAEgASgFEg8KB2RyYWluZWQYAiABKAgiEAoOVW5kcmFpblJlcXVlc3QiEQoPVW5kcmFpblJlc3BvbnNlIroBCgpTZXJ2ZXJJbmZvEg8KB3NlcnZpY2UYASABKAkSDwoHdmVyc2lvbhgCIAEoCRIZChFjb250cmFjdF9yZXZpc2lvbhgDIAEoBRIQCghmZWF0dXJlcxgEIAMoCRIZChFtYXhfbWVzc2FnZV9ieXRlcxgFIAEoAxI0ChFtaW5fcGluZ19pbnRlcnZhbBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgRuYW1lGAcgASgJIoEBChBHZXRTdGF0dXNSZXF1ZXN0EjAKCHBhdGllbmNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uSACIAQESGwoObWluX2ZyZWVfYnl0ZXMYAiABKANIAYgBAUILCglfcGF0aWVuY2VCEQoPX21pbl9mcmVlX2J5dGVzIvwCChFHZXRTdGF0dXNSZXNwb25zZRIPCgdzZXJ2aWNlGAEgASgJEg8KB3ZlcnNpb24YAiABKAkSLwoLc2VydmVyX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KCnN0YXJ0X3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEisKCGxvb3BfbGFnGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhYKDnJlc2lkZW50X2J5dGVzGAYgASgDEhIKCm9wZW5fZmlsZXMYByABKAUSEQoJbWF4X2ZpbGVzGAggASgFEiQKBWRpc2tzGAkgAygLMhUucGVuc3RvY2sub3BzLnYxLkRpc2sSJgoGZ2F1Z2VzGAogAygLMhYucGVuc3RvY2sub3BzLnYxLkdhdWdlEioKCHRyb3VibGVzGAsgAygLMhgucGVuc3RvY2sub3BzLnYxLlRyb3VibGUiSgoERGlzaxIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkSEgoKZnJlZV9ieXRlcxgDIAEoAxISCgpzaXplX2J5dGVzGAQgASgDIocBCgVHYXVnZRIMCgRuYW1lGAEgASgJEjIKBmxhYmVscxgCIAMoCzIiLnBlbnN0b2NrLm9wcy52MS5HYXVnZS5MYWJlbHNFbnRyeRINCgV2YWx1ZRgDIAEoARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIlsKB1Ryb3VibGUSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSDgoGYWR2aWNlGAMgASgJEg0KBWdyYXZlGAQgASgIEhAKCHN1YmplY3RzGAUgAygJKnIKC01lbWJlclN0YXRlEhwKGE1FTUJFUl9TVEFURV9VTlNQRUNJRklFRBAAEhMKD01FTUJFUl9TVEFURV9VUBABEhkKFU1FTUJFUl9TVEFURV9EUkFJTklORxACEhUKEU1FTUJFUl9TVEFURV9MT1NUEAMy3QIKEU9wZXJhdGlvbnNTZXJ2aWNlElIKCUdldFN0YXR1cxIhLnBlbnN0b2NrLm9wcy52MS5HZXRTdGF0dXNSZXF1ZXN0GiIucGVuc3RvY2sub3BzLnYxLkdldFN0YXR1c1Jlc3BvbnNlEl4KDUdldFNlcnZlckluZm8SJS5wZW5zdG9jay5vcHMudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaJi5wZW5zdG9jay5vcHMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlEkYKBURyYWluEh0ucGVuc3RvY2sub3BzLnYxLkRyYWluUmVxdWVzdBoeLnBlbnN0b2NrLm9wcy52MS5EcmFpblJlc3BvbnNlEkwKB1VuZHJhaW4SHy5wZW5zdG9jay5vcHMudjEuVW5kcmFpblJlcXVlc3QaIC5wZW5zdG9jay5vcHMudjEuVW5kcmFpblJlc3BvbnNlQo8BCg9wZW5zdG9jay5vcHMudjFCFk9wZXJhdGlvbnNTZXJ2aWNlUHJvdG9QAVoqcGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vb3BzL3YxO29wc3YxqgIPUGVuc3RvY2suT3BzLlYxygIPUGVuc3RvY2tcT3BzXFYx6gIRUGVuc3RvY2s6Ok9wczo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * GetServerInfoRequest has no fields.
@@ -71,6 +71,15 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
    * @generated from field: bool draining = 4;
    */
   draining: boolean;
+
+  /**
+   * Of a driver: the services of each kind of which it has a list: drivers, itself included, gates, and sandbox services.
+   * Each kind is ordered by name. A kind without members = the service has no list of it, and a client uses the address that
+   * it was given.
+   *
+   * @generated from field: repeated penstock.ops.v1.Member members = 5;
+   */
+  members: Member[];
 };
 
 /**
@@ -79,6 +88,55 @@ export type GetServerInfoResponse = Message<"penstock.ops.v1.GetServerInfoRespon
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
   messageDesc(file_penstock_ops_v1_operations_service, 1);
+
+/**
+ * Member is one of several services of a kind that work together.
+ *
+ * @generated from message penstock.ops.v1.Member
+ */
+export type Member = Message<"penstock.ops.v1.Member"> & {
+  /**
+   * "driver", "interception" or "sandbox".
+   *
+   * @generated from field: string service = 1;
+   */
+  service: string;
+
+  /**
+   * Its own name (ServerInfo.name). Empty = it has not answered yet.
+   *
+   * @generated from field: string name = 2;
+   */
+  name: string;
+
+  /**
+   * host:port, as the answering service reaches it.
+   *
+   * @generated from field: string address = 3;
+   */
+  address: string;
+
+  /**
+   * The name in its certificate, where that is not the host of `address`; else empty.
+   *
+   * @generated from field: string certified_name = 4;
+   */
+  certifiedName: string;
+
+  /**
+   * As the answering service sees it.
+   *
+   * @generated from field: penstock.ops.v1.MemberState state = 5;
+   */
+  state: MemberState;
+};
+
+/**
+ * Describes the message penstock.ops.v1.Member.
+ * Use `create(MemberSchema)` to create a new message.
+ */
+export const MemberSchema: GenMessage<Member> = /*@__PURE__*/
+  messageDesc(file_penstock_ops_v1_operations_service, 2);
 
 /**
  * See Drain.
@@ -99,7 +157,7 @@ export type DrainRequest = Message<"penstock.ops.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 2);
+  messageDesc(file_penstock_ops_v1_operations_service, 3);
 
 /**
  * See Drain.
@@ -129,7 +187,7 @@ export type DrainResponse = Message<"penstock.ops.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 3);
+  messageDesc(file_penstock_ops_v1_operations_service, 4);
 
 /**
  * UndrainRequest has no fields.
@@ -144,7 +202,7 @@ export type UndrainRequest = Message<"penstock.ops.v1.UndrainRequest"> & {
  * Use `create(UndrainRequestSchema)` to create a new message.
  */
 export const UndrainRequestSchema: GenMessage<UndrainRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 4);
+  messageDesc(file_penstock_ops_v1_operations_service, 5);
 
 /**
  * UndrainResponse has no fields.
@@ -159,7 +217,7 @@ export type UndrainResponse = Message<"penstock.ops.v1.UndrainResponse"> & {
  * Use `create(UndrainResponseSchema)` to create a new message.
  */
 export const UndrainResponseSchema: GenMessage<UndrainResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 5);
+  messageDesc(file_penstock_ops_v1_operations_service, 6);
 
 /**
  * ServerInfo is which contract a service serves, and its limits.
@@ -224,7 +282,7 @@ export type ServerInfo = Message<"penstock.ops.v1.ServerInfo"> & {
  * Use `create(ServerInfoSchema)` to create a new message.
  */
 export const ServerInfoSchema: GenMessage<ServerInfo> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 6);
+  messageDesc(file_penstock_ops_v1_operations_service, 7);
 
 /**
  * GetStatusRequest sets the thresholds of diagnostics.
@@ -252,7 +310,7 @@ export type GetStatusRequest = Message<"penstock.ops.v1.GetStatusRequest"> & {
  * Use `create(GetStatusRequestSchema)` to create a new message.
  */
 export const GetStatusRequestSchema: GenMessage<GetStatusRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 7);
+  messageDesc(file_penstock_ops_v1_operations_service, 8);
 
 /**
  * GetStatusResponse is a service at one moment.
@@ -341,7 +399,7 @@ export type GetStatusResponse = Message<"penstock.ops.v1.GetStatusResponse"> & {
  * Use `create(GetStatusResponseSchema)` to create a new message.
  */
 export const GetStatusResponseSchema: GenMessage<GetStatusResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 8);
+  messageDesc(file_penstock_ops_v1_operations_service, 9);
 
 /**
  * Disk is a file system that the service writes to.
@@ -383,7 +441,7 @@ export type Disk = Message<"penstock.ops.v1.Disk"> & {
  * Use `create(DiskSchema)` to create a new message.
  */
 export const DiskSchema: GenMessage<Disk> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 9);
+  messageDesc(file_penstock_ops_v1_operations_service, 10);
 
 /**
  * Gauge is one value of a metric that goes up and down.
@@ -414,7 +472,7 @@ export type Gauge = Message<"penstock.ops.v1.Gauge"> & {
  * Use `create(GaugeSchema)` to create a new message.
  */
 export const GaugeSchema: GenMessage<Gauge> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 10);
+  messageDesc(file_penstock_ops_v1_operations_service, 11);
 
 /**
  * Trouble is a diagnostic: something is wrong, or about to be.
@@ -463,7 +521,46 @@ export type Trouble = Message<"penstock.ops.v1.Trouble"> & {
  * Use `create(TroubleSchema)` to create a new message.
  */
 export const TroubleSchema: GenMessage<Trouble> = /*@__PURE__*/
-  messageDesc(file_penstock_ops_v1_operations_service, 11);
+  messageDesc(file_penstock_ops_v1_operations_service, 12);
+
+/**
+ * MemberState is what a service found when it last asked a member for its health.
+ *
+ * @generated from enum penstock.ops.v1.MemberState
+ */
+export enum MemberState {
+  /**
+   * @generated from enum value: MEMBER_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It takes work.
+   *
+   * @generated from enum value: MEMBER_STATE_UP = 1;
+   */
+  UP = 1,
+
+  /**
+   * It answers, and takes no new work.
+   *
+   * @generated from enum value: MEMBER_STATE_DRAINING = 2;
+   */
+  DRAINING = 2,
+
+  /**
+   * It does not answer.
+   *
+   * @generated from enum value: MEMBER_STATE_LOST = 3;
+   */
+  LOST = 3,
+}
+
+/**
+ * Describes the enum penstock.ops.v1.MemberState.
+ */
+export const MemberStateSchema: GenEnum<MemberState> = /*@__PURE__*/
+  enumDesc(file_penstock_ops_v1_operations_service, 0);
 
 /**
  * OperationsService is served by each of the four services. These are the terms of every RPC of every service:

@@ -1,0 +1,292 @@
+"""One client of two drivers and two gates, by the address of one driver."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import pytest
+from tests.integration.driver.stack import TOKEN, Process
+from tests.integration.driver.test_service import echo_agent
+from tests.support.policy import Trainer
+from tests.support.services.stack import disjoint_uids
+from tests.support.waiting import eventually_async
+
+from penstock.client import (
+    Endpoints,
+    GateRolloutHandle,
+    Penstock,
+    Rollout,
+    RunBudgets,
+    Task,
+    Tokenizer,
+    Unavailable,
+    connect,
+)
+
+TASK: Final = Task(task_id="echo", instruction="hello there")
+SOURCE: Final = Tokenizer("tiny")
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Two drivers, which share two gates and a sandbox service."""
+
+    drivers: tuple[Process, Process]
+    gates: tuple[Process, Process]
+    sandbox: Process
+
+    def at(self, driver: int) -> Penstock:
+        """A client that knows one driver only, beside the first gate."""
+        addresses = {
+            "driver": self.drivers[driver].address,
+            "interception": self.gates[0].address,
+            "sandbox": self.sandbox.address,
+            "inference": "",
+        }
+        return connect(addresses, TOKEN)
+
+    def alone(self, gate: int) -> Penstock:
+        """A client of one gate only, which asks no driver for others."""
+        where = Endpoints(
+            driver=self.drivers[0].address,
+            interception=self.gates[gate].address,
+            sandbox=self.sandbox.address,
+            inference="",
+            token=TOKEN,
+            discover=False,
+        )
+        return connect(where)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iterator[Fleet]:
+    """The drivers learn of each other from a file, as from a launcher."""
+    directory = tmp_path_factory.mktemp("fleet")
+    started: list[Process] = []
+
+    def start(kind: str, name: str, **settings: str) -> Process:
+        there = directory / name
+        there.mkdir()
+        process = Process(kind, there, {"name": name, **settings})
+        process.start()
+        started.append(process)
+        return process
+
+    try:
+        tokenizers = json.dumps({"tiny": str(tokenizer_dir)})
+        gates = []
+        for name in ("g0", "g1"):
+            gate = start("interception", name, ingress_port="0", inference_address="", tokenizers=tokenizers)
+            gate.set("ingress_port", gate.endpoints["ingress"].rpartition(":")[2])
+            gates.append(gate)
+        ingresses = [gate.endpoints["ingress"] for gate in gates]
+        sandbox = start("sandbox", "n0", allowed_upstreams=json.dumps(ingresses), first_uid=str(disjoint_uids()))
+        listed = directory / "drivers.json"
+        shared = {
+            "sandbox_members": f"static:n0={sandbox.address}",
+            "sandbox_token": TOKEN,
+            "interception_members": f"static:g0={gates[0].address},g1={gates[1].address}",
+            "interception_token": TOKEN,
+            "driver_members": f"file:{listed}",
+        }
+        drivers = (start("driver", "d0", **shared), start("driver", "d1", **shared))
+        listed.write_text(json.dumps({"d0": drivers[0].address, "d1": drivers[1].address}))
+        yield Fleet(drivers, (gates[0], gates[1]), sandbox)
+    finally:
+        for process in reversed(started):
+            process.stop()
+
+
+async def both_are_known(ps: Penstock) -> None:
+    """The drivers have read the file, and have found each other up."""
+
+    async def known() -> bool:
+        members = await ps.operations.members("driver")
+        return [(member.name, member.state) for member in members] == [("d0", "up"), ("d1", "up")]
+
+    await eventually_async(known, "both drivers are listed as up")
+
+
+async def all_of(rollouts: AsyncIterator[Rollout], into: list[str]) -> None:
+    async for rollout in rollouts:
+        into.append(rollout.rollout_id)  # noqa: PERF401 - it has what came before an error
+
+
+async def ask(http: aiohttp.ClientSession, rollout: GateRolloutHandle, text: str) -> None:
+    """An agent's call, which is repeated while the gate is away."""
+    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
+    headers = {"authorization": f"Bearer {rollout.token}", "x-stainless-retry-count": "0", "idempotency-key": text}
+
+    async def answered() -> bool:
+        try:
+            async with http.post(f"{rollout.base_url()}/chat/completions", json=body, headers=headers) as answer:
+                await answer.read()
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    await eventually_async(answered, f"the answer to {text}")
+
+
+async def test_any_driver_s_address_finds_every_rollout(fleet: Fleet) -> None:
+    """Creations go round; lists, watches, reads and cancellations are of both drivers."""
+    async with fleet.at(0) as at_0, fleet.at(1) as at_1:
+        await both_are_known(at_0)
+        await both_are_known(at_1)
+        await at_0.agents.register(echo_agent())
+        run = secrets.token_hex(4)
+        made = [await at_0.rollouts.create(TASK, "echo", source=SOURCE, run_id=run) for _ in range(4)]
+        homes = {handle.rollout_id: handle.rollout_id.split(".")[1] for handle in made}
+        assert sorted(homes.values()) == ["d0", "d0", "d1", "d1"]
+        for ps in (at_0, at_1):
+            listed = [item.rollout_id async for item in ps.rollouts.list(run_id=run)]
+            assert listed == [handle.rollout_id for handle in reversed(made)], "newest first"
+            seen: set[str] = set()
+            async for change in ps.rollouts.watch(run_id=run):
+                assert not change.away
+                seen |= {item.rollout_id for item in change.rollouts}
+                if change.complete:
+                    break
+            assert seen == homes.keys()
+            for rollout_id in homes:
+                handle = await ps.rollouts.attach(rollout_id)
+                await handle.cancel()
+                assert (await handle.result()).rollout.rollout_id == rollout_id
+        exported = {trajectory.rollout_id async for trajectory, _ in at_1.rollouts.export(run_id=run)}
+        assert exported <= homes.keys()
+        groups = [await at_1.groups.create(TASK, "echo", n=1, source=SOURCE, run_id=run) for _ in range(2)]
+        assert [item.group_id async for item in at_0.groups.list(run_id=run)] == [
+            group.group_id for group in reversed(groups)
+        ]
+        for group in groups:
+            await (await at_0.groups.attach(group.group_id)).wait()
+
+
+async def test_an_id_that_a_client_chose_is_found_and_is_at_one_driver(fleet: Fleet) -> None:
+    async with fleet.at(0) as at_0, fleet.at(1) as at_1:
+        await both_are_known(at_0)
+        await both_are_known(at_1)
+        await at_0.agents.register(echo_agent())
+        homes = set()
+        for _ in range(12):
+            chosen = f"mine-{secrets.token_hex(8)}"
+            await at_0.rollouts.create(TASK, "echo", source=SOURCE, rollout_id=chosen)
+            handle = await at_1.rollouts.attach(chosen)
+            await handle.result()
+            assert handle.info.home is not None
+            homes.add(handle.info.home.driver)
+        assert homes == {"d0", "d1"}
+
+
+async def test_budgets_of_a_run_are_counted_at_one_gate(fleet: Fleet) -> None:
+    """Both drivers choose the same one."""
+    async with fleet.at(0) as ps:
+        await both_are_known(ps)
+        await ps.agents.register(echo_agent())
+        made = [
+            await ps.rollouts.create(
+                TASK, "echo", source=SOURCE, run_id="budgeted", run_budgets=RunBudgets(max_calls=5)
+            )
+            for _ in range(6)
+        ]
+        ended = [(await handle.result()).rollout.home for handle in made]
+        assert {home.driver for home in ended if home is not None} == {"d0", "d1"}
+        assert len({home.gate for home in ended if home is not None}) == 1
+
+
+async def test_a_lost_driver_is_named_and_avoided(fleet: Fleet) -> None:
+    """Lists have what the other one has, and say that they are not whole."""
+    async with fleet.at(0) as ps:
+        await both_are_known(ps)
+        await ps.agents.register(echo_agent())
+        run = secrets.token_hex(4)
+        made = [await ps.rollouts.create(TASK, "echo", source=SOURCE, run_id=run) for _ in range(2)]
+        for handle in made:
+            await handle.result()
+        (kept,) = [handle.rollout_id for handle in made if handle.rollout_id.startswith("r.d0.")]
+        fleet.drivers[1].kill()
+        try:
+            found: list[str] = []
+            with pytest.raises(Unavailable, match="driver service d1 at"):
+                await all_of(ps.rollouts.list(run_id=run), found)
+            assert found == [kept]
+            async for change in ps.rollouts.watch(run_id=run):
+                if change.away:
+                    assert change.away == ("d1",)
+                    break
+
+            async def is_lost() -> bool:
+                return [member.state for member in await ps.operations.members("driver")] == ["up", "lost"]
+
+            await eventually_async(is_lost, "the driver is lost")
+            made = [await ps.rollouts.create(TASK, "echo", source=SOURCE, run_id=run) for _ in range(3)]
+            assert all(handle.rollout_id.startswith("r.d0.") for handle in made)
+        finally:
+            fleet.drivers[1].start()
+        await both_are_known(ps)
+        assert len([item async for item in ps.rollouts.list(run_id=run)]) == 5
+
+
+async def test_a_trainer_answers_both_gates_once_over_a_restart(fleet: Fleet) -> None:
+    """R24: each call has one answer, at the gate that it came from."""
+    each, at_once, run = 100, 10, secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.alone(0) as g0, fleet.alone(1) as g1, aiohttp.ClientSession() as http:
+        opened = [await to.gate.open(run_id=run, source=SOURCE) for to in (g0, g1)]
+        async with ps.intercept(run_id=run, credits=16, policy_version=3) as session:
+            trainer = Trainer(session, lambda prompt: "an answer")
+            training = asyncio.create_task(trainer.run())
+            halfway = asyncio.Event()
+
+            async def agent(rollout: GateRolloutHandle, part: int) -> None:
+                for number in range(part, each, at_once):
+                    await ask(http, rollout, f"{rollout.rollout_id} {number}")
+                    if len(trainer.answers) >= each:
+                        halfway.set()
+
+            async with asyncio.TaskGroup() as agents:
+                for rollout in opened:
+                    for part in range(at_once):
+                        agents.create_task(agent(rollout, part))
+                await halfway.wait()
+                fleet.gates[1].kill()
+                await asyncio.to_thread(fleet.gates[1].start)
+            session.finish()
+            await training
+        delivered = []
+        for to, rollout in zip((g0, g1), opened, strict=True):
+            assert (await to.gate.get(rollout.rollout_id)).totals.delivered >= each
+            delivered += [call.call_id async for call in to.gate.calls(rollout.rollout_id) if call.state == "delivered"]
+            await to.gate.close(rollout.rollout_id)
+        assert len(set(delivered)) == len(delivered)
+
+
+async def test_a_pause_holds_both_gates(fleet: Fleet) -> None:
+    run = secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.alone(0) as g0, fleet.alone(1) as g1, aiohttp.ClientSession() as http:
+        opened = [await to.gate.open(run_id=run, source=SOURCE) for to in (g0, g1)]
+        async with ps.intercept(run_id=run, policy_version=3) as session:
+            trainer = Trainer(session, lambda prompt: "an answer")
+            training = asyncio.create_task(trainer.run())
+            assert await session.pause("weights") == 0
+            asking = [asyncio.create_task(ask(http, rollout, "while paused")) for rollout in opened]
+            for to in (g0, g1):
+
+                async def is_held(to: Penstock = to) -> bool:
+                    async for load in to.gate.watch(0.5):
+                        return load.paused_calls == 1
+                    return False
+
+                await eventually_async(is_held, "the call is held")
+            assert not trainer.calls
+            await session.resume()
+            await asyncio.gather(*asking)
+            session.finish()
+            await training
+        assert sorted(call.rollout_id for call in trainer.calls) == sorted(rollout.rollout_id for rollout in opened)

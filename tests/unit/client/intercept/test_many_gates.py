@@ -1,0 +1,176 @@
+"""One session over two gates that follow scripts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from tests.unit.client.conftest import TOKEN, Gate, Refusal
+
+from penstock.client import CallEnded, Completion, HostTool, connect
+from penstock.client.intercept import session as module
+from penstock.interception.v1 import intercept_service_pb2 as icpt
+from penstock.interception.v1 import intercept_service_pb2_grpc
+from penstock.ops.v1 import operations_service_pb2 as ops
+from penstock.ops.v1 import operations_service_pb2_grpc
+
+ANSWER = Completion.of_tokens([5, 6], [-0.5, -0.25], policy_version=3)
+Script = Callable[[Gate], Awaitable[None]]
+
+
+class Cluster(operations_service_pb2_grpc.OperationsServiceServicer):
+    """A driver that lists gates."""
+
+    def __init__(self) -> None:
+        self.gates: dict[str, Any] = {}
+
+    async def GetServerInfo(self, request: Any, context: Any) -> ops.GetServerInfoResponse:  # noqa: N802
+        members = [
+            ops.Member(service="interception", name=address, address=address, state=state)
+            for address, state in self.gates.items()
+        ]
+        return ops.GetServerInfoResponse(server=ops.ServerInfo(name="d0"), members=members)
+
+
+class ScriptedGate(intercept_service_pb2_grpc.InterceptServiceServicer):
+    """A gate. `tools` are the names of the offers that it accepted."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.tools: list[list[str]] = []
+
+    async def Intercept(  # type: ignore[override]  # noqa: N802
+        self, requests: Any, context: Any
+    ) -> None:
+        if not self.scripts:
+            await Refusal(grpc.StatusCode.UNAVAILABLE).abort(context)
+        await self.scripts.pop(0)(Gate(requests, context))
+
+    async def RegisterTools(self, request: Any, context: Any) -> icpt.RegisterToolsResponse:  # noqa: N802
+        self.tools.append([tool.name for tool in request.tools])
+        return icpt.RegisterToolsResponse()
+
+
+def listing() -> Cluster:
+    return Cluster()  # type: ignore[abstract]  # no other RPC is asked for
+
+
+def scripted(*scripts: Script) -> ScriptedGate:
+    return ScriptedGate(*scripts)  # type: ignore[abstract]  # no other RPC is asked for
+
+
+@asynccontextmanager
+async def served(add: Callable[[Any, Any], None], servicer: Any) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+add_gate = intercept_service_pb2_grpc.add_InterceptServiceServicer_to_server
+add_driver = operations_service_pb2_grpc.add_OperationsServiceServicer_to_server
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+
+
+async def test_each_answer_goes_to_the_gate_of_its_call() -> None:
+    """The credits are shared out, and the state goes to both."""
+    windows: list[int] = []
+
+    def answering(call_id: str) -> Script:
+        async def script(stream: Gate) -> None:
+            windows.append((await stream.hello()).credits.calls)
+            await stream.calls(call_id)
+            while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+                if frame.HasField("results"):
+                    assert [result.call_id for result in frame.results.results] == [call_id]
+                    await stream.accept(call_id)
+                elif frame.HasField("pause"):
+                    await stream.send(paused=icpt.CallsPaused(open_calls=1))
+
+        return script
+
+    cluster, gates = listing(), [scripted(answering("a")), scripted(answering("b"))]
+    async with (
+        served(add_gate, gates[0]) as first,
+        served(add_gate, gates[1]) as second,
+        served(add_driver, cluster) as driver,
+    ):
+        cluster.gates = dict.fromkeys((first, second), ops.MEMBER_STATE_UP)
+        target = {"driver": driver, "interception": first}
+        async with connect(target, TOKEN) as ps, ps.intercept(credits=8) as session:
+            await session.offer_tools([HostTool(name="look_up", function=str)])
+            assert await session.pause() == 2
+            taken = []
+            async for call in session.calls():
+                await call.deliver(ANSWER)
+                taken.append(call.call_id)
+                if len(taken) == 2:
+                    break
+    assert sorted(taken) == ["a", "b"]
+    assert [gate.tools for gate in gates] == [[["look_up"]], [["look_up"]]]
+    assert sum(windows) <= 16
+
+
+async def test_a_session_outlasts_a_lost_gate_and_takes_in_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lost one's calls end. The new one has tools and pause before its calls are handed out."""
+    monkeypatch.setattr(module, "GONE_S", 0.0)
+    taken = asyncio.Event()
+    new: list[str] = []
+
+    async def stays(stream: Gate) -> None:
+        await stream.hello()
+        while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+            if frame.HasField("pause"):
+                await stream.send(paused=icpt.CallsPaused())
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("a")
+        await taken.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def joins(stream: Gate) -> None:
+        assert (await stream.hello()).policy_version == 7
+        await stream.calls("early")
+        while (frame := await stream.read()) is not None and not frame.HasField("goodbye"):
+            new.append(frame.WhichOneof("frame") or "")
+            if frame.HasField("results"):
+                await stream.send(paused=icpt.CallsPaused())
+                await stream.calls("late")
+
+    cluster, third = listing(), scripted(joins)
+    async with (
+        served(add_gate, scripted(stays)) as first,
+        served(add_gate, scripted(breaks)) as second,
+        served(add_gate, third) as joining,
+        served(add_driver, cluster) as driver,
+    ):
+        cluster.gates = dict.fromkeys((first, second), ops.MEMBER_STATE_UP)
+        target = {"driver": driver, "interception": first}
+        async with connect(target, TOKEN) as ps, ps.intercept() as session:
+            calls = session.calls()
+            call = await anext(calls)
+            taken.set()
+            cluster.gates[second] = ops.MEMBER_STATE_LOST
+            await call.wait_ended()
+            with pytest.raises(CallEnded):
+                await call.deliver(ANSWER)
+            await session.pause("weights")
+            await session.offer_tools([HostTool(name="look_up", function=str)])
+            session.announce(7)
+            cluster.gates[joining] = ops.MEMBER_STATE_UP
+            assert (await anext(calls)).call_id == "late"
+            await calls.aclose()
+    assert third.tools == [["look_up"]]
+    assert [item for item in new if item in ("pause", "results")] == ["pause", "results"]
