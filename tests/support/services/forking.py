@@ -280,6 +280,9 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], orders: socket
     sys.path[:] = [order["directory"], *further, *sys.path[1:]]
     sys.argv = order["argv"][2:]
     _open_streams()
+    if any(Path(path, "sitecustomize.py").is_file() for path in further):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _copied_above(descriptor: int, least: int) -> int:
