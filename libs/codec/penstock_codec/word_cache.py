@@ -112,7 +112,7 @@ def splits_at_words(tokenizer: Tokenizer) -> bool:
     ]
     # Both the pieces' ends and their content: a piece may look ahead over the cut.
     parts = [part for left, right in sides for part in (f" x{left}", f"{right}y z")]
-    alone = {part: pieces(part) for part in parts}
+    alone = {part: pieces(part) for part in set(parts)}
     if pieces("".join(parts)) != [piece for part in parts for piece in alone[part]]:
         return False
     # A tokenizer that marks the start of a text marks the start of every word.

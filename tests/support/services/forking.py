@@ -45,8 +45,19 @@ _INFERENCE: Final = (
 MODULES: Final[Mapping[str, Sequence[str]]] = {
     "penstock_driver": ("penstock_driver.app",),
     "penstock_interception": ("penstock_interception.app",),
-    # With what it imports where there is a Docker daemon; the other backends' SDKs read the environment.
-    "penstock_sandbox": ("penstock_sandbox.app", "penstock_sandbox.backends.docker.engine.streams", "docker"),
+    # With what it imports where there is a Docker daemon or E2B is chosen. Hugging Face's SDKs read the environment,
+    # what they are built upon does not.
+    "penstock_sandbox": (
+        "penstock_sandbox.app",
+        "penstock_sandbox.backends.docker.engine.streams",
+        "docker",
+        "e2b",
+        "httpcore2",
+        "httpx2",
+        "anyio._backends._asyncio",
+        "filelock",
+        "yaml",
+    ),
     "penstock_inference": _INFERENCE,
     "penstock_inference.replicas.child": _INFERENCE,
     "penstock.cli.main": ("penstock.cli.main",),
@@ -54,6 +65,13 @@ MODULES: Final[Mapping[str, Sequence[str]]] = {
 """What can be started so, and what its warm process imports."""
 _ANEW: Final = "penstock.cli"
 """What a fork imports again: its console asks the environment for its width and colours."""
+_READ_BY_E2B: Final = (
+    "E2B_CONNECTION_RETRIES",
+    "E2B_KEEPALIVE_EXPIRY",
+    "E2B_MAX_CONNECTIONS",
+    "E2B_MAX_KEEPALIVE_CONNECTIONS",
+)
+"""The variables that E2B's SDK reads when it is imported; the others it reads at each use."""
 
 _CLONE_PARENT: Final = 0x8000
 _CLONE_CHILD_CLEARTID: Final = 0x200000
@@ -175,10 +193,14 @@ def _order(named: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_at_start(environment: Mapping[Any, Any]) -> dict[str, str]:
-    """The variables that an interpreter reads when it starts, which a fork does not."""
+    """The variables that an interpreter or an import reads when it starts, which a fork does not."""
     ours = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
     named = {os.fsdecode(key): os.fsdecode(value) for key, value in environment.items()}
-    return {key: value for key, value in named.items() if key.startswith("PYTHON") and key not in ours}
+    return {
+        key: value
+        for key, value in named.items()
+        if (key.startswith("PYTHON") and key not in ours) or key in _READ_BY_E2B
+    }
 
 
 # In the warm process ------------------------------------------------------------------------------------------------
@@ -258,6 +280,9 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], orders: socket
     sys.path[:] = [order["directory"], *further, *sys.path[1:]]
     sys.argv = order["argv"][2:]
     _open_streams()
+    if any(Path(path, "sitecustomize.py").is_file() for path in further):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _copied_above(descriptor: int, least: int) -> int:

@@ -130,9 +130,8 @@ def test_equal_rewards_have_advantages_of_exactly_zero(kind: type[np.floating[An
     places = []
     for size in range(1, 65):
         for hundredths in range(101):
-            group, reward = f"{size} of {hundredths}", cast(float, kind(hundredths / 100))
-            members = [f"{group}, {index}" for index in range(size)]
-            places += [Place(name, group, (replace(row, reward=reward),)) for name in members]
+            group, rows = f"{size} of {hundredths}", (replace(row, reward=cast(float, kind(hundredths / 100))),)
+            places += [Place(f"{group}, {index}", group, rows) for index in range(size)]
             missing = Dropped(f"{group}, dropped", DropReason.FAILED, "")
             places += [Place(missing.rollout_id, group, dropped=missing)] * (size % 2)
     selection = Selection(tuple(places))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from penstock_codec import Codec, TokenizerFiles, tiny_tokenizer
 from penstock_codec.cache import Caches
 from penstock_codec.segments import LONG_BLOCK, SHORTEST, IntArray, Segments
-from penstock_codec.word_cache import MOST_NEW, Words
+from penstock_codec.word_cache import MOST_NEW, Words, splits_at_words
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<tool_call>")
 TEXTS = [
@@ -79,6 +80,14 @@ TOKENIZERS = {
     "metaspace": trained(pre_tokenizers.Metaspace(prepend_scheme="first", split=False), byte_level=False),
 }
 BY_WORD = {"gpt2", "cl100k", "o200k", "qwen", "deepseek"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed_once() -> Iterator[None]:
+    """Whether a tokenizer splits at words is found out for each, not for each of hundreds of examples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock_codec.segments.splits_at_words", functools.cache(splits_at_words))
+        yield
 
 
 class Counted:

@@ -83,3 +83,15 @@ def test_a_refused_start_is_refused_in_a_fork_too(tmp_path: Path) -> None:
     given = {**environment(tmp_path), "PENSTOCK_DRIVER_PORT": "many"}
     refused = subprocess.run(DRIVER, env=given, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and refused.stderr.startswith("penstock-driver: Invalid settings: ")
+
+
+def test_a_fork_is_customized_by_what_its_path_has_for_that(tmp_path: Path) -> None:
+    """A `sitecustomize` on PYTHONPATH runs in it as in any interpreter."""
+    (tmp_path / "sitecustomize.py").write_text("print('customized')\n", encoding="utf-8")
+    given = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "penstock.cli.main", "--version"]
+    forked = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    with forking.genuine():
+        ordinary = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    assert forked.stdout == ordinary.stdout
+    assert forked.stdout.startswith("customized\n")
