@@ -32,12 +32,13 @@ from penstock_driver.domain.records import new_id
 from penstock_driver.environments.throttle import AdaptiveThrottle, Pace
 from penstock_driver.placement.everywhere import AllGates, AllSandboxes
 from penstock_driver.placement.fleet import (
-    GATE_PATIENCE_S,
+    NODE_PATIENCE,
     FleetPlacement,
     GateServices,
     Members,
     NodeServices,
     gate_lost,
+    gate_patience,
     node_lost,
 )
 from penstock_driver.placement.members import PeerAddresses, shown
@@ -256,14 +257,13 @@ async def other_services(
             await followed("sandbox", settings.sandbox_members, sandbox_token),
             node_services,
             node_lost,
-            0.0,
+            NODE_PATIENCE,
         )
         gates = Members[GateServices](
             await followed("interception", settings.interception_members, gate_token),
             gate_services,
             gate_lost,
-            GATE_PATIENCE_S,
-            settings.interception_silence_s,
+            gate_patience(settings.interception_silence_s),
         )
         await nodes.settled(SETTLE_S)
         await gates.settled(SETTLE_S)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from penstock_chassis.membership.peers import Peer, State
+from penstock_chassis.membership.peers import Host, Peer, State
 from penstock_chassis.operations import Trouble
 from penstock_chassis.telemetry.metrics import Read, Reader
 from penstock_driver import metrics
@@ -67,7 +67,7 @@ class Health:
 
 def _lost(kind: str, peer: Peer) -> Trouble:
     where = f"the {kind} service {peer.name} at {peer.member.address}"
-    if peer.is_silent:
+    if peer.host is Host.SILENT:
         return Trouble(
             "MEMBER_LOST",
             f"{where} does not answer, and its host is silent",

@@ -7,7 +7,7 @@ import base64
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -517,7 +517,7 @@ async def test_no_pages_token_travels_in_clear_beyond_this_machine(tmp_path: Pat
     """The services' side of the dashboard too, though it has no token of its own; none of them is spared."""
     (tmp_path / "index.html").write_text("<!doctype html>")
     for service in SERVICES:
-        elsewhere = Endpoints(**{service: "driver.example:7702"}, tls=None)
+        elsewhere = replace(Endpoints(tls=None), **{service: "driver.example:7702"})  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match=r"driver\.example") as caught:
             async with serve(elsewhere, Place(port=0), static=tmp_path):
                 pass

@@ -243,6 +243,6 @@ async def test_an_upload_is_sent_again_twice_where_its_answer_was_forgotten(loss
 def test_a_cut_link_is_seen_within_twenty_seconds_and_no_ping_is_too_early() -> None:
     """A server ends connections whose pings come sooner than it allows, so there is room for a late one before."""
     options = dict(OPTIONS)
-    every_ms, wait_ms = int(options["grpc.keepalive_time_ms"]), int(options["grpc.keepalive_timeout_ms"])
+    every_ms, wait_ms = (int(str(options[f"grpc.keepalive_{name}_ms"])) for name in ("time", "timeout"))
     assert every_ms >= 1.2 * MIN_PING_S * 1000
     assert every_ms + wait_ms <= 20_000

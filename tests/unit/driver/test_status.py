@@ -11,7 +11,7 @@ from tests.unit.driver.conftest import Driver
 
 from penstock_chassis.errors import Unavailable
 from penstock_chassis.membership.members import Member
-from penstock_chassis.membership.peers import Peer, State
+from penstock_chassis.membership.peers import Host, Peer, State
 from penstock_driver import metrics
 from penstock_driver.placement.placement import OnePlace
 from penstock_driver.status import Health
@@ -31,7 +31,12 @@ class Members:
 
 async def test_each_lost_host_is_named(driver: Driver) -> None:
     lost, restarting, up = (
-        Peer(Member(name, f"host-{name}:7701"), cast(Any, None), state=state, is_silent=name == "n0")
+        Peer(
+            Member(name, f"host-{name}:7701"),
+            cast(Any, None),
+            state=state,
+            host=Host.SILENT if name == "n0" else Host.REFUSING,
+        )
         for name, state in (("n0", State.LOST), ("n1", State.LOST), ("n2", State.DRAINING))
     )
     look = Health(driver.manager, driver.opened.parts.terminals, cast(Any, Members((lost, restarting, up))))

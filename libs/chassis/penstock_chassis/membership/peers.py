@@ -48,6 +48,17 @@ class State(Enum):
     """It does not answer."""
 
 
+class Host(Enum):
+    """What is at the address of a lost peer."""
+
+    SILENT = auto()
+    """Nothing answers: the host is gone, or the way to it."""
+    REFUSING = auto()
+    """The host answers, and no process listens: it may restart."""
+    ACCEPTING = auto()
+    """A process listens: it may only be slow."""
+
+
 @dataclass(eq=False, slots=True)
 class Peer:
     """One service. `loss` is set while it is lost, and for ever once it is removed."""
@@ -57,8 +68,8 @@ class Peer:
     own_name: str = ""
     """Its name by its own account (its `name` setting), which its ids have; empty until it has answered."""
     state: State = State.NEW
-    is_silent: bool = False
-    """Whether the host of a lost peer does not answer either. One that does may have a process that restarts."""
+    host: Host = Host.REFUSING
+    """What was found at its address, while it is lost."""
     loss: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -154,15 +165,15 @@ class Peers:
                 named = named and peer.state is not State.LOST
                 if misses >= MISSES or (misses and peer.state is State.NEW):
                     if began >= tried_at:
-                        silent = await _is_silent(peer.member.address)
+                        host = await _found(peer.member.address)
                         tried_at = began + silence.next()
-                        if silent is not peer.is_silent:
-                            peer.is_silent = silent
+                        if host is not peer.host:
+                            peer.host = host
                             self.changed.notify()
                     self._set(peer, State.LOST)
                 elif found is not State.LOST and (peer.state is not State.LOST or returns >= RETURNS):
                     silence.reset()
-                    tried_at, peer.is_silent = 0.0, False
+                    tried_at, peer.host = 0.0, Host.REFUSING
                     self._set(peer, found)
                 took = asyncio.get_running_loop().time() - began
                 await asyncio.sleep(max(0.0, PROBE_EVERY_S - took))
@@ -227,18 +238,17 @@ async def _probed(stub: Any) -> State:
     return State.SERVING if serves else State.DRAINING
 
 
-async def _is_silent(address: str) -> bool:
-    """Whether nothing at an address answers, not even by refusing a connection."""
+async def _found(address: str) -> Host:
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
-        return False
+        return Host.REFUSING
     except OSError:  # TimeoutError too
-        return True
+        return Host.SILENT
     writer.close()
-    return False
+    return Host.ACCEPTING
 
 
 @asynccontextmanager

@@ -59,8 +59,8 @@ class Cleanups:
     async def release(self, holder_id: str, then: Then = nothing) -> bool:
         """Release everything a holder has; False if that fails for a minute, or the driver stops.
 
-        A stopping driver still tries once. What a lost peer has waits for that peer, which returns False at once. A disk that refuses to record the release may stay full for long: that
-        returns False at once.
+        A stopping driver still tries once. False at once, too, for what a lost peer has, which waits for that peer, and
+        for a disk that refuses to record the release, which may stay full for long.
         """
 
         async def once() -> bool:

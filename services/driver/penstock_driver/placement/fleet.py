@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from penstock_chassis.errors import PenstockError, Unavailable
-from penstock_chassis.membership.peers import Peer, PeerLost, Peers, State, until_lost
+from penstock_chassis.membership.peers import Host, Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Load, Sandboxes
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, RolloutFailed, RolloutSpec
 from penstock_driver.environments.forks import ThrottledForks
@@ -23,14 +23,20 @@ from penstock_driver.placement.services import RunnerServices
 
 PLACE_S: Final = 30.0
 """How long an attempt waits for a sandbox service and a gate that can take it."""
-GATE_PATIENCE_S: Final = 30.0
-"""How long a gate may be away on a host that answers: one that restarts keeps its calls."""
+PATIENCE_S: Final = 30.0
+"""How long a service may not answer that still accepts connections, and a gate that restarts, which keeps its calls."""
+NODE_PATIENCE: Final = {Host.SILENT: 0.0, Host.REFUSING: 0.0, Host.ACCEPTING: PATIENCE_S}
 RELEASE_S: Final = 30.0
 
 S = TypeVar("S")
 T = TypeVar("T")
 AskLoad: TypeAlias = Callable[[float], Awaitable[Load | None]]
 """Asks a service for its load, with a deadline in seconds."""
+
+
+def gate_patience(silence_s: float) -> Mapping[Host, float]:
+    """The patience with a gate, with one on a silent host for `silence_s`."""
+    return {Host.SILENT: silence_s, Host.REFUSING: PATIENCE_S, Host.ACCEPTING: PATIENCE_S}
 
 
 def never() -> bool:
@@ -94,8 +100,7 @@ class Members(Generic[S]):
         peers: who they are, and whether they answer.
         open_services: makes the clients of a member.
         failure: of the attempts at a member that is lost.
-        patience_s: how long a member whose host answers may be away before its attempts end: its process may restart.
-        silence_s: the same for a member whose host does not answer either.
+        patience_s: how long a member may be away before its attempts end, by what is found at its address.
     """
 
     def __init__(
@@ -103,15 +108,13 @@ class Members(Generic[S]):
         peers: Peers,
         open_services: Callable[[Peer], S],
         failure: Callable[[str], Failure],
-        patience_s: float,
-        silence_s: float = 0.0,
+        patience_s: Mapping[Host, float],
     ) -> None:
         self.changed = peers.changed
         self._peers = peers
         self._open = open_services
         self._failure = failure
         self._patience_s = patience_s
-        self._silence_s = silence_s
         self._members: dict[Peer, Member[S]] = {}
 
     async def settled(self, timeout_s: float) -> None:
@@ -162,7 +165,7 @@ class Members(Generic[S]):
         self._stop_waiting(member)
         if member.lost_at is None:
             member.lost_at = loop.time()
-        patience_s = self._silence_s if member.peer.is_silent else self._patience_s
+        patience_s = self._patience_s[member.peer.host]
         if loop.time() >= member.lost_at + patience_s:
             self._end(member)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -16,7 +17,7 @@ from penstock_chassis.channel import connect
 from penstock_chassis.health import Health
 from penstock_chassis.membership import peers as module
 from penstock_chassis.membership.members import Member
-from penstock_chassis.membership.peers import PeerLost, Peers, State, following, until_lost
+from penstock_chassis.membership.peers import Host, PeerLost, Peers, State, following, until_lost
 
 
 class Members:
@@ -103,7 +104,7 @@ async def test_a_peer_serves_drains_is_lost_and_comes_back() -> None:
             assert not peer.is_lost, "a draining peer answers"
             work = asyncio.ensure_future(until_lost(peer, asyncio.Event().wait()))
         assert await until(peers, "n0", State.LOST) is peer
-        assert not peer.is_silent, "its host refuses connections"
+        assert peer.host is Host.REFUSING
         with pytest.raises(PeerLost):
             await work
         async with served("n0", int(address.rpartition(":")[2])):
@@ -171,13 +172,21 @@ async def test_a_list_of_members_that_breaks_is_seen() -> None:
     assert caught.group_contains(RuntimeError, match="a defect")
 
 
+async def test_a_peer_that_listens_and_does_not_answer_is_known_to_accept() -> None:
+    """It may only be slow."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        async with following("sandbox", Members(Member("n0", address)), lambda one: connect(one.address)) as peers:
+            assert (await until(peers, "n0", State.LOST)).host is Host.ACCEPTING
+
+
 async def test_the_host_of_a_lost_peer_is_tried_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
-    async def silent(_address: str) -> bool:
+    async def silent(_address: str) -> Host:
         nonlocal tries
         tries += 1
-        return True
+        return Host.SILENT
 
     probes = asyncio.Semaphore(0)
 
@@ -185,12 +194,12 @@ async def test_the_host_of_a_lost_peer_is_tried_less_and_less(monkeypatch: pytes
         probes.release()
         return State.LOST
 
-    monkeypatch.setattr(module, "_is_silent", silent)
+    monkeypatch.setattr(module, "_found", silent)
     monkeypatch.setattr(module, "_probed", probed)
     monkeypatch.setattr(module, "SILENCE_DELAYS", Delays(3600.0, 3600.0))
     async with following("sandbox", Members(Member("n0", "127.0.0.1:1")), lambda one: connect(one.address)) as peers:
         peer = await until(peers, "n0", State.LOST)
         for _ in range(10):
             await probes.acquire()
-    assert peer.is_silent
+    assert peer.host is Host.SILENT
     assert tries == 1

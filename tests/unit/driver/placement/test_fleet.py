@@ -18,12 +18,20 @@ from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.errors import Unsupported
 from penstock_chassis.membership.members import Member
-from penstock_chassis.membership.peers import Peer, Peers, State
+from penstock_chassis.membership.peers import Host, Peer, Peers, State
 from penstock_driver.app import runner_services
 from penstock_driver.domain.ports import Load, SandboxTerms
 from penstock_driver.domain.rollout import Failure, RolloutFailed
 from penstock_driver.placement import fleet as module
-from penstock_driver.placement.fleet import FleetPlacement, GateServices, Members, NodeServices, gate_lost, node_lost
+from penstock_driver.placement.fleet import (
+    NODE_PATIENCE,
+    FleetPlacement,
+    GateServices,
+    Members,
+    NodeServices,
+    gate_lost,
+    node_lost,
+)
 from penstock_driver.placement.placement import Avoid
 from penstock_driver.settings import DriverSettings
 
@@ -41,9 +49,9 @@ class Known:
             self.peers[name] = Peer(Member(name, f"{name}:1"), cast(Any, None), own_name=name, state=State.SERVING)
         self.changed.notify()
 
-    def lose(self, name: str, *, silent: bool = True) -> None:
+    def lose(self, name: str, host: Host = Host.SILENT) -> None:
         peer = self.peers[name]
-        peer.state, peer.is_silent = State.LOST, silent
+        peer.state, peer.host = State.LOST, host
         peer.loss.set()
         self.changed.notify()
 
@@ -113,7 +121,7 @@ async def opened(folder: Path, patience_s: float = 60.0, silence_s: float = 0.0)
                 cast(Peers, nodes),
                 lambda peer: NodeServices.of(sandboxes[peer.name], peer, lambda _: ask(peer.name)),
                 node_lost,
-                0.0,
+                NODE_PATIENCE,
             ),
             Members(
                 cast(Peers, gates),
@@ -121,8 +129,7 @@ async def opened(folder: Path, patience_s: float = 60.0, silence_s: float = 0.0)
                     listening[peer.name], lambda: peer.is_lost, ask_load=lambda _: ask(peer.name)
                 ),
                 gate_lost,
-                patience_s,
-                silence_s,
+                {Host.SILENT: silence_s, Host.REFUSING: patience_s, Host.ACCEPTING: patience_s},
             ),
             lambda node, gate: runner_services(node, gate, settings),
         )
@@ -150,13 +157,13 @@ def spec(key: str = "k", memory_bytes: int | None = None, **budgets: int) -> Any
     return Spec(key, terms, SimpleNamespace(sha256="a"), SandboxTerms(memory_bytes=memory_bytes))
 
 
-async def lost_once(world: World, known: Known, name: str, *, silent: bool) -> Failure:
+async def lost_once(world: World, known: Known, name: str, host: Host) -> Failure:
     """The failure of an attempt at a place, when one of its services is lost."""
     place = await world.placement.place(spec(), Avoid())
     reported: asyncio.Queue[Failure] = asyncio.Queue()
     assert name in (place.node, place.gate)
     with world.placement.occupied(place, reported.put_nowait):
-        known.lose(name, silent=silent)
+        known.lose(name, host)
         failure = await reported.get()
         known.changed.notify()
         await asyncio.sleep(0)
@@ -166,7 +173,7 @@ async def lost_once(world: World, known: Known, name: str, *, silent: bool) -> F
 
 async def test_an_attempt_ends_when_its_sandbox_service_is_lost(world: World) -> None:
     place = await world.placement.place(spec(), Avoid())
-    failure = await lost_once(world, world.nodes, place.node, silent=False)
+    failure = await lost_once(world, world.nodes, place.node, Host.REFUSING)
     assert (failure.reason, failure.retriable) == ("NODE_LOST", True)
     assert place.services.is_node_lost()
     again = await world.placement.place(spec(), Avoid({place.node}, {place.gate}))
@@ -174,9 +181,25 @@ async def test_an_attempt_ends_when_its_sandbox_service_is_lost(world: World) ->
     assert again.gate != place.gate
 
 
+async def test_a_sandbox_service_that_is_only_slow_keeps_its_attempts_and_gets_no_new_one(world: World) -> None:
+    place = await world.placement.place(spec(), Avoid())
+    losses: list[Failure] = []
+    with world.placement.occupied(place, losses.append):
+        world.nodes.lose(place.node, Host.ACCEPTING)
+        await asyncio.sleep(0)
+        assert (await world.placement.place(spec(), Avoid())).node != place.node
+        world.nodes.find(place.node)
+        await asyncio.sleep(0)
+        assert not losses
+        world.nodes.lose(place.node, Host.ACCEPTING)
+        world.nodes.lose(place.node, Host.REFUSING)
+        await asyncio.sleep(0)
+        assert [failure.reason for failure in losses] == ["NODE_LOST"], "its process is gone"
+
+
 async def test_an_attempt_ends_when_its_gates_host_is_silent(world: World) -> None:
     place = await world.placement.place(spec(), Avoid())
-    failure = await lost_once(world, world.gates, place.gate, silent=True)
+    failure = await lost_once(world, world.gates, place.gate, Host.SILENT)
     assert (failure.reason, failure.retriable) == ("GATE_LOST", True)
 
 
@@ -185,7 +208,7 @@ async def test_a_gate_that_restarts_in_time_ends_no_attempt(tmp_path: Path) -> N
         place = await world.placement.place(spec(), Avoid())
         losses: list[Failure] = []
         with world.placement.occupied(place, losses.append):
-            world.gates.lose(place.gate, silent=False)
+            world.gates.lose(place.gate, Host.REFUSING)
             await asyncio.sleep(0)
             world.gates.find(place.gate)
             await asyncio.sleep(0)
@@ -195,7 +218,7 @@ async def test_a_gate_that_restarts_in_time_ends_no_attempt(tmp_path: Path) -> N
 async def test_a_gate_that_stays_away_ends_its_attempts(tmp_path: Path) -> None:
     async with opened(tmp_path, patience_s=0.0) as world:
         place = await world.placement.place(spec(), Avoid())
-        assert (await lost_once(world, world.gates, place.gate, silent=False)).reason == "GATE_LOST"
+        assert (await lost_once(world, world.gates, place.gate, Host.REFUSING)).reason == "GATE_LOST"
 
 
 async def test_a_silent_gate_that_returns_in_time_ends_no_attempt(tmp_path: Path) -> None:
@@ -203,7 +226,7 @@ async def test_a_silent_gate_that_returns_in_time_ends_no_attempt(tmp_path: Path
         place = await world.placement.place(spec(), Avoid())
         losses: list[Failure] = []
         with world.placement.occupied(place, losses.append):
-            world.gates.lose(place.gate, silent=True)
+            world.gates.lose(place.gate, Host.SILENT)
             await asyncio.sleep(0)
             world.gates.find(place.gate)
             await asyncio.sleep(0)
@@ -215,10 +238,10 @@ async def test_a_host_that_answers_without_its_gate_ends_the_patience_with_silen
         place = await world.placement.place(spec(), Avoid())
         reported: asyncio.Queue[Failure] = asyncio.Queue()
         with world.placement.occupied(place, reported.put_nowait):
-            world.gates.lose(place.gate, silent=True)
+            world.gates.lose(place.gate, Host.SILENT)
             await asyncio.sleep(0)
             assert reported.empty()
-            world.gates.lose(place.gate, silent=False)
+            world.gates.lose(place.gate, Host.REFUSING)
             assert (await reported.get()).reason == "GATE_LOST"
 
 

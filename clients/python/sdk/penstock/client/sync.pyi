@@ -14,7 +14,7 @@ from penstock.client.inference.engine_info import EngineInfo, EngineStats
 from penstock.client.inference.weights import Adapter, PauseMode, WeightUpdate
 from penstock.client.intercept.host_tools import HostTool
 from penstock.client.intercept.session import Selector
-from penstock.client.operations import LeftSandbox, Member, ServerInfo, ServiceStatus
+from penstock.client.operations import DrainState, LeftSandbox, Member, ServerInfo, ServiceStatus
 from penstock.client.rollouts.client import RolloutOptions
 from penstock.client.tasks.spec import (
     AgentChoice,
@@ -50,6 +50,7 @@ from penstock.client.types.sandboxes import (
     Backend,
     Diff,
     FileInfo,
+    NodeStatus,
     RunResult,
     Sandbox,
     SandboxesUsage,
@@ -567,6 +568,8 @@ class SandboxesClient:
             InvalidArgument: there is no label.
             Unavailable: `DELETE_PENDING`, the service goes on deleting one; the others are deleted.
         """
+    def node_status(self) -> NodeStatus:
+        """Returns how much runs at the service, how much more it admits, and what it has prepared. Operators only."""
     def backends(self) -> Sequence[Backend]:
         """Returns the capabilities of the service's backends on its machine."""
 
@@ -879,6 +882,25 @@ class OperationsClient:
 
         Raises:
             Unsupported: a service that is older than this RPC.
+            KeyError: there is no such service here.
+        """
+    def drain(self, service: ServiceName, *, wait: bool = False, timeout: float | None = None) -> DrainState:
+        """Makes a service take no new work; what runs there goes on. Needs an operator's token.
+
+        Args:
+            service: its name.
+            wait: whether to wait until nothing runs there.
+            timeout: seconds to wait at most; None = a minute. After it the state so far is returned.
+
+        Raises:
+            Unsupported: a service that is older than this RPC.
+            KeyError: there is no such service here.
+        """
+    def undrain(self, service: ServiceName) -> None:
+        """Makes a service take new work again. Needs an operator's token.
+
+        Raises:
+            Unavailable: DRAINING: the service is stopping.
             KeyError: there is no such service here.
         """
     def members(self, service: ServiceName) -> list[Member]:
