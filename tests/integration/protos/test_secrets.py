@@ -63,7 +63,9 @@ NO_CREDENTIALS: Final = {
         "RolloutToken.token_id", "RevokeTokensRequest.token_ids", "token_terms", "GateRollout.tokens",
         "RevokeTokensResponse.tokens", "token_expire_time",
     },
-    "a name in a file, or of a snapshot's content": {"McpConfig.key", "Snapshot.key"},
+    "a name in a file, or of a snapshot's content": {
+        "McpConfig.key", "Snapshot.key", "GetNodeStatusResponse.snapshot_keys",
+    },
     "names of headers": {"session_headers", "Route.header"},
     "an environment that is shown: secrets go into secret_env": {
         "AgentSpec.env", "AgentSpec.skip_permissions_env", "Task.env", "Stdio.env", "Command.env", "SandboxSpec.env",
