@@ -85,6 +85,8 @@ class Attempt:
         """The fork to grade in, from its request until it has the agent's changes. There may be two sandboxes then."""
         self._deleting: asyncio.Task[None] | None = None
         """The deletion of the agent's sandbox, which a fork replaces."""
+        self._releasing: list[tuple[str, asyncio.Task[None]]] = []
+        """The clean-up's requests, with what they release."""
         self._gate_asked = False
         """Whether the gate may have a rollout. No fork is requested before that, so without it there is no sandbox."""
         self._gate_closing: GateClosing | None = None
@@ -334,6 +336,7 @@ class Attempt:
             self._deleting = asyncio.ensure_future(
                 self._try_release("sandbox", self._sandboxes.delete(sandbox.sandbox_id))
             )
+            self._releasing.append(("sandbox", self._deleting))
             self._sandbox = fork = await forking
             await grader.put(fork)
             self._forking = None
@@ -385,27 +388,38 @@ class Attempt:
             except asyncio.CancelledError:
                 if work.cancelled():
                     break
+                self._abandon_lost()
+
+    def _abandon_lost(self) -> None:
+        """Stop waiting for what a lost place still has: it is released when that is back, or gone."""
+        is_lost = {"sandbox": self._services.is_node_lost(), "gate": self._services.is_gate_lost()}
+        for what, task in self._releasing:
+            if is_lost[what] and not task.done():
+                task.cancel()
+                self._cleanup_pending = True
 
     async def _release(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             if self._services.is_node_lost():
                 self._cleanup_pending |= self._gate_asked
             elif self._sandbox and self._forking is None:
-                tasks.create_task(self._try_release("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id)))
+                deletion = self._try_release("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id))
+                self._releasing.append(("sandbox", tasks.create_task(deletion)))
             elif self._gate_asked:
                 # There may be two, and a fork whose response was lost may have created one: all carry these labels.
-                tasks.create_task(self._try_release("sandbox", self._sandboxes.delete_labelled(self._attempt.labels)))
+                deletion = self._try_release("sandbox", self._sandboxes.delete_labelled(self._attempt.labels))
+                self._releasing.append(("sandbox", tasks.create_task(deletion)))
             if self._services.is_gate_lost():
                 self._cleanup_pending |= self._gate_asked
             elif self._gate_asked and self._gate_closing is None:
                 closing = patiently(
                     lambda: self._gate.close(self._id, "ROLLOUT_ENDED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S
                 )
-                tasks.create_task(self._try_release("gate", closing))
+                self._releasing.append(("gate", tasks.create_task(self._try_release("gate", closing))))
             if self._deleting and self._services.is_node_lost():
                 self._deleting.cancel()
             elif self._deleting:
-                await self._deleting
+                await asyncio.wait([self._deleting])
         if self._grader:
             self._grader.close()
         self._work.close()

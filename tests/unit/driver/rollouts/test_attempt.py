@@ -28,9 +28,10 @@ from penstock_chassis.errors import (
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.agents.specs import Artifact, Toolbox
 from penstock_driver.domain.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
-from penstock_driver.domain.rollout import Limits, Verifier
+from penstock_driver.domain.rollout import Cause, Component, Failure, Limits, Phase, Verifier
 from penstock_driver.environments.prepare import Environments
 from penstock_driver.grading import grader
+from penstock_driver.placement.placement import OnePlace
 from penstock_driver.rollouts.preflight import check_backend
 from penstock_driver.wire.specs import rollout_spec
 from penstock_driver.wire.to_proto import rollout_to_proto
@@ -215,6 +216,36 @@ async def test_a_lost_sandbox_is_infrastructure_and_is_not_graded(driver: Driver
     outcome = await driver.outcome(record)
     assert failure(outcome) == ("INFRASTRUCTURE", "SANDBOX_LOST")
     assert not outcome.HasField("reward")
+
+
+@pytest.mark.requirement("R117")
+async def test_a_clean_up_does_not_wait_for_a_gate_that_is_lost_meanwhile(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits a minute for one that is not known to be lost. The release stays owed."""
+    lost, closing = False, asyncio.Event()
+    driver.manager._placement = OnePlace(
+        replace(driver.manager._placement._place.services, is_gate_lost=lambda: lost)  # type: ignore[attr-defined]
+    )
+
+    close_at_once = driver.gate.close
+
+    async def close(rollout_id: str, reason: str) -> GateClosing:
+        if not closing.is_set():  # the clean-up after the attempt; the one that is owed has an answer
+            closing.set()
+            await asyncio.Event().wait()
+        return await close_at_once(rollout_id, reason)
+
+    monkeypatch.setattr(driver.gate, "close", close)
+    driver.sandboxes.fail["fork"] = [FailedPrecondition("no", reason="SANDBOX_LOST")]
+    record = await driver.start(driver.spec())
+    await closing.wait()
+    lost = True
+    driver.manager._live[record.rollout_id]._end_attempt(
+        Failure(Cause.INFRASTRUCTURE, "GATE_LOST", "it is lost", True, Phase.QUEUED, component=Component.GATE)
+    )
+    assert failure(await driver.outcome(record)) == ("INFRASTRUCTURE", "SANDBOX_LOST")
+    await eventually_async(driver.owes_nothing, "the gate's release is made up for")
 
 
 @pytest.mark.requirement("R93")
