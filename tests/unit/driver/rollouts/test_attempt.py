@@ -218,7 +218,7 @@ async def test_a_lost_sandbox_is_infrastructure_and_is_not_graded(driver: Driver
     assert not outcome.HasField("reward")
 
 
-@pytest.mark.requirement("R117")
+@pytest.mark.requirement("R49")
 async def test_a_clean_up_does_not_wait_for_a_gate_that_is_lost_meanwhile(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

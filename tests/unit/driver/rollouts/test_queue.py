@@ -48,7 +48,7 @@ async def test_a_namespace_that_comes_late_has_the_next_slots(driver: Driver) ->
     assert all(end.reward.value == 1.0 for end in ends)
 
 
-@pytest.mark.requirement("R123", "R126")
+@pytest.mark.requirement("R123")
 async def test_a_waiting_rollout_has_no_task_and_no_place(driver: Driver) -> None:
     """Its phase is QUEUED, and its end needs none either."""
     held_back(driver)
