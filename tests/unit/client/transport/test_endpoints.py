@@ -1,11 +1,12 @@
 """Where the services are found, and whom a token is sent to."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.client import ConfigurationError, Endpoints, Tls, connect
+from penstock.client import ConfigurationError, Endpoints, Penstock, Tls, connect
 from penstock.client.transport.endpoints import connection_file, read_connection, resolve, write_connection
 
 
@@ -141,3 +142,36 @@ def test_caller_without_a_token_is_pointed_to_the_state_directory() -> None:
     """`penstock up --state-dir DIR` writes its file there, where no command looks by itself."""
     advice = resolve().token_advice
     assert "--state-dir" in advice and f"The default is {connection_file()}, which does not exist" in advice
+
+
+@pytest.mark.parametrize(
+    ("absent", "clients"),
+    [
+        ("sandbox", {"sandboxes", "toolboxes"}),
+        ("driver", {"rollouts", "groups", "agents", "terminals"}),
+        ("interception", {"gate"}),
+    ],
+)
+async def test_a_connection_without_a_service_has_the_other_clients(absent: str, clients: set[str]) -> None:
+    """What needs the service says so; what does not works."""
+    everything = {"sandboxes", "toolboxes", "rollouts", "groups", "agents", "terminals", "gate", "operations"}
+    async with Penstock(replace(Endpoints(), **{absent: ""})) as ps:  # type: ignore[arg-type]
+        assert {name for name in everything if hasattr_of(ps, name)} == everything - clients
+        for name in clients:
+            with pytest.raises(ConfigurationError, match=f"no {absent} service") as caught:
+                getattr(ps, name)
+            assert caught.value.reason == "NO_SERVICE"
+        if absent == "interception":
+            with pytest.raises(ConfigurationError):
+                ps.intercept()
+        with pytest.raises(AttributeError):
+            ps.rolouts  # type: ignore[attr-defined]  # noqa: B018
+
+
+def hasattr_of(ps: Penstock, name: str) -> bool:
+    """Whether a connection has a client."""
+    try:
+        getattr(ps, name)
+    except ConfigurationError:
+        return False
+    return True

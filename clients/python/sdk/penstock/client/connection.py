@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from penstock.client.agents import AgentsClient
 from penstock.client.errors import ConfigurationError
@@ -17,8 +17,19 @@ from penstock.client.sandboxes.client import SandboxesClient
 from penstock.client.sandboxes.toolboxes import ToolboxesClient
 from penstock.client.terminals import TerminalsClient
 from penstock.client.transport.cluster import Cluster, Member
-from penstock.client.transport.endpoints import SERVICES, Endpoints, Target, Tls, resolve
+from penstock.client.transport.endpoints import SERVICES, Endpoints, ServiceName, Target, Tls, resolve
 from penstock.client.transport.rpc import Service
+
+_CLIENT_OF: Final[Mapping[str, ServiceName]] = {
+    "rollouts": "driver",
+    "groups": "driver",
+    "agents": "driver",
+    "terminals": "driver",
+    "sandboxes": "sandbox",
+    "toolboxes": "sandbox",
+    "gate": "interception",
+}
+"""The service of each client that a connection may lack."""
 
 
 class Penstock:
@@ -57,18 +68,29 @@ class Penstock:
             self._services[name] = service
         if "inference" in self._services:
             self._inference = InferenceClient(self._services["inference"])
-        self.sandboxes = SandboxesClient(self._services["sandbox"], self.endpoints)
-        self.gate = GateClient(self._services["interception"])
-        self.toolboxes = ToolboxesClient(self._services["sandbox"])
         self.operations = OperationsClient(self._services)
         self._cluster = Cluster(self.endpoints, self._services)
         self._stack.push_async_callback(self._cluster.close)
-        self.agents = AgentsClient(self._services["driver"], self._cluster)
-        self.terminals = TerminalsClient(self._services["driver"])
-        drivers = Drivers(self._cluster, self._intercept)
-        self.rollouts = RolloutsClient(drivers)
-        self.groups = GroupsClient(drivers)
+        if sandbox := self._services.get("sandbox"):
+            self.sandboxes = SandboxesClient(sandbox, self.endpoints)
+            self.toolboxes = ToolboxesClient(sandbox)
+        if gate := self._services.get("interception"):
+            self.gate = GateClient(gate)
+        if driver := self._services.get("driver"):
+            self.agents = AgentsClient(driver, self._cluster)
+            self.terminals = TerminalsClient(driver)
+            drivers = Drivers(self._cluster, self._intercept)
+            self.rollouts = RolloutsClient(drivers)
+            self.groups = GroupsClient(drivers)
         return self
+
+    if not TYPE_CHECKING:  # for a type checker it would give every misspelt attribute a type
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises ConfigurationError `NO_SERVICE` for the client of a service that has no address here."""
+            if (service := _CLIENT_OF.get(name)) is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise _no_service(service)
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
@@ -125,9 +147,11 @@ class Penstock:
             selector = Selector(run_id=run_id, group_id=group_id, rollout_ids=rollout_ids, labels=labels or {})
         elif run_id or group_id or rollout_ids or labels:
             raise ConfigurationError("Set a selector or its parts, not both", reason="SELECTOR")
+        if (gate := self._services.get("interception")) is None:
+            raise _no_service("interception")
         return InterceptSession(
             self._cluster,
-            Member("", self._services["interception"]),
+            Member("", gate),
             selector,
             SessionOptions(
                 credits=credits,
@@ -142,6 +166,14 @@ class Penstock:
 
     def _intercept(self, selector: Selector, *, credits: int, policy_version: int | None) -> InterceptSession:
         return self.intercept(selector, credits=credits, policy_version=policy_version)
+
+
+def _no_service(service: ServiceName) -> ConfigurationError:
+    return ConfigurationError(
+        f"This connection has no {service} service: give its address (PENSTOCK_{service.upper()}_ADDRESS, or {service} "
+        "of the target), and use the connection inside `async with`",
+        reason="NO_SERVICE",
+    )
 
 
 def connect(
