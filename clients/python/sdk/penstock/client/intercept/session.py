@@ -19,7 +19,9 @@ from penstock.client.errors import (
     Internal,
     InvalidArgument,
     PenstockError,
+    PermissionDenied,
     SessionLost,
+    Unauthenticated,
     Unavailable,
 )
 from penstock.client.intercept.calls import ModelCall
@@ -41,6 +43,8 @@ GONE_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
 """How often the driver is asked for the gates while one is away. Else as often as its answer is not fresh any more."""
 _PAUSE_S: Final = 600.0
+_NOT_ASKED: Final = (Unavailable, DeadlineExceeded, Unauthenticated, PermissionDenied)
+"""Errors of a driver that cannot be asked for the gates. A token that it refuses may be valid at the given gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +276,7 @@ class InterceptSession:
             members = await self._cluster.members(
                 "interception", patient=False, age_s=LOOK_AGAIN_S if is_away else FRESH_S
             )
-        except (Unavailable, DeadlineExceeded) as error:
+        except _NOT_ASKED as error:
             if self._gates:
                 return
             _log.warning("the gates are not known yet, only the given one is used: %s", error)
