@@ -93,9 +93,14 @@ class RolloutRunner:
 
     def _end_attempt(self, failure: Failure) -> None:
         if self._attempt.failure is None:
+            self._lose_place(failure)
+
+    def _lose_place(self, failure: Failure) -> None:
+        """End the attempt. The clean-up of one that ends already stops waiting for what is lost."""
+        if self._attempt.failure is None:
             self._attempt.failure = failure
-            if self._task is not None:
-                self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def result(self) -> RolloutResult:
         """Wait for the end, and return how the rollout ended."""
@@ -143,10 +148,11 @@ class RolloutRunner:
         self._attempt, task = Cancellation(), asyncio.current_task()
         assert task is not None
         spec = AttemptSpec(self.recorder.record, self.spec, self.recorder.progress.attempt, self._labels, is_moved)
-        with self._placement.occupied(place, self._end_attempt):
+        with self._placement.occupied(place, self._lose_place):
             result = await Attempt(spec, place.services, self.recorder, self._attempt).run()
         if self._attempt.failure is not self._cancellation.failure:
-            task.uncancel()  # the loss ended this attempt alone
+            while task.cancelling():  # losses end this attempt alone
+                task.uncancel()
         return result
 
 

@@ -219,10 +219,11 @@ async def test_a_lost_sandbox_is_infrastructure_and_is_not_graded(driver: Driver
 
 
 @pytest.mark.requirement("R49")
+@pytest.mark.parametrize("first", [None, "NODE_LOST"], ids=["ended by itself", "ended by another loss"])
 async def test_a_clean_up_does_not_wait_for_a_gate_that_is_lost_meanwhile(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, first: str | None
 ) -> None:
-    """It waits a minute for one that is not known to be lost. The release stays owed."""
+    """It waits a minute for one that is not known to be lost. The release stays owed, and what comes next runs."""
     lost, closing = False, asyncio.Event()
     driver.manager._placement = OnePlace(
         replace(driver.manager._placement._place.services, is_gate_lost=lambda: lost)  # type: ignore[attr-defined]
@@ -237,15 +238,29 @@ async def test_a_clean_up_does_not_wait_for_a_gate_that_is_lost_meanwhile(
         return await close_at_once(rollout_id, reason)
 
     monkeypatch.setattr(driver.gate, "close", close)
-    driver.sandboxes.fail["fork"] = [FailedPrecondition("no", reason="SANDBOX_LOST")]
-    record = await driver.start(driver.spec())
+    if first:
+        driver.sandboxes.holds["fork"] = asyncio.Event()
+    else:
+        driver.sandboxes.fail["fork"] = [FailedPrecondition("no", reason="SANDBOX_LOST")]
+    record = await driver.start(replace(driver.spec(), max_attempts=2))
+    runner = driver.manager._live[record.rollout_id]
+    if first:
+        await driver.sandboxes.holds["fork"].wait()
+        del driver.sandboxes.holds["fork"]
+        runner._lose_place(lost_place(first))
     await closing.wait()
     lost = True
-    driver.manager._live[record.rollout_id]._end_attempt(
-        Failure(Cause.INFRASTRUCTURE, "GATE_LOST", "it is lost", True, Phase.QUEUED, component=Component.GATE)
-    )
-    assert failure(await driver.outcome(record)) == ("INFRASTRUCTURE", "SANDBOX_LOST")
+    runner._lose_place(lost_place("GATE_LOST"))
+    outcome = await driver.outcome(record)
+    assert not outcome.HasField("failure") and outcome.reward.value == 1.0
+    again = [item for item in await driver.events(record.rollout_id) if item.HasField("attempt_failed")]
+    assert [item.attempt_failed.failure.reason for item in again] == [first or "SANDBOX_LOST"]
     await eventually_async(driver.owes_nothing, "the gate's release is made up for")
+
+
+def lost_place(reason: str) -> Failure:
+    """Of an attempt whose place was lost."""
+    return Failure(Cause.INFRASTRUCTURE, reason, "it is lost", True, Phase.QUEUED, component=Component.GATE)
 
 
 @pytest.mark.requirement("R93")
