@@ -7,9 +7,12 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 SEED ?= 1
 EXTRAS ?= docker,node
+DRIVER_EXTRAS ?= s3
 # Processes that share the tests between them, each with services and engines of its own; what shares some stays in one.
 # Twice as many as processors: more than half of a test's time goes by in waiting for what it started.
 JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 4 : cores > 4 ? 8 : 2 * cores)))
+# Tests of units that need nothing but $(VENV): continuous integration runs them while it installs the rest.
+UNITS := tests/conformance/fidelity $(filter-out %/deploy %/docs %/toolchains %/launchers,$(filter-out %.py %/__pycache__,$(wildcard tests/unit/*)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,13 +35,14 @@ WEB_SOURCES := $(shell find clients/web/src clients/web/public clients/typescrip
 PAGE := clients/python/sdk/penstock/dashboard/static/index.html
 GO_STAMP := clients/go/.toolchain/.installed
 GO := $(BIN)/python -m tools.golang run
+HELM_STAMP := deploy/.toolchain/.installed
 COMPOSE ?= docker compose
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
 # With JAX, which nothing else needs.
 DEMO := clients/python/demo
-TYPED := libs services clients/python/demo/penstock_demo clients/python/sdk clients/python/stubs/penstock/values tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
+TYPED := libs services clients/python/demo/penstock_demo clients/python/sdk clients/python/stubs/penstock/values clients/python/stubs/penstock/tables tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py tools/*.py)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -54,14 +58,31 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 test: lint docs site tests ## everything: style, types, protos, layering, links, the site, then all tests
 
 .PHONY: installed
-installed: $(DEV_STAMP) $(OPENENV_STAMP) $(DOCS_STAMP) $(TS_STAMP) $(WEB_STAMP) $(PAGE) $(GO_STAMP)
+installed: $(DEV_STAMP) $(OPENENV_STAMP) $(DOCS_STAMP) $(TS_STAMP) $(WEB_STAMP) $(PAGE) $(GO_STAMP) $(HELM_STAMP)
+
+# What may be installed at once: `make -j`.
+.PHONY: toolchains
+toolchains: $(TS_STAMP) $(WEB_STAMP) $(PAGE) $(GO_STAMP) $(HELM_STAMP)
 
 .PHONY: tests
-tests: $(DEV_STAMP) $(OPENENV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## all tests alone
+tests: $(DEV_STAMP) $(OPENENV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) $(HELM_STAMP) ## all tests alone; what they leave out is named at their end
 	@echo "== dashboard"
 	@$(NODE) npm --prefix clients/web run --silent test
 	@echo "== tests"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FULL)
+
+.PHONY: unit-tests
+unit-tests: $(DEV_STAMP) ## those tests of `make tests` that need nothing but .venv
+	@echo "== tests of units"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FULL) $(UNITS)
+
+.PHONY: other-tests
+other-tests: FULL += $(addprefix --ignore=,$(UNITS))
+other-tests: tests ## all others
+
+.PHONY: tests-full
+tests-full: FULL := --full
+tests-full: tests ## the same with what it leaves out: every variant of each suite, whole (hours)
 
 .PHONY: go-client
 go-client: $(GO_STAMP) ## the Go client: style, vet, and its tests under the race detector
@@ -69,6 +90,11 @@ go-client: $(GO_STAMP) ## the Go client: style, vet, and its tests under the rac
 	@unformatted=$$($(GO) gofmt -l $$(cd clients/go && find . -name .toolchain -prune -o -name '*.go' -print)); [ -z "$$unformatted" ] || { echo "run gofmt -w: $$unformatted"; exit 1; }
 	@$(GO) go vet -race ./...
 	@$(GO) go test -race -count=1 ./...
+
+.PHONY: helm
+helm: $(HELM_STAMP) ## Helm and kubectl for the checks of the chart; its checks themselves (docs/guides/on-kubernetes.md)
+	@echo "== chart"
+	@$(BIN)/python -m pytest tests/unit/deploy
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests that run the real vLLM on this machine's CPU (no GPU needed)
@@ -81,7 +107,10 @@ test-trl: $(VLLM_STAMP) $(OPENENV_STAMP) ## the tests that run the real TRL on t
 	@$(VLLM_VENV)/bin/python -m pytest tests/integration/trl --confcutdir=tests/integration/trl --timeout 900
 
 .PHONY: lint
-lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos and layering
+lint: style types ## style, types, protos and layering
+
+.PHONY: style
+style: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## what lint does but for Python's types
 	@echo "== ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
@@ -99,6 +128,9 @@ lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos 
 	@$(BIN)/python docs/words.py
 	@echo "== dashboard"
 	@$(NODE) npm --prefix clients/web run --silent check
+
+.PHONY: types
+types: $(DEV_STAMP) ## Python's types
 	@echo "== mypy"
 	@$(BIN)/mypy $(TYPED)
 
@@ -136,7 +168,7 @@ credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/
 wheels: $(STAMP) ## bring what the images install from a package index into wheels/, for builds that reach none
 	@rm -rf wheels
 	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation -c constraints.txt -w wheels \
-		hatchling $(addprefix ./,$(filter-out clients/python/sdk,$(DISTRIBUTIONS))) "./services/sandbox[$(EXTRAS)]" -r <($(BIN)/python -m clients.needs)
+		hatchling $(addprefix ./,$(filter-out clients/python/sdk,$(DISTRIBUTIONS))) "./services/sandbox[$(EXTRAS)]" "./services/driver[$(DRIVER_EXTRAS)]" -r <($(BIN)/python -m clients.needs)
 	@rm -f wheels/penstock*
 
 .PHONY: bench
@@ -181,7 +213,7 @@ constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have pass
 
 .PHONY: clean
 clean: ## remove the environment, caches and runs
-	@rm -rf $(VENV) $(VLLM_VENV) $(OPENENV_VENV) $(DOCS_VENV) clients/typescript/node_modules clients/typescript/dist clients/web/node_modules $(dir $(PAGE)) clients/go/.toolchain .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
+	@rm -rf $(VENV) $(VLLM_VENV) $(OPENENV_VENV) $(DOCS_VENV) clients/typescript/node_modules clients/typescript/dist clients/web/node_modules $(dir $(PAGE)) clients/go/.toolchain deploy/.toolchain .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
 	@find . -name __pycache__ -not -path './node_modules/*' -prune -exec rm -rf {} +
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
@@ -227,6 +259,10 @@ $(TS_STAMP): clients/typescript/package-lock.json | $(STAMP)
 $(GO_STAMP): tools/golang.py clients/go/toolchain.txt clients/go/go.mod | $(DEV_STAMP)
 	@echo "== installing Go and the sources of the Go client's modules (once)"
 	@$(BIN)/python -m tools.golang install
+
+$(HELM_STAMP): tools/helm.py deploy/toolchain.txt | $(DEV_STAMP)
+	@echo "== installing Helm and kubectl (once)"
+	@$(BIN)/python -m tools.helm install
 
 $(OPENENV_STAMP): tests/integration/openenv/requirements.txt
 	@echo "== installing openenv into $(OPENENV_VENV) (once)"

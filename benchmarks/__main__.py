@@ -22,18 +22,27 @@ from benchmarks import (
     grading,
     guests,
     inference,
+    replayed_agents,
     report,
     rollouts,
     sandboxes,
+    scale,
     tokens,
 )
 from benchmarks.gate import by_turns, prompts
+from benchmarks.replaying import branches, credit, regrades, replays
+from benchmarks.scale import busy
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
     "guests": guests.measure,
     "rollouts": rollouts.measure,
     "grading": grading.measure,
+    "replays": replays.measure,
+    "replayed-agents": replayed_agents.measure,
+    "branches": branches.measure,
+    "credit": credit.measure,
+    "regrade": regrades.measure,
     "gate": gate.measure,
     "gate-by-turns": by_turns.measure,
     "prompts": prompts.measure,
@@ -41,7 +50,11 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "inference": inference.measure,
     "clients": clients.measure,
     "dashboard": dashboard.measure,
+    "scale": scale.measure,
+    "busy": busy.measure,
 }
+ONLY_BY_NAME: Final = frozenset({"replayed-agents"})
+"""What installs every built-in agent, and runs each of them twenty times."""
 BACKENDS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "local": sandboxes.measure,
     "docker": containers.measure,
@@ -54,11 +67,29 @@ BACKENDS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.
 def main() -> None:
     """Reads the command line and runs what it names, one after another."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none = all")
+    by_name = ", ".join(sorted(ONLY_BY_NAME))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; none: all but {by_name}")
     parser.add_argument(
         "--backend", choices=tuple(BACKENDS), default="local", help="where `sandboxes` makes them (default local)"
     )
     parser.add_argument("--full", action="store_true", help="what takes longer too, of `gate`")
+    parser.add_argument(
+        "--rollouts", type=int, default=scale.ROLLOUTS, help="how many at once, of `scale`, or how many, of `regrade`"
+    )
+    parser.add_argument(
+        "--latency", type=float, default=scale.LATENCY_S, help="seconds of the model for a call, of `scale`"
+    )
+    parser.add_argument(
+        "--kill", action="append", default=[], choices=scale.SERVICES, help="kill -9 this one meanwhile, of `scale`"
+    )
+    parser.add_argument("--table", action="store_true", help="what a fleet needs by these costs too, of `scale`")
+    parser.add_argument(
+        "--agent", action="append", default=[], metavar="NAME", help="only this one, of `replayed-agents`"
+    )
+    parser.add_argument("--tasks", type=int, default=replayed_agents.TASKS, help="how many, of `replayed-agents`")
+    parser.add_argument(
+        "--kept", type=Path, help="of `replayed-agents`, a file of what was played: it is not played again"
+    )
     parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
@@ -66,10 +97,16 @@ def main() -> None:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
     measures = {**BENCHMARKS, "sandboxes": BACKENDS[given.backend]}
     measures["gate"] = partial(gate.measure, full=given.full)
+    plan = scale.Plan(given.rollouts, given.latency, waiting_s=0.0 if given.kill else scale.WAITING_S, kill=given.kill)
+    measures["scale"] = partial(scale.measure_table if given.table else scale.measure, plan=plan)
+    chosen = replayed_agents.Plan(given.agent, given.tasks, given.kept)
+    if given.rollouts != scale.ROLLOUTS:
+        measures["regrade"] = partial(regrades.measure, count=given.rollouts)
+    measures["replayed-agents"] = partial(replayed_agents.measure, plan=chosen)
     facts = report.machine()
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []
-    for name in given.names or measures:
+    for name in given.names or [name for name in measures if name not in ONLY_BY_NAME]:
         before, began = report.pace(), time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as place:
             # Sandboxes are other users, and what is staged for them lies below.

@@ -69,7 +69,7 @@ class _Sandbox:
     def __init__(self, place: Path, binary: str, number: int, below: Sequence[str]) -> None:
         self._folder = place / "sandboxes" / str(number)
         upper, work = self._folder / "upper", self._folder / "work"
-        rootfs.prepare_upper(upper, work, None, fresh=True)
+        rootfs.prepare_upper(upper, work, None, below=place / "base", fresh=True)
         binds = rootfs.host_binds(())
         self._argv = [
             binary,

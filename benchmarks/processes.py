@@ -43,7 +43,8 @@ def children(pid: int) -> list[int]:
     """Processes that it started, from any of its threads."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += map(int, (task / "children").read_text("utf-8").split())
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended has handed its children on
+            found += map(int, (task / "children").read_text("utf-8").split())
     return found
 
 

@@ -170,7 +170,7 @@ def go(target: Path) -> None:
 
 
 LANGUAGES: Final = (
-    Language("Python", ROOT / "clients" / "python" / "stubs" / "penstock", python, by_hand=("values",)),
+    Language("Python", ROOT / "clients" / "python" / "stubs" / "penstock", python, by_hand=("tables", "values")),
     Language("TypeScript", ROOT / "clients" / "typescript" / "src" / "gen", typescript),
     Language("Go", ROOT / "clients" / "go" / "gen", go),
 )

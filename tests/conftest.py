@@ -13,25 +13,32 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import settings
-from tests import sharing
-from tests.conformance.sandbox import services
+from hypothesis import HealthCheck, settings
+from tests import on_demand, sharing
 from tests.support.absent import absent
 from tests.support.docker import dockerd
 from tests.support.services import forking
 from tests.support.services.stack import Running, running
 
-# How long an example takes is the machine's business.
-settings.register_profile("untimed", deadline=None)
+# How long an example takes, and making it, is the machine's business.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# What JAX compiles for one test or for a program of another is compiled once a machine: half of what such a test takes.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "jax"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 HERE = Path(__file__).parent
 ON_THE_STACK = tuple(HERE / folder for folder in ("conformance/agents", "e2e", "integration/evaluation", "security"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
-    parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only")
+    """`--backend NAME` is the sandbox conformance suite on one backend, whole; `--full` leaves nothing out anywhere."""
+    parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only, all of it")
+    parser.addoption("--full", action="store_true", help="also what is left out elsewhere (tests/on_demand.py)")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,8 +53,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The stack's client lives on the session's loop, and so do the tests that use it."""
+    on_demand.deselect(config, items)
     for item in items:
         used = any(item.path.is_relative_to(folder) for folder in ON_THE_STACK)
         if used and inspect.iscoroutinefunction(getattr(item, "function", None)):
@@ -56,14 +64,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A line for each reason of skips, with the number of tests; pytest has a line for each place in the code. And a
-    line for what the sandbox conformance suite left out, so that nobody takes it for passed."""
+    line for what was left out, so that nobody takes it for passed."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     for reason, count in reasons.most_common():
         terminalreporter.line(f"SKIPPED [{count}] {reason}")
-    ran = (report.nodeid for kind in ("passed", "failed") for report in terminalreporter.getreports(kind))
-    if any(nodeid.startswith("tests/conformance/sandbox/") for nodeid in ran):
-        for line in services.not_run(terminalreporter.config.getoption("--backend")):
-            terminalreporter.line(f"NOT RUN (`--backend NAME` runs a backend's whole suite) {line}")
+    ran = [report.nodeid for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    for line in on_demand.lines(terminalreporter.config, ran):
+        terminalreporter.line(line)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What one of several processes left out."""
+    on_demand.received(node)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -34,8 +34,13 @@ PYTHON: Final = (
 LICENSED: Final = (*PYTHON, "clients/typescript", "clients/go")
 """What is published, each with a copy of LICENSE: what packs them looks no further than their own directory."""
 
-_EXTRAS: Final = "local|services|dashboard|credentials|parquet|report|openenv|docker|node|e2b|hf|hf-sandbox|vllm|otel"
+_EXTRAS: Final = (
+    "local|services|dashboard|credentials|parquet|export|tables|s3|ray|report|openenv|docker|node|e2b|kubernetes|hf|hf-sandbox|"
+    "vllm|otel|egress"
+)
 _GENERATED: Final = ("clients/go/gen/", "clients/python/stubs/penstock/", "clients/typescript/src/gen/")
+_BY_HAND: Final = ("clients/python/stubs/penstock/tables/", "clients/python/stubs/penstock/values/")
+"""Packages among the generated ones that are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,8 @@ def _files() -> Iterator[Path]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
-        if name.startswith(_GENERATED) or name in {"CHANGELOG.md", "tools/names.toml"} or path.is_symlink():
+        is_generated = name.startswith(_GENERATED) and not name.startswith(_BY_HAND)
+        if is_generated or name in {"CHANGELOG.md", "tools/names.toml"} or path.is_symlink():
             continue
         if path.is_file() and path.suffix not in {".png", ".bin", ".gz", ".svg"} and _is_text(path):
             yield path

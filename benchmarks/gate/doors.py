@@ -42,7 +42,7 @@ class Door(asyncio.Protocol):
 
     def post(self, body: bytes) -> asyncio.Future[bytes]:
         """One call; the future has the answer's body, or RuntimeError when it is none with status 200."""
-        assert self._transport is not None
+        assert self._transport is not None and not self._transport.is_closing(), "open it first"
         self._come.clear()
         self.pieces = 0
         self._answer = asyncio.get_running_loop().create_future()

@@ -1,6 +1,7 @@
 package penstock
 
 import (
+	"cmp"
 	"context"
 	"iter"
 
@@ -11,6 +12,7 @@ import (
 type Agents struct {
 	service *service
 	stub    driverv1.AgentServiceClient
+	cluster *cluster
 }
 
 // List yields all agents, sorted by name. An error is the last thing that it yields.
@@ -31,20 +33,38 @@ func (a *Agents) Get(ctx context.Context, name, specSHA256 string) (*driverv1.Ag
 	return answer.GetAgent(), err
 }
 
-// Register adds an agent, or a new version of one of your own.
+// Register adds an agent, or a new version of one of your own, at every driver.
 //
-// Errors: ErrInvalidArgument (Violations name the fields); ErrAlreadyExists, AGENT_BUILT_IN.
+// Errors: ErrInvalidArgument (Violations name the fields); ErrAlreadyExists, AGENT_BUILT_IN; ErrUnavailable: a driver is away,
+// which the message names; repeat it when that one is back.
 func (a *Agents) Register(ctx context.Context, spec *driverv1.AgentSpec) (*driverv1.Agent, error) {
 	request := &driverv1.RegisterAgentRequest{Spec: spec}
-	answer, err := call(ctx, a.service, a.stub.RegisterAgent, request, callTimeout, true)
-	return answer.GetAgent(), err
+	var agent *driverv1.Agent
+	err := a.everywhere(ctx, func(at *service, stub driverv1.AgentServiceClient) error {
+		answer, err := call(ctx, at, stub.RegisterAgent, request, callTimeout, true)
+		if agent == nil {
+			agent = answer.GetAgent()
+		}
+		return err
+	})
+	return agent, err
 }
 
-// Delete removes an agent of your own. It may be repeated.
+// Delete removes an agent of your own, at every driver. It may be repeated.
 //
 // Errors: ErrFailedPrecondition, AGENT_BUILT_IN.
 func (a *Agents) Delete(ctx context.Context, name string) error {
-	_, err := call(ctx, a.service, a.stub.DeleteAgent, &driverv1.DeleteAgentRequest{Name: name}, callTimeout, true)
+	return a.everywhere(ctx, func(at *service, stub driverv1.AgentServiceClient) error {
+		_, err := call(ctx, at, stub.DeleteAgent, &driverv1.DeleteAgentRequest{Name: name}, callTimeout, true)
+		return err
+	})
+}
+
+func (a *Agents) everywhere(ctx context.Context, act func(*service, driverv1.AgentServiceClient) error) error {
+	members, err := a.cluster.members(ctx, "driver", fresh, true)
+	for _, one := range members {
+		err = cmp.Or(err, act(one.service, driverv1.NewAgentServiceClient(one.service.conn)))
+	}
 	return err
 }
 

@@ -15,6 +15,8 @@ type Call struct {
 	// Message is the call as the gate sent it.
 	Message *interceptionv1.ModelCall
 
+	leasedAt *service // of LeaseCalls, the gate; else nil
+
 	send   func(context.Context, *interceptionv1.CallResult) error
 	decode sync.Once
 	prompt []int32

@@ -18,8 +18,6 @@ import (
 
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	inferencev1 "penstock.example/penstock/gen/inference/v1"
-	interceptionv1 "penstock.example/penstock/gen/interception/v1"
-	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
 )
 
 // MaxMessageBytes is the largest message either way, as the services have it.
@@ -45,8 +43,7 @@ type Client struct {
 	connections []*pool
 	planes      dataPlanes
 	closing     sync.Once
-	driver      driverv1.RolloutServiceClient
-	intercept   interceptionv1.InterceptServiceClient
+	cluster     *cluster
 	inference   inferencev1.InferenceServiceClient
 }
 
@@ -56,6 +53,7 @@ type options struct {
 	token     string
 	tls       *TLS
 	namespace string
+	alone     bool
 	err       error
 }
 
@@ -104,6 +102,12 @@ func WithNamespace(name string) Option {
 	return func(o *options) { o.namespace = name }
 }
 
+// WithoutDiscovery uses the given addresses only, and asks no driver which other drivers, gates and sandbox services there
+// are: for forwarded ports, and for a proxy in front. PENSTOCK_DISCOVER=false does the same.
+func WithoutDiscovery() Option {
+	return func(o *options) { o.alone = true }
+}
+
 // Connect makes a client of the services. What no option says is looked for in the environment
 // (PENSTOCK_DRIVER_ADDRESS and its like, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE, PENSTOCK_CA_FILE), then in the
 // connection file of `penstock up`, then on loopback. It calls nobody: the first call tells whether somebody is there.
@@ -125,7 +129,7 @@ func Connect(opts ...Option) (*Client, error) {
 	c := &Client{services: map[string]*service{}, planes: dataPlanes{tls: found.tls}}
 	for _, name := range services {
 		address := *found.addresses.of(name)
-		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address, token: found.token}
+		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address, token: found.token, address: address}
 		if address == "" {
 			continue
 		}
@@ -135,13 +139,12 @@ func Connect(opts ...Option) (*Client, error) {
 		}
 		c.services[name].conn, c.connections = conn, append(c.connections, conn)
 	}
-	c.driver = driverv1.NewRolloutServiceClient(c.services["driver"].conn)
-	c.intercept = interceptionv1.NewInterceptServiceClient(c.services["interception"].conn)
+	c.cluster = newCluster(found, dialing, c.services)
 	c.inference = inferencev1.NewInferenceServiceClient(c.services["inference"].conn)
 	c.Rollouts, c.Groups, c.Inference = &Rollouts{c}, &Groups{c}, &Inference{c}
-	c.Agents = &Agents{c.services["driver"], driverv1.NewAgentServiceClient(c.services["driver"].conn)}
-	c.Terminals = &Terminals{c.services["driver"], driverv1.NewTerminalServiceClient(c.services["driver"].conn)}
-	c.Sandboxes = &Sandboxes{c, sandboxv1.NewSandboxServiceClient(c.services["sandbox"].conn)}
+	driver := c.services["driver"]
+	c.Agents = &Agents{driver, driverv1.NewAgentServiceClient(driver.conn), c.cluster}
+	c.Terminals, c.Sandboxes = &Terminals{c}, &Sandboxes{c}
 	return c, nil
 }
 
@@ -152,7 +155,7 @@ func (c *Client) Close() error {
 		for _, connection := range c.connections {
 			failures = append(failures, connection.Close())
 		}
-		failures = append(failures, c.planes.close())
+		failures = append(failures, c.planes.close(), c.cluster.close())
 	})
 	return errors.Join(failures...)
 }

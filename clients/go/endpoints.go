@@ -59,6 +59,8 @@ type endpoints struct {
 	token     foundToken
 	tls       *TLS
 	namespace string // in which an operator acts; empty = none is named
+	discover  bool   // whether the driver is asked which other services there are
+	unnamed   bool   // whether nobody named a driver, to which the token may be sent
 }
 
 var namespaceForm = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,62}$`)
@@ -99,10 +101,21 @@ func resolve(said *options) (*endpoints, error) {
 			"%q is not a namespace: 1 to 63 of a-z, 0-9 and -, the first a letter or digit", namespace)
 	}
 	found, err := resolveAddresses(said)
-	if err == nil {
-		found.namespace = namespace
+	if err != nil {
+		return nil, err
 	}
-	return found, err
+	found.namespace, found.discover = namespace, !said.alone && found.addresses.Driver != ""
+	switch said := os.Getenv("PENSTOCK_DISCOVER"); strings.ToLower(said) {
+	case "", "1", "true":
+	case "0", "false":
+		found.discover = false
+	default:
+		return nil, configuration("DISCOVER", "PENSTOCK_DISCOVER is %q: set it to true or false, or unset it", said)
+	}
+	if found.unnamed {
+		found.discover = false
+	}
+	return found, nil
 }
 
 func resolveAddresses(said *options) (*endpoints, error) {
@@ -123,7 +136,8 @@ func resolveAddresses(said *options) (*endpoints, error) {
 		return checked(&endpoints{addresses: *said.addresses, token: token, tls: tls})
 	}
 	if found, any := environmentAddresses(); any {
-		return checked(&endpoints{addresses: found, token: token, tls: tls})
+		unnamed := os.Getenv("PENSTOCK_DRIVER_ADDRESS") == ""
+		return checked(&endpoints{addresses: found, token: token, tls: tls, unnamed: unnamed})
 	}
 	file, err := connectionFile()
 	if err == nil && isLive(file) {
@@ -245,7 +259,7 @@ func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error)
 		return nil, configuration("CONNECTION_FILE",
 			"%s is not a connection file: remove it, or start `penstock up` again", file)
 	}
-	found := &endpoints{addresses: onHost("127.0.0.1"), token: token, tls: tls}
+	found := &endpoints{addresses: onHost("127.0.0.1"), token: token, tls: tls, unnamed: said.Addresses["driver"] == nil}
 	for _, service := range services {
 		if address := said.Addresses[service]; address != nil {
 			*found.addresses.of(service) = *address

@@ -180,3 +180,26 @@ func TestAServiceThatIsNotThereIsNamed(t *testing.T) {
 		t.Errorf("a service that was never heard of gave %v", err)
 	}
 }
+
+// No driver is asked for others unless a program names one, and not where the environment says so.
+func TestNoDriverIsAskedForOthersUnlessAProgramNamesOne(t *testing.T) {
+	nowhereElse(t)
+	named := WithAddresses(Addresses{Driver: "127.0.0.1:7"})
+	if found, _ := resolved(t, named); !found.discover {
+		t.Fatal("the named driver is not asked")
+	}
+	if found, _ := resolved(t, named, WithoutDiscovery()); found.discover {
+		t.Fatal("it is asked all the same")
+	}
+	if found, _ := resolved(t, WithAddresses(Addresses{Sandbox: "127.0.0.1:7"})); found.discover {
+		t.Fatal("a driver without an address is asked")
+	}
+	t.Setenv("PENSTOCK_DISCOVER", "False")
+	if found, _ := resolved(t, named); found.discover {
+		t.Fatal("the environment does not count")
+	}
+	t.Setenv("PENSTOCK_DISCOVER", "perhaps")
+	if _, failure := resolved(t); failure == nil || failure.Reason != "DISCOVER" {
+		t.Fatalf("it said %v", failure)
+	}
+}

@@ -17,6 +17,7 @@ import (
 
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+	opsv1 "penstock.example/penstock/gen/ops/v1"
 )
 
 // patienceOfTests is a guard against a hang, and no expectation.
@@ -28,9 +29,10 @@ type server struct {
 	options []grpc.ServerOption
 	driverv1.UnimplementedRolloutServiceServer
 	interceptionv1.UnimplementedInterceptServiceServer
-	address  string
-	sessions chan *conversation
-	grpc     *grpc.Server
+	address    string
+	sessions   chan *conversation
+	operations opsv1.OperationsServiceServer // of a driver that lists others; else nil
+	grpc       *grpc.Server
 
 	getRollout func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error)
 	create     func(context.Context, *driverv1.CreateRolloutRequest) (*driverv1.CreateRolloutResponse, error)
@@ -107,6 +109,9 @@ func (s *server) listen(t *testing.T, address string) {
 	s.address, s.grpc = listener.Addr().String(), grpc.NewServer(s.options...)
 	driverv1.RegisterRolloutServiceServer(s.grpc, s)
 	interceptionv1.RegisterInterceptServiceServer(s.grpc, s)
+	if s.operations != nil {
+		opsv1.RegisterOperationsServiceServer(s.grpc, s.operations)
+	}
 	served := s.grpc
 	go func() { _ = served.Serve(listener) }()
 }

@@ -22,6 +22,7 @@ type Group struct {
 	// RolloutIDs are its rollouts', spares included, in the order of their index.
 	RolloutIDs []string
 	client     *Client
+	at         *driver
 }
 
 // GroupOption is one thing that a group is told.
@@ -52,7 +53,7 @@ func WithStragglerGrace(grace time.Duration) GroupOption {
 	}
 }
 
-// Create starts n rollouts (1 to 256) of one spec, which share one prepared state, and returns at once. Mode, repetition
+// Create starts n rollouts (1 to 256) of one spec, which share one prepared state, at one of the drivers and returns at once. Mode, repetition
 // and errors are those of Rollouts.Create.
 func (g *Groups) Create(
 	ctx context.Context, spec *driverv1.RolloutSpec, n int, opts ...GroupOption,
@@ -61,36 +62,53 @@ func (g *Groups) Create(
 	for _, option := range opts {
 		option(request)
 	}
-	answer, err := call(ctx, g.client.services["driver"], g.client.driver.CreateGroup, request, createTimeout, true)
+	at, answer, err := create(ctx, g.client.cluster, "driver", request.GetGroupId(), func(
+		ctx context.Context, at member, again func(*Error) bool,
+	) (*driverv1.CreateGroupResponse, error) {
+		return repeated(ctx, at.service, g.client.driverOf(at).stub().CreateGroup, request, createTimeout, again)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return g.handle(answer.GetGroup()), nil
+	return g.handle(answer.GetGroup(), g.client.driverOf(at)), nil
 }
 
 // Attach is a handle of a group that was started elsewhere.
 //
 // Errors: ErrNotFound, GROUP_UNKNOWN.
 func (g *Groups) Attach(ctx context.Context, id string) (*Group, error) {
-	info, err := (&Group{ID: id, client: g.client}).Get(ctx)
+	at, info, err := having(ctx, g.client, id, func(ctx context.Context, at *driver) (*driverv1.Group, error) {
+		return (&Group{ID: id, client: g.client, at: at}).Get(ctx)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return g.handle(info), nil
+	return g.handle(info, at), nil
 }
 
-func (g *Groups) handle(info *driverv1.Group) *Group {
-	return &Group{info.GetGroupId(), info.GetRolloutIds(), g.client}
+func (g *Groups) handle(info *driverv1.Group, at *driver) *Group {
+	return &Group{info.GetGroupId(), info.GetRolloutIds(), g.client, at}
 }
 
-// List yields groups, those of one run or ("") all, newest first. An error is the last thing that it yields.
+// List yields groups of all drivers, those of one run or ("") all, newest first. An error is the last thing that it yields; that
+// of a driver that is away comes after the groups of all others.
 func (g *Groups) List(ctx context.Context, runID string) iter.Seq2[*driverv1.Group, error] {
-	page := func(token string) ([]*driverv1.Group, string, error) {
-		request := &driverv1.ListGroupsRequest{RunId: some(runID), PageToken: token}
-		answer, err := call(ctx, g.client.services["driver"], g.client.driver.ListGroups, request, callTimeout, true)
-		return answer.GetGroups(), answer.GetNextPageToken(), err
+	return func(yield func(*driverv1.Group, error) bool) {
+		drivers, err := g.client.drivers(ctx)
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		var lists []iter.Seq2[*driverv1.Group, error]
+		for _, at := range drivers {
+			lists = append(lists, paged(func(token string) ([]*driverv1.Group, string, error) {
+				request := &driverv1.ListGroupsRequest{RunId: some(runID), PageToken: token}
+				answer, err := call(ctx, at.service(), at.stub().ListGroups, request, callTimeout, true)
+				return answer.GetGroups(), answer.GetNextPageToken(), err
+			}))
+		}
+		newestFirst(lists, (*driverv1.Group).GetCreateTime)(yield)
 	}
-	return paged(page)
 }
 
 // Get is the group as it stands.
@@ -98,17 +116,17 @@ func (g *Groups) List(ctx context.Context, runID string) iter.Seq2[*driverv1.Gro
 // Errors, of all calls of a handle: ErrNotFound, GROUP_UNKNOWN.
 func (g *Group) Get(ctx context.Context) (*driverv1.Group, error) {
 	request := &driverv1.GetGroupRequest{GroupId: g.ID}
-	answer, err := call(ctx, g.client.services["driver"], g.client.driver.GetGroup, request, callTimeout, true)
+	answer, err := call(ctx, g.at.service(), g.at.stub().GetGroup, request, callTimeout, true)
 	return answer.GetGroup(), err
 }
 
 // Wait is the group when all its rollouts have ended, however often the driver restarts meanwhile.
 func (g *Group) Wait(ctx context.Context) (*driverv1.Group, error) {
-	var watch watching
+	watch := watching{follow: g.at.follow}
 	for {
 		asked := time.Now()
 		request := &driverv1.WaitGroupRequest{GroupId: g.ID}
-		answer, err := call(ctx, g.client.services["driver"], g.client.driver.WaitGroup, request, waitTimeout, false)
+		answer, err := call(ctx, g.at.service(), g.at.stub().WaitGroup, request, waitTimeout, false)
 		if err = watch.judge(ctx, err); err != nil {
 			return nil, err
 		}
@@ -138,7 +156,7 @@ func (g *Group) Calls(ctx context.Context, opts ...SessionOption) iter.Seq2[*Cal
 func (g *Group) Events(ctx context.Context, summary bool) iter.Seq2[*driverv1.RolloutEvent, error] {
 	return func(yield func(*driverv1.RolloutEvent, error) bool) {
 		over, positions := false, map[string]int64{}
-		err := resumed(ctx, g.client.services["driver"], func(sign func()) error {
+		err := resumed(ctx, g.at.service, g.at.follow, func(sign func()) error {
 			request := &driverv1.WatchGroupRequest{GroupId: g.ID, AfterSequences: positions, Summary: summary}
 			each := func(message *driverv1.WatchGroupResponse) bool {
 				sign()
@@ -149,7 +167,7 @@ func (g *Group) Events(ctx context.Context, summary bool) iter.Seq2[*driverv1.Ro
 				over = over || message.GetGroup().GetEnded()
 				return !over
 			}
-			return receive(ctx, g.client.driver.WatchGroup, request, each)
+			return receive(ctx, g.at.stub().WatchGroup, request, each)
 		}, func() bool { return over })
 		if err != nil {
 			yield(nil, err)
@@ -166,7 +184,7 @@ func (g *Group) Ended(ctx context.Context) iter.Seq2[*Result, error] {
 			}
 			var result *Result
 			if err == nil {
-				result, err = (&Rollout{event.GetRolloutId(), g.client}).ended(ctx)
+				result, err = (&Rollout{event.GetRolloutId(), g.client, g.at}).ended(ctx)
 			}
 			if !yield(result, err) || err != nil {
 				return
@@ -192,13 +210,27 @@ func (g *Group) Results(ctx context.Context) ([]*Result, error) {
 // Cancel ends all its rollouts.
 func (g *Group) Cancel(ctx context.Context, reason string) (*driverv1.Group, error) {
 	request := &driverv1.CancelGroupRequest{GroupId: g.ID, Reason: reason}
-	answer, err := call(ctx, g.client.services["driver"], g.client.driver.CancelGroup, request, cancelTimeout, true)
+	answer, err := call(ctx, g.at.service(), g.at.stub().CancelGroup, request, cancelTimeout, true)
+	return answer.GetGroup(), err
+}
+
+// Pause holds each of its rollouts that has not ended: see Rollout.Pause.
+func (g *Group) Pause(ctx context.Context, reason string, limit time.Duration) (*driverv1.Group, error) {
+	request := &driverv1.PauseGroupRequest{GroupId: g.ID, Reason: reason, MaxDuration: span(limit)}
+	answer, err := call(ctx, g.at.service(), g.at.stub().PauseGroup, request, pauseTimeout, true)
+	return answer.GetGroup(), err
+}
+
+// Resume ends the pauses of its rollouts.
+func (g *Group) Resume(ctx context.Context) (*driverv1.Group, error) {
+	request := &driverv1.ResumeGroupRequest{GroupId: g.ID}
+	answer, err := call(ctx, g.at.service(), g.at.stub().ResumeGroup, request, pauseTimeout, true)
 	return answer.GetGroup(), err
 }
 
 // Delete removes the ended group with its rollouts.
 func (g *Group) Delete(ctx context.Context) error {
 	request := &driverv1.DeleteGroupRequest{GroupId: g.ID}
-	_, err := call(ctx, g.client.services["driver"], g.client.driver.DeleteGroup, request, callTimeout, true)
+	_, err := call(ctx, g.at.service(), g.at.stub().DeleteGroup, request, callTimeout, true)
 	return err
 }

@@ -6,14 +6,16 @@ import (
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 )
 
-// Most other services that one client follows HOME_ELSEWHERE to.
+// Most other services that one client follows HOME_ELSEWHERE to, or uses as members of a cluster.
 const maxHomes = 256
 
 var hostAndPort = regexp.MustCompile(`^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}$`)
+
+// homeElsewhere is the reason of an error of a service that names another one, which has what it was asked for.
+const homeElsewhere = "HOME_ELSEWHERE"
 
 // homes are the connections to other services of a kind, which have what a service was asked for.
 type homes struct {
@@ -22,24 +24,14 @@ type homes struct {
 }
 
 // homeOf is a connection to the service that HOME_ELSEWHERE names; nil where the error is another one, or the token must
-// not go there. It goes to this machine, if it was for this machine, or to a server that the caller's own CA has certified.
+// not go there.
 func (p *pool) homeOf(err error) *grpc.ClientConn {
-	said, _ := status.FromError(err)
-	if said.Code() != codes.FailedPrecondition {
+	info := reasonOf(err)
+	if info.GetReason() != homeElsewhere {
 		return nil
 	}
-	address := ""
-	for _, detail := range said.Details() {
-		if info, ok := detail.(*errdetails.ErrorInfo); ok && info.GetReason() == "HOME_ELSEWHERE" {
-			address = info.GetMetadata()["address"]
-		}
-	}
-	mayGo := isLocal(p.address) && isLocal(address)
-	if p.homes.tls != nil {
-		mayGo = p.homes.tls.CA != ""
-	}
-	// Targets of another form than host:port are not followed.
-	if !mayGo || !isAddress(address) || !hostAndPort.MatchString(address) || strings.HasPrefix(address, "unix:") {
+	address := info.GetMetadata()["address"]
+	if !mayReceiveToken(p.address, address, p.homes.tls) {
 		return nil
 	}
 	p.mu.Lock()
@@ -55,4 +47,25 @@ func (p *pool) homeOf(err error) *grpc.ClientConn {
 		p.homes.conns[address] = found
 	}
 	return found
+}
+
+// reasonOf is what a service says of its error; nil where no service spoke.
+func reasonOf(err error) *errdetails.ErrorInfo {
+	said, _ := status.FromError(err)
+	for _, detail := range said.Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok {
+			return info
+		}
+	}
+	return nil
+}
+
+// mayReceiveToken tells whether the service at one address may say that the token is for another too. It goes to this machine,
+// if it was for this machine, or to a server that the caller's own CA has certified; and to no path.
+func mayReceiveToken(own, address string, tls *TLS) bool {
+	mayGo := isLocal(own) && isLocal(address)
+	if tls != nil {
+		mayGo = tls.CA != ""
+	}
+	return mayGo && isAddress(address) && hostAndPort.MatchString(address) && !strings.HasPrefix(address, "unix:")
 }

@@ -27,22 +27,20 @@ var rejectionKinds = map[interceptionv1.ResultRejected_Reason]Kind{
 	interceptionv1.ResultRejected_REASON_STALE_POLICY:      ErrStalePolicy,
 }
 
-// leases are the calls that a session holds and the results that are under way. It knows no stream: session.go moves the
-// frames.
+// leases are the calls that a session holds at one gate and the results that are under way. It knows no stream: stream.go
+// moves the frames.
 //
 // Invariants: a call is handed out once, also when it is leased to the session anew, and its result goes out under the
 // newest lease; a result stays until the gate accepted or rejected it, and is sent again after every break, which the
 // gate takes as the repeat that it is; what is held is in memory only as long as it is held.
 type leases struct {
-	wake chan<- struct{} // told whenever there is something to send; holds one token
+	wake  chan<- struct{} // told whenever there is something to send; holds one token
+	inbox *inbox
 
-	mu       sync.Mutex
-	held     map[string]*held
-	unsent   []string // ids in the order of their answers
-	inbox    []*Call
-	finished bool
-	over     *Error
-	waiting  []chan struct{} // of those in next, the first to come first; each is closed when it is woken
+	mu     sync.Mutex
+	held   map[string]*held
+	unsent []string // ids in the order of their answers
+	over   *Error
 
 	// waking are the goroutines that were woken here, by a call or a verdict, and did not run yet. Results go out when all
 	// of them did: those that answer at once fill one frame, and not one each, which costs ten times the time.
@@ -65,55 +63,8 @@ type answer struct {
 	woken   bool       // whether that is among the waking
 }
 
-func newLeases(wake chan<- struct{}) *leases {
-	return &leases{wake: wake, held: map[string]*held{}}
-}
-
-// next is the oldest call that nobody took; nil, with what the session ended with if anything, when there are no more.
-func (l *leases) next(ctx context.Context) (*Call, error) {
-	for {
-		l.mu.Lock()
-		for len(l.inbox) > 0 {
-			call := l.inbox[0]
-			l.inbox = l.inbox[1:]
-			if call.EndReason() == "" {
-				l.mu.Unlock()
-				return call, nil
-			}
-		}
-		switch {
-		case l.over != nil:
-			defer l.mu.Unlock()
-			return nil, l.over
-		case l.finished:
-			l.mu.Unlock()
-			return nil, nil
-		}
-		woken := make(chan struct{})
-		l.waiting = append(l.waiting, woken)
-		l.mu.Unlock()
-		select {
-		case <-woken:
-			l.woke()
-		case <-ctx.Done():
-			l.leave(woken)
-			return nil, fromRPC(ctx, ctx.Err(), anyone)
-		}
-	}
-}
-
-// leave: one that waited for a call waits no more. Where it was woken already, the call is another's.
-func (l *leases) leave(woken chan struct{}) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if at := slices.Index(l.waiting, woken); at >= 0 {
-		l.waiting = slices.Delete(l.waiting, at, at+1)
-		return
-	}
-	if len(l.inbox) > 0 {
-		l.rouse(1)
-	}
-	l.ran()
+func newLeases(wake chan<- struct{}, calls *inbox) *leases {
+	return &leases{wake: wake, inbox: calls, held: map[string]*held{}}
 }
 
 // woke: one of the waking runs.
@@ -131,22 +82,18 @@ func (l *leases) ran() {
 	}
 }
 
-// rouse wakes as many as there are calls for; many loops that wait are not all woken by each call.
-func (l *leases) rouse(most int) {
-	count := min(most, len(l.waiting))
-	for _, woken := range l.waiting[:count] {
-		close(woken)
-	}
-	l.waiting = slices.Delete(l.waiting, 0, count)
-	l.waking += count
-}
-
-// finish has no more calls handed out than have come.
-func (l *leases) finish() {
+// size is how many calls are here and not over.
+func (l *leases) size() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.finished = true
-	l.rouse(len(l.waiting))
+	return len(l.held)
+}
+
+// has tells whether a call is here and not over.
+func (l *leases) has(id string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.held[id] != nil
 }
 
 // answer puts a result under way; its verdict is nil when the gate accepted it, else why not.
@@ -264,8 +211,9 @@ func (l *leases) lease(message *interceptionv1.ModelCall) {
 	if item == nil {
 		call := &Call{Message: message, send: l.deliver, ended: make(chan struct{})}
 		l.held[message.GetCallId()] = &held{call: call, leaseID: message.GetLeaseId()}
-		l.inbox = append(l.inbox, call)
-		l.rouse(1)
+		if l.inbox.put(call, l) {
+			l.waking++
+		}
 		return
 	}
 	item.leaseID = message.GetLeaseId()
@@ -377,7 +325,6 @@ func (l *leases) end(failure *Error) {
 	for _, item := range l.held {
 		l.forget(item, "SESSION_ENDED", failure)
 	}
-	l.rouse(len(l.waiting))
 }
 
 // forget ends a call and tells whoever waits for its answer to be accepted.

@@ -11,13 +11,14 @@ import (
 )
 
 func TestEveryCallIsHandedOutWhoeverStopsWaiting(t *testing.T) {
-	const loops, calls = 64, 500
-	book := newLeases(make(chan struct{}, 1))
+	const loops, count = 64, 500
+	calls := &inbox{}
+	book := newLeases(make(chan struct{}, 1), calls)
 	var mu sync.Mutex
 	taken := map[string]int{}
 	var stay, leave sync.WaitGroup
 	take := func(ctx context.Context) bool {
-		call, err := book.next(ctx)
+		call, err := calls.next(ctx)
 		if call != nil {
 			mu.Lock()
 			taken[call.ID()]++
@@ -33,7 +34,7 @@ func TestEveryCallIsHandedOutWhoeverStopsWaiting(t *testing.T) {
 			}
 		}()
 	}
-	for number := range calls {
+	for number := range count {
 		ctx, stop := context.WithCancel(context.Background())
 		leave.Add(1)
 		go func() {
@@ -44,18 +45,18 @@ func TestEveryCallIsHandedOutWhoeverStopsWaiting(t *testing.T) {
 		stop()
 	}
 	leave.Wait()
-	book.finish()
+	calls.finish()
 	stay.Wait()
-	if len(taken) != calls {
-		t.Fatalf("%d of %d calls were handed out", len(taken), calls)
+	if len(taken) != count {
+		t.Fatalf("%d of %d calls were handed out", len(taken), count)
 	}
 	for id, times := range taken {
 		if times != 1 {
 			t.Errorf("call %s was handed out %d times", id, times)
 		}
 	}
-	if len(book.waiting) != 0 {
-		t.Errorf("%d wait for calls of a session that has finished", len(book.waiting))
+	if len(calls.waiting) != 0 {
+		t.Errorf("%d wait for calls of a session that has finished", len(calls.waiting))
 	}
 }
 
@@ -64,13 +65,14 @@ func TestResultsOfLoopsThatAnswerAtOnceShareAFrame(t *testing.T) {
 	// On one processor a loop that was woken goes on until it has answered, but for the few that the machine interrupts.
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	wake := make(chan struct{}, 1)
-	book := newLeases(wake)
+	calls := &inbox{}
+	book := newLeases(wake, calls)
 	var answering sync.WaitGroup
 	for range loops {
 		answering.Add(1)
 		go func() {
 			defer answering.Done()
-			call, err := book.next(context.Background())
+			call, err := calls.next(context.Background())
 			if err != nil {
 				t.Error(err)
 				return
@@ -81,15 +83,15 @@ func TestResultsOfLoopsThatAnswerAtOnceShareAFrame(t *testing.T) {
 		}()
 	}
 	for waiting := 0; waiting < loops; runtime.Gosched() {
-		book.mu.Lock()
-		waiting = len(book.waiting)
-		book.mu.Unlock()
+		calls.mu.Lock()
+		waiting = len(calls.waiting)
+		calls.mu.Unlock()
 	}
-	var calls []*interceptionv1.ModelCall
+	var messages []*interceptionv1.ModelCall
 	for number := range loops {
-		calls = append(calls, &interceptionv1.ModelCall{CallId: fmt.Sprint(number), LeaseId: "1"})
+		messages = append(messages, &interceptionv1.ModelCall{CallId: fmt.Sprint(number), LeaseId: "1"})
 	}
-	book.leased(calls...)
+	book.leased(messages...)
 	<-wake
 	if results := len(book.results().GetResults()); results < loops/2 {
 		t.Errorf("the first frame has %d results of %d", results, loops)

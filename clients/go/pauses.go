@@ -16,6 +16,8 @@ import (
 type pauses struct {
 	wanted *interceptionv1.PauseCalls
 	asked  []asked
+	// unconfirmed: the pause was asked for again, of a gate that did not know it, and is not in force yet.
+	unconfirmed bool
 }
 
 type asked struct {
@@ -41,14 +43,19 @@ func (p *pauses) forgotten() *interceptionv1.PauseCalls {
 	if len(p.asked) > 0 {
 		return nil
 	}
+	p.unconfirmed = p.wanted != nil
 	return p.wanted
 }
 
 // paused: the gate says that a pause is in force.
-func (p *pauses) paused(openCalls int32) { p.answered(true, openCalls) }
+func (p *pauses) paused(openCalls int32) {
+	p.unconfirmed = false
+	p.answered(true, openCalls)
+}
 
 // resumed: the gate says that calls flow; it was asked to, or a pause ran out.
 func (p *pauses) resumed() {
+	p.unconfirmed = false
 	p.answered(false, 0)
 	if len(p.asked) == 0 {
 		p.wanted = nil

@@ -5,9 +5,13 @@ import (
 	"errors"
 	"net"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
 )
@@ -18,6 +22,17 @@ type elsewhere struct {
 	sandboxv1.UnimplementedProcessServiceServer
 	plane *sandboxv1.DataPlane
 	seen  metadata.MD
+
+	renew   func() (*sandboxv1.DataPlane, error)
+	renewed int
+}
+
+func (e *elsewhere) GetDataPlane(
+	context.Context, *sandboxv1.GetDataPlaneRequest,
+) (*sandboxv1.GetDataPlaneResponse, error) {
+	e.renewed++
+	plane, err := e.renew()
+	return &sandboxv1.GetDataPlaneResponse{DataPlane: plane}, err
 }
 
 func (e *elsewhere) CreateSandbox(
@@ -31,23 +46,74 @@ func (e *elsewhere) Run(ctx context.Context, _ *sandboxv1.RunRequest) (*sandboxv
 	return &sandboxv1.RunResponse{Result: &sandboxv1.RunResult{}}, nil
 }
 
-func TestASandboxElsewhereIsCalledThereWithItsOwnToken(t *testing.T) {
+func (e *elsewhere) listen(t *testing.T) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	sandboxv1.RegisterSandboxServiceServer(server, e)
+	sandboxv1.RegisterProcessServiceServer(server, e)
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	return listener.Addr().String()
+}
+
+// A token that ends within a minute is renewed once, and then used by all calls; while it is in force a service that gives no new
+// one stops nobody.
+func TestTheTokenOfASandboxElsewhereIsRenewedBeforeItEnds(t *testing.T) {
 	service := &elsewhere{}
-	listen := func() string {
-		listener, err := net.Listen("tcp", "127.0.0.1:0")
+	there := service.listen(t)
+	plane := func(token string, left time.Duration) *sandboxv1.DataPlane {
+		return &sandboxv1.DataPlane{Address: there, Token: token, TokenExpireTime: timestamppb.New(time.Now().Add(left))}
+	}
+	ps, err := Connect(WithAddresses(Addresses{Sandbox: service.listen(t)}), WithToken("ours"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ps.Close()
+	ctx := bounded(t)
+	refused := func() (*sandboxv1.DataPlane, error) { return nil, status.Error(codes.NotFound, "It is gone.") }
+	for _, item := range []struct {
+		name    string
+		left    time.Duration // of the first token
+		renew   func() (*sandboxv1.DataPlane, error)
+		sent    string
+		renewed int
+		kind    error
+	}{
+		{"far off", time.Hour, refused, "first", 0, nil},
+		{"near", 30 * time.Second, func() (*sandboxv1.DataPlane, error) { return plane("second", time.Hour), nil }, "second", 1, nil},
+		{"near, and there is no new one", 30 * time.Second, refused, "first", 2, nil},
+		{"over", -time.Second, func() (*sandboxv1.DataPlane, error) { return plane("second", time.Hour), nil }, "second", 1, nil},
+		{"over, and there is no new one", -time.Second, refused, "", 2, ErrNotFound},
+	} {
+		service.plane, service.renew, service.renewed, service.seen = plane("first", item.left), item.renew, 0, nil
+		sandbox, err := ps.Sandboxes.Create(ctx, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		server := grpc.NewServer()
-		sandboxv1.RegisterSandboxServiceServer(server, service)
-		sandboxv1.RegisterProcessServiceServer(server, service)
-		go func() { _ = server.Serve(listener) }()
-		t.Cleanup(server.Stop)
-		return listener.Addr().String()
+		for range 2 {
+			if _, err := sandbox.Run(ctx, Shell("true")); !errors.Is(err, item.kind) && (err != nil || item.kind != nil) {
+				t.Fatalf("%s: %v", item.name, err)
+			}
+		}
+		sent := service.seen.Get("authorization")
+		if item.sent == "" && sent != nil || item.sent != "" && (len(sent) != 1 || sent[0] != "Bearer "+item.sent) {
+			t.Errorf("%s: it was called with %v", item.name, sent)
+		}
+		if service.renewed != item.renewed {
+			t.Errorf("%s: %d tokens were asked for", item.name, service.renewed)
+		}
 	}
-	there := listen()
+}
+
+func TestASandboxElsewhereIsCalledThereWithItsOwnToken(t *testing.T) {
+	service := &elsewhere{}
+	there := service.listen(t)
 	service.plane = &sandboxv1.DataPlane{Address: there, Token: "theirs"}
-	ps, err := Connect(WithAddresses(Addresses{Sandbox: listen()}), WithToken("ours"))
+	ps, err := Connect(WithAddresses(Addresses{Sandbox: service.listen(t)}), WithToken("ours"))
 	if err != nil {
 		t.Fatal(err)
 	}

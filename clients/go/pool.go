@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc"
 )
@@ -19,11 +20,26 @@ type pool struct {
 	address string
 	dial    func(address string) (*grpc.ClientConn, error)
 
+	answered atomic.Bool
+
 	mu     sync.Mutex
 	conns  []*grpc.ClientConn
 	calls  []int // open ones of each
 	closed bool
 	homes  homes
+}
+
+// hasAnswered is whether the service itself has answered a call: with a message, or with an error that has a reason. Errors of
+// proxies have none, and one that sends the caller to another service says nothing of that one.
+func (p *pool) hasAnswered() bool { return p.answered.Load() }
+
+func (p *pool) noteAnswer(err error) {
+	if p.answered.Load() {
+		return
+	}
+	if reason := reasonOf(err); err == nil || reason != nil && reason.GetReason() != homeElsewhere {
+		p.answered.Store(true)
+	}
 }
 
 // newPool opens the first connection, so that an invalid address fails at once.
@@ -41,8 +57,9 @@ func (p *pool) Invoke(ctx context.Context, method string, args, reply any, opts 
 	defer ended()
 	err := conn.Invoke(ctx, method, args, reply, opts...)
 	if home := p.homeOf(err); home != nil {
-		return home.Invoke(ctx, method, args, reply, opts...)
+		err = home.Invoke(ctx, method, args, reply, opts...)
 	}
+	p.noteAnswer(err)
 	return err
 }
 
@@ -78,13 +95,29 @@ func (p *pool) NewStream(
 func (p *pool) stream(
 	ctx context.Context, desc *grpc.StreamDesc, method string, opts []grpc.CallOption,
 ) (grpc.ClientStream, error) {
+	if home, ok := ctx.Value(homeKey{}).(*grpc.ClientConn); ok {
+		return home.NewStream(ctx, desc, method, opts...)
+	}
 	conn, ended := p.take()
 	finished := grpc.OnFinish(func(error) { ended() })
 	stream, err := conn.NewStream(ctx, desc, method, append(opts[:len(opts):len(opts)], finished)...)
 	if err != nil {
 		ended() // gRPC says nothing of a stream that never was
+		return nil, err
 	}
-	return stream, err
+	return &notedStream{stream, p}, nil
+}
+
+// notedStream notes in its pool that the service answers.
+type notedStream struct {
+	grpc.ClientStream
+	pool *pool
+}
+
+func (s *notedStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+	s.pool.noteAnswer(err)
+	return err
 }
 
 // take is a connection for one call, the one with the fewest, and what to call at the call's end, once or more often.

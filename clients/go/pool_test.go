@@ -51,7 +51,7 @@ func TestACallThatNeverHadAStreamIsNotCounted(t *testing.T) {
 	if _, err := ps.Rollouts.Get(ctx, "r"); err == nil {
 		t.Fatal("it was answered")
 	}
-	for _, err := range (&Rollout{"r", ps}).Events(ctx, 0) {
+	for _, err := range (&Rollout{"r", ps, givenDriver(ps)}).Events(ctx, 0) {
 		if err == nil {
 			t.Fatal("it was answered")
 		}

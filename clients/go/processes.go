@@ -107,7 +107,7 @@ func (s *Sandbox) Processes(ctx context.Context) iter.Seq2[*sandboxv1.Process, e
 func (p *Process) Output(ctx context.Context) iter.Seq2[*sandboxv1.WatchProcessResponse, error] {
 	return func(yield func(*sandboxv1.WatchProcessResponse, error) bool) {
 		at, over := map[sandboxv1.OutputStream]int64{}, false
-		err := resumed(ctx, p.sandbox.data, func(sign func()) error {
+		err := resumed(ctx, func() *service { return p.sandbox.data }, nil, func(sign func()) error {
 			request := &sandboxv1.WatchProcessRequest{
 				SandboxId: p.sandbox.ID, ProcessId: p.ID,
 				StdoutOffset: at[sandboxv1.OutputStream_OUTPUT_STREAM_STDOUT],
@@ -172,8 +172,7 @@ func (p *Process) Write(ctx context.Context, content []byte, last bool) error {
 			yield(&request{Frame: &sandboxv1.WriteStdinRequest_End{End: &sandboxv1.WriteStdinRequest_StdinEnd{}}})
 		}
 	}
-	var wait delays
-	until := time.Now().Add(patience)
+	repeat := repeats{began: time.Now()}
 	for {
 		answer, err := push(ctx, p.sandbox.data, p.sandbox.processes.WriteStdin, frames, sandboxTimeout)
 		if err == nil {
@@ -181,11 +180,11 @@ func (p *Process) Write(ctx context.Context, content []byte, last bool) error {
 			return nil
 		}
 		var failure *Error
-		if !errors.As(err, &failure) || failure.Kind != ErrUnavailable || time.Now().After(until) {
+		if !errors.As(err, &failure) || failure.Kind != ErrUnavailable {
 			return err
 		}
-		if err := sleep(ctx, wait.next(failure)); err != nil {
-			return fromRPC(ctx, err, p.sandbox.data)
+		if err := repeat.pause(ctx, p.sandbox.data, failure); err != nil {
+			return err
 		}
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	driverv1 "penstock.example/penstock/gen/driver/v1"
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
@@ -26,6 +27,7 @@ type Rollout struct {
 	// ID is the rollout's id.
 	ID     string
 	client *Client
+	at     *driver
 }
 
 // Result is an ended rollout.
@@ -48,54 +50,95 @@ func (r *Result) Failure() *driverv1.Failure { return r.Rollout.GetOutcome().Get
 // Samples are what a trainer eats.
 func (r *Result) Samples() []Sample { return Samples(r.Trajectory) }
 
-// Create starts a rollout and returns at once. The mode is the gate unless the spec says otherwise; an id in place of ""
+// Create starts a rollout at one of the drivers and returns at once. The mode is the gate unless the spec says otherwise; an id in place of ""
 // is the rollout's. The create is repeated while the driver is away, and starts one rollout all the same.
 //
 // Errors: ErrInvalidArgument (Violations name the fields), ErrNotFound (AGENT_UNKNOWN), ErrUnavailable (Reason says which
 // service that it needs cannot be reached), and more in docs/errors.md.
 func (r *Rollouts) Create(ctx context.Context, spec *driverv1.RolloutSpec, id string) (*Rollout, error) {
 	request := &driverv1.CreateRolloutRequest{RequestId: requestID(), Spec: gated(spec), RolloutId: id}
-	answer, err := call(ctx, r.client.services["driver"], r.client.driver.CreateRollout, request, createTimeout, true)
+	at, answer, err := create(ctx, r.client.cluster, "driver", id, func(
+		ctx context.Context, at member, again func(*Error) bool,
+	) (*driverv1.CreateRolloutResponse, error) {
+		return repeated(ctx, at.service, r.client.driverOf(at).stub().CreateRollout, request, createTimeout, again)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return &Rollout{answer.GetRollout().GetRolloutId(), r.client}, nil
+	return &Rollout{answer.GetRollout().GetRolloutId(), r.client, r.client.driverOf(at)}, nil
 }
 
 // Get is a rollout as it stands.
 //
 // Errors: ErrNotFound, ROLLOUT_UNKNOWN.
 func (r *Rollouts) Get(ctx context.Context, id string) (*driverv1.Rollout, error) {
-	return (&Rollout{id, r.client}).Get(ctx)
+	_, info, err := r.find(ctx, id)
+	return info, err
 }
 
 // Attach is a handle of a rollout that was started elsewhere.
 //
 // Errors: ErrNotFound, ROLLOUT_UNKNOWN.
 func (r *Rollouts) Attach(ctx context.Context, id string) (*Rollout, error) {
-	if _, err := r.Get(ctx, id); err != nil {
+	at, _, err := r.find(ctx, id)
+	if err != nil {
 		return nil, err
 	}
-	return &Rollout{id, r.client}, nil
+	return &Rollout{id, r.client, at}, nil
 }
 
-// List yields rollouts that match the filter (nil = all), newest first. An error is the last thing that it yields.
-func (r *Rollouts) List(ctx context.Context, filter *driverv1.RolloutFilter) iter.Seq2[*driverv1.Rollout, error] {
-	page := func(token string) ([]*driverv1.Rollout, string, error) {
-		request := &driverv1.ListRolloutsRequest{Filter: filter, PageToken: token}
-		answer, err := call(ctx, r.client.services["driver"], r.client.driver.ListRollouts, request, callTimeout, true)
-		return answer.GetRollouts(), answer.GetNextPageToken(), err
+func (r *Rollouts) find(ctx context.Context, id string) (*driver, *driverv1.Rollout, error) {
+	return having(ctx, r.client, id, func(ctx context.Context, at *driver) (*driverv1.Rollout, error) {
+		return (&Rollout{id, r.client, at}).Get(ctx)
+	})
+}
+
+// Branch starts rollouts that continue this one, their parent, from one of its calls, and returns at once. Calls before that one
+// get the parent's answers without sampling; that call is sampled, or answered with the request's Answer. The request needs
+// Count, and CallId or CallIndex; RequestId and RolloutId are set here. With Seed each branch samples with a seed of its own;
+// without it, with the parent's, if there is one.
+//
+// Errors: those of Rollouts.Create; ErrNotFound, CALL_UNKNOWN; ErrFailedPrecondition, CALL_UNANSWERED, TRAJECTORY_ABSENT,
+// SPEC_FORGOTTEN.
+func (r *Rollout) Branch(ctx context.Context, request *driverv1.BranchRolloutRequest) (*Group, error) {
+	request = proto.Clone(request).(*driverv1.BranchRolloutRequest)
+	request.RequestId, request.RolloutId = requestID(), r.ID
+	answer, err := call(ctx, r.at.service(), r.at.stub().BranchRollout, request, createTimeout, true)
+	if err != nil {
+		return nil, err
 	}
-	return paged(page)
+	return (&Groups{r.client}).handle(answer.GetGroup(), r.at), nil
 }
 
-// Watch yields the state of the rollouts that the request's filter selects: first of all that there are, then of each that
-// changes, without end. Messages without rows come where nothing changes. A watch that broke is not taken up again: the
-// first messages of a new one have all that was missed. An error is the last thing that it yields.
+// List yields rollouts of all drivers that match the filter (nil = all), newest first. An error is the last thing that it
+// yields; that of a driver that is away comes after the rollouts of all others.
+func (r *Rollouts) List(ctx context.Context, filter *driverv1.RolloutFilter) iter.Seq2[*driverv1.Rollout, error] {
+	return func(yield func(*driverv1.Rollout, error) bool) {
+		drivers, err := r.client.drivers(ctx)
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		var lists []iter.Seq2[*driverv1.Rollout, error]
+		for _, at := range drivers {
+			lists = append(lists, paged(func(token string) ([]*driverv1.Rollout, string, error) {
+				request := &driverv1.ListRolloutsRequest{Filter: filter, PageToken: token}
+				answer, err := call(ctx, at.service(), at.stub().ListRollouts, request, callTimeout, true)
+				return answer.GetRollouts(), answer.GetNextPageToken(), err
+			}))
+		}
+		newestFirst(lists, (*driverv1.Rollout).GetCreateTime)(yield)
+	}
+}
+
+// Watch yields the state of the rollouts of all drivers that the request's filter selects: first of all that there are, then
+// of each that changes, without end. Messages without rows come where nothing changes. Drivers that do not answer are named in
+// Away, and watched again. Where the only one or all of them went away the watch ends: the first messages of a new one have
+// all that was missed. An error is the last thing that it yields.
 func (r *Rollouts) Watch(
 	ctx context.Context, request *driverv1.WatchRolloutsRequest,
-) iter.Seq2[*driverv1.WatchRolloutsResponse, error] {
-	return streamed(ctx, r.client.services["driver"], r.client.driver.WatchRollouts, request)
+) iter.Seq2[*RolloutChanges, error] {
+	return r.client.watchAll(ctx, request)
 }
 
 // Exported is an ended rollout of an export.
@@ -104,14 +147,33 @@ type Exported struct {
 	Outcome    *driverv1.Outcome
 }
 
-// Export yields the trajectories of all ended rollouts that the request's filter selects. It is not taken up again where it
-// breaks. An error is the last thing that it yields.
+// Export yields the trajectories of all ended rollouts that the request's filter selects, driver by driver. It is not taken up
+// again where it breaks. An error is the last thing that it yields; that of a driver that is away comes after the trajectories
+// of all others.
 func (r *Rollouts) Export(
 	ctx context.Context, request *driverv1.ExportTrajectoriesRequest,
 ) iter.Seq2[*Exported, error] {
 	return func(yield func(*Exported, error) bool) {
+		drivers, err := r.client.drivers(ctx)
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		var exports []iter.Seq2[*Exported, error]
+		for _, at := range drivers {
+			exports = append(exports, at.exported(ctx, request))
+		}
+		oneAfterAnother(exports)(yield)
+	}
+}
+
+// exported is what one driver exports.
+func (d *driver) exported(
+	ctx context.Context, request *driverv1.ExportTrajectoriesRequest,
+) iter.Seq2[*Exported, error] {
+	return func(yield func(*Exported, error) bool) {
 		var whole *Exported
-		for part, err := range streamed(ctx, r.client.services["driver"], r.client.driver.ExportTrajectories, request) {
+		for part, err := range streamed(ctx, d.service(), d.stub().ExportTrajectories, request) {
 			if err != nil {
 				yield(nil, err)
 				return
@@ -138,18 +200,22 @@ func (r *Rollouts) Export(
 //
 // Errors, of all calls of a handle: ErrNotFound, ROLLOUT_UNKNOWN.
 func (r *Rollout) Get(ctx context.Context) (*driverv1.Rollout, error) {
+	return r.get(ctx, callTimeout)
+}
+
+func (r *Rollout) get(ctx context.Context, timeout time.Duration) (*driverv1.Rollout, error) {
 	request := &driverv1.GetRolloutRequest{RolloutId: r.ID}
-	answer, err := call(ctx, r.client.services["driver"], r.client.driver.GetRollout, request, callTimeout, true)
+	answer, err := call(ctx, r.at.service(), r.at.stub().GetRollout, request, timeout, true)
 	return answer.GetRollout(), err
 }
 
 // Wait is the rollout when it has ended, however often the driver restarts meanwhile.
 func (r *Rollout) Wait(ctx context.Context) (*driverv1.Rollout, error) {
-	var watch watching
+	watch := watching{follow: r.at.follow}
 	for {
 		asked := time.Now()
 		request := &driverv1.WaitRolloutRequest{RolloutId: r.ID}
-		answer, err := call(ctx, r.client.services["driver"], r.client.driver.WaitRollout, request, waitTimeout, false)
+		answer, err := call(ctx, r.at.service(), r.at.stub().WaitRollout, request, waitTimeout, false)
 		if err = watch.judge(ctx, err); err != nil {
 			return nil, err
 		}
@@ -190,7 +256,7 @@ func (r *Rollout) TrajectoryWithTop(ctx context.Context, bodies bool) (*trajecto
 func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.RolloutEvent, error] {
 	return func(yield func(*driverv1.RolloutEvent, error) bool) {
 		over := false
-		err := resumed(ctx, r.client.services["driver"], func(sign func()) error {
+		err := resumed(ctx, r.at.service, r.at.follow, func(sign func()) error {
 			request := &driverv1.WatchRolloutRequest{RolloutId: r.ID, AfterSequence: after}
 			each := func(message *driverv1.WatchRolloutResponse) bool {
 				sign()
@@ -202,7 +268,7 @@ func (r *Rollout) Events(ctx context.Context, after int64) iter.Seq2[*driverv1.R
 				over = !yield(event, nil) || event.GetEnded() != nil
 				return !over
 			}
-			return receive(ctx, r.client.driver.WatchRollout, request, each)
+			return receive(ctx, r.at.stub().WatchRollout, request, each)
 		}, func() bool { return over })
 		if err != nil {
 			yield(nil, err)
@@ -219,19 +285,43 @@ func (r *Rollout) Calls(ctx context.Context, opts ...SessionOption) iter.Seq2[*C
 // Cancel ends it: agent and sandbox are gone when this returns. One that has ended keeps its outcome.
 func (r *Rollout) Cancel(ctx context.Context, reason string) (*driverv1.Rollout, error) {
 	request := &driverv1.CancelRolloutRequest{RolloutId: r.ID, Reason: reason}
-	answer, err := call(ctx, r.client.services["driver"], r.client.driver.CancelRollout, request, cancelTimeout, true)
+	answer, err := call(ctx, r.at.service(), r.at.stub().CancelRollout, request, cancelTimeout, true)
 	return answer.GetRollout(), err
+}
+
+// Pause holds it, in whatever phase it is, and returns once it is held: its agent's sandbox is frozen, its calls wait at the gate,
+// and its time limits stand still. One that waits is not started; one that is being graded ends. After limit it goes on;
+// 0 = as long as the operator allows. It fails with ROLLOUT_ENDED, PAUSE_LIMIT, PAUSE_PENDING or DRAINING.
+func (r *Rollout) Pause(ctx context.Context, reason string, limit time.Duration) (*driverv1.Rollout, error) {
+	request := &driverv1.PauseRolloutRequest{RolloutId: r.ID, Reason: reason, MaxDuration: span(limit)}
+	answer, err := call(ctx, r.at.service(), r.at.stub().PauseRollout, request, pauseTimeout, true)
+	return answer.GetRollout(), err
+}
+
+// Resume ends its pause, if it has one, and returns once nothing holds it.
+func (r *Rollout) Resume(ctx context.Context) (*driverv1.Rollout, error) {
+	request := &driverv1.ResumeRolloutRequest{RolloutId: r.ID}
+	answer, err := call(ctx, r.at.service(), r.at.stub().ResumeRollout, request, pauseTimeout, true)
+	return answer.GetRollout(), err
+}
+
+// span is a duration of the wire; 0 = none.
+func span(limit time.Duration) *durationpb.Duration {
+	if limit == 0 {
+		return nil
+	}
+	return durationpb.New(limit)
 }
 
 // Delete removes the ended rollout with its events and trajectory.
 func (r *Rollout) Delete(ctx context.Context) error {
 	request := &driverv1.DeleteRolloutRequest{RolloutId: r.ID}
-	_, err := call(ctx, r.client.services["driver"], r.client.driver.DeleteRollout, request, callTimeout, true)
+	_, err := call(ctx, r.at.service(), r.at.stub().DeleteRollout, request, callTimeout, true)
 	return err
 }
 
 func (r *Rollout) ended(ctx context.Context) (*Result, error) {
-	info, err := r.Get(ctx)
+	info, err := r.get(ctx, resultTimeout)
 	if err != nil {
 		return nil, err
 	}
@@ -246,8 +336,7 @@ func (r *Rollout) ended(ctx context.Context) (*Result, error) {
 func (r *Rollout) trajectory(
 	ctx context.Context, request *driverv1.GetTrajectoryRequest,
 ) (*trajectoryv1.Trajectory, error) {
-	const timeout = 5 * time.Minute
-	parts, err := collect(ctx, r.client.services["driver"], r.client.driver.GetTrajectory, request, timeout)
+	parts, err := collect(ctx, r.at.service(), r.at.stub().GetTrajectory, request, resultTimeout)
 	if err != nil {
 		return nil, err
 	}
@@ -293,14 +382,19 @@ func (c *Client) callsUntil(
 	}
 }
 
-// resumed opens a watch again and again until it is over, `watch` fails for good, or the service is away for too long.
-func resumed(ctx context.Context, s *service, watch func(sign func()) error, over func() bool) error {
-	var patient watching
+// resumed opens a watch again and again until it is over, `watch` fails for good, or the service is away for too long. follow
+// goes to where the service is by now; nil = it does not move.
+func resumed(
+	ctx context.Context, at func() *service, follow func(context.Context) error,
+	watch func(sign func()) error, over func() bool,
+) error {
+	patient := watching{follow: follow}
 	for {
 		err := watch(patient.sign)
 		if over() {
 			return nil
 		}
+		s := at()
 		failure := &Error{Kind: ErrUnavailable, Reason: "STREAM_ENDED", Message: s.peer + " ended the stream"}
 		if err != nil {
 			failure = fromRPC(ctx, err, s)

@@ -126,7 +126,7 @@ func TestAnIDThatFitsNoHeaderIsSentInTheRequestAlone(t *testing.T) {
 	r := record(t)
 	ps := connectTo(t, r.address)
 	for _, odd := range []string{"Größe", "a\nb", "\x00", strings.Repeat("x", 256), "a\tb", "\x7f"} {
-		_, err := ps.driver.GetRollout(bounded(t), &driverv1.GetRolloutRequest{RolloutId: odd})
+		_, err := givenDriver(ps).stub().GetRollout(bounded(t), &driverv1.GetRolloutRequest{RolloutId: odd})
 		if status.Convert(err).Message() != "recorded" {
 			t.Fatal(err)
 		}

@@ -15,11 +15,14 @@ const (
 	attempts = 5
 	// No attempt is begun later than this: whoever asks hears soon that a service is away.
 	patience = 10 * time.Second
-	// How long a wait or a watch that broke is taken up again without any sign of the service.
-	watchPatience = time.Minute
+	// How long a wait or a watch that broke is taken up again without any sign of the service, and how long a call of a service
+	// that answered before is repeated while it cannot be reached: a restart under load takes longer than a few attempts.
+	longPatience  = time.Minute
 	callTimeout   = 30 * time.Second
 	createTimeout = 2 * time.Minute
+	resultTimeout = 5 * time.Minute // thousands of rollouts may end at once
 	cancelTimeout = 2 * time.Minute
+	pauseTimeout  = time.Minute
 )
 
 // service is one service as the client sees it.
@@ -27,6 +30,22 @@ type service struct {
 	conn  grpc.ClientConnInterface
 	peer  string // for people
 	token foundToken
+
+	address string
+	brief   bool // a call fails soon where it is away, though it answered before
+}
+
+// briefly is the same service for a caller that asks several: a call fails soon where it is away.
+func (s *service) briefly() *service {
+	same := *s
+	same.brief = true
+	return &same
+}
+
+// known is whether the service itself has answered a call of this client.
+func (s *service) known() bool {
+	conn, ok := s.conn.(interface{ hasAnswered() bool })
+	return ok && conn.hasAnswered()
 }
 
 // anyone stands for a service that is not known where its error is read.
@@ -35,13 +54,28 @@ var anyone = &service{peer: "the service"}
 type method[Q, A any] func(context.Context, Q, ...grpc.CallOption) (A, error)
 
 // call is one unary call, with so much time for each attempt. One that is repeatable (a read, or a create with a request
-// id) is tried again while the service is away, for ten seconds at most.
+// id) is tried again while the service is away: see repeats.
 func call[Q, A any](
 	ctx context.Context, s *service, m method[Q, A], request Q, timeout time.Duration, repeatable bool,
 ) (A, error) {
-	var wait delays
-	until := time.Now().Add(patience)
-	for attempt := 1; ; attempt++ {
+	again := func(failure *Error) bool { return repeatable && failure.Kind == ErrUnavailable }
+	return repeated(ctx, s, m, request, timeout, again)
+}
+
+// unlessDraining says for repeated to repeat while the service is away, and not while it is there and drains: another one
+// may take what this one does not.
+func unlessDraining(failure *Error) bool {
+	return failure.Kind == ErrUnavailable && failure.Reason != draining
+}
+
+const draining = "DRAINING"
+
+// repeated is call, tried again after the errors that `again` is true of.
+func repeated[Q, A any](
+	ctx context.Context, s *service, m method[Q, A], request Q, timeout time.Duration, again func(*Error) bool,
+) (A, error) {
+	repeat := repeats{began: time.Now()}
+	for {
 		bounded, cancel := context.WithTimeout(ctx, timeout)
 		answer, err := m(bounded, request)
 		cancel()
@@ -49,18 +83,49 @@ func call[Q, A any](
 			return answer, nil
 		}
 		failure := fromRPC(ctx, err, s)
-		if !repeatable || failure.Kind != ErrUnavailable || attempt == attempts {
+		if !again(failure) {
 			return answer, failure
 		}
-		delay := wait.next(failure)
-		if time.Now().Add(delay).After(until) {
-			return answer, failure
-		}
-		if err := sleep(ctx, delay); err != nil {
-			return answer, fromRPC(ctx, err, s)
+		if err := repeat.pause(ctx, s, failure); err != nil {
+			return answer, err
 		}
 	}
 }
+
+// repeats bounds how often and how long one call is repeated. A service that answers so, and one that never answered, has five
+// attempts within ten seconds. One that answered before and cannot be reached now is tried for a minute from when that was seen.
+type repeats struct {
+	wait  delays
+	began time.Time // the first attempt
+	broke time.Time // the first failure; zero = none yet
+	short int       // failures that are not waited out for long
+}
+
+// pause waits before the next attempt; it gives `failure` back where it is enough.
+func (r *repeats) pause(ctx context.Context, s *service, failure *Error) error {
+	if r.broke.IsZero() {
+		r.broke = time.Now()
+	}
+	until := r.broke.Add(longPatience)
+	if failure.Reason != unreachable && failure.Reason != stopping || s.brief || !s.known() {
+		r.short++
+		until = r.began.Add(patience)
+	}
+	delay := r.wait.next(failure)
+	if r.short == attempts || time.Now().Add(delay).After(until) {
+		return failure
+	}
+	if err := sleep(ctx, delay); err != nil {
+		return fromRPC(ctx, err, s)
+	}
+	return nil
+}
+
+// unreachable is the reason of an error that no service spoke of: there was no connection, or it broke.
+const unreachable = "TRANSPORT_UNAVAILABLE"
+
+// stopping is the reason of a driver that stops and leaves what runs to its next process.
+const stopping = "DRIVER_STOPPING"
 
 type receiver[A any] interface {
 	Recv() (A, error)
@@ -123,7 +188,8 @@ type sender[Q, A any] interface {
 	CloseAndRecv() (A, error)
 }
 
-// push sends a client stream and gives its answer. It is not repeated.
+// push sends a client stream and gives its answer. It is not repeated; where another service is the home, all of it is sent
+// there, once.
 func push[Q, A any, S sender[Q, A]](
 	ctx context.Context, s *service, m func(context.Context, ...grpc.CallOption) (S, error), frames iter.Seq[Q],
 	timeout time.Duration,
@@ -142,8 +208,25 @@ func push[Q, A any, S sender[Q, A]](
 		}
 		return stream.CloseAndRecv()
 	}
-	return call(ctx, s, send, struct{}{}, timeout, false)
+	return call(ctx, s, atHome(s, send), struct{}{}, timeout, false)
 }
+
+// atHome does what `send` does, and does it again where HOME_ELSEWHERE says that its home is: the service that said so has
+// taken nothing of it.
+func atHome[Q, A any](s *service, send method[Q, A]) method[Q, A] {
+	return func(ctx context.Context, request Q, opts ...grpc.CallOption) (A, error) {
+		answer, err := send(ctx, request, opts...)
+		if at, ok := s.conn.(interface{ homeOf(error) *grpc.ClientConn }); err != nil && ok {
+			if home := at.homeOf(err); home != nil {
+				return send(context.WithValue(ctx, homeKey{}, home), request, opts...)
+			}
+		}
+		return answer, err
+	}
+}
+
+// homeKey is what a context has the connection by that a stream of requests is sent on.
+type homeKey struct{}
 
 // delays grow between attempts: 0.1 s, doubled up to 5 s, each drawn from its upper half. The zero value is ready.
 type delays struct{ attempt int }
@@ -179,6 +262,9 @@ type watching struct {
 	wait  delays
 	early delays
 	broke time.Time // zero = it did not since the last sign
+	away  bool      // it broke at least once
+	// follow goes to where the service is by now, before each further attempt; nil = it does not move.
+	follow func(context.Context) error
 }
 
 func (w *watching) sign() {
@@ -191,13 +277,32 @@ func (w *watching) pause(ctx context.Context, failure *Error) error {
 	if w.broke.IsZero() {
 		w.broke = time.Now()
 	}
-	if !broken(failure) || time.Since(w.broke) > watchPatience {
+	if !broken(failure) {
+		return w.explained(failure)
+	}
+	w.away = true
+	if time.Since(w.broke) > longPatience {
 		return failure
 	}
 	if err := sleep(ctx, w.wait.next(failure)); err != nil {
 		return fromRPC(ctx, err, anyone)
 	}
+	if w.follow != nil {
+		return w.follow(ctx)
+	}
 	return nil
+}
+
+// explained is HOME_LOST instead of an error by which a driver that was away does not know what it had before. Running
+// rollouts are never deleted, so its state is gone: its disk is a new one.
+func (w *watching) explained(failure *Error) *Error {
+	if !w.away || (failure.Reason != "ROLLOUT_UNKNOWN" && failure.Reason != "GROUP_UNKNOWN") {
+		return failure
+	}
+	return &Error{
+		Kind: ErrNotFound, Reason: "HOME_LOST", Metadata: failure.Metadata, cause: failure,
+		Message: failure.Message + ", which it had before it was away: its state is lost. Create it again",
+	}
 }
 
 // askAgain waits before what was asked at that time is asked again, though the service answered: not where it held the

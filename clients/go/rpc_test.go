@@ -133,6 +133,48 @@ func TestOnlyWhatIsHarmlessIsRepeated(t *testing.T) {
 	}
 }
 
+// A service that answered before is waited for while it cannot be reached, longer than one that never answered, than one that is
+// there and says no, and than who asks others too can wait (R25).
+func TestAServiceThatAnsweredBeforeIsWaitedForLonger(t *testing.T) {
+	server, ps := serve(t)
+	away := status.Error(codes.Unavailable, "connection refused") // as of a proxy in front, or of gRPC itself: without a reason
+	refused := refusal(t, codes.Unavailable, "no", &errdetails.ErrorInfo{Reason: "DRAINING"})
+	for _, item := range []struct {
+		name     string
+		answered bool
+		brief    bool
+		failure  error
+		expected int // attempts
+		kind     error
+	}{
+		{"never answered", false, false, away, attempts, ErrUnavailable},
+		{"says no", true, false, refused, attempts, ErrUnavailable},
+		{"others are asked", true, true, away, attempts, ErrUnavailable},
+		{"answered before", true, false, away, attempts + 1, nil},
+	} {
+		conn := ps.services["driver"].conn.(*pool)
+		conn.answered.Store(item.answered)
+		attempt := 0
+		server.getRollout = func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error) {
+			if attempt++; attempt <= attempts {
+				return nil, item.failure
+			}
+			return &driverv1.GetRolloutResponse{Rollout: &driverv1.Rollout{RolloutId: "r"}}, nil
+		}
+		at := givenDriver(ps)
+		if item.brief {
+			at.at.Store(placeOf(at.service().briefly()))
+		}
+		_, err := (&Rollout{"r", ps, at}).Get(bounded(t))
+		if attempt != item.expected || !errors.Is(err, item.kind) && (err != nil || item.kind != nil) {
+			t.Errorf("%s: %v after %d attempts", item.name, err, attempt)
+		}
+		if err == nil && !conn.hasAnswered() || item.name == "never answered" && conn.hasAnswered() {
+			t.Errorf("%s: has it answered? %t", item.name, conn.hasAnswered())
+		}
+	}
+}
+
 // A service's wish when to come again is never undercut, and one that is too far off is told at once.
 func TestAWishThatIsTooFarOffIsToldInsteadOfWaitedFor(t *testing.T) {
 	server, ps := serve(t)
@@ -197,7 +239,7 @@ func TestAWatchThatBreaksGoesOnWhereItWas(t *testing.T) {
 		}
 		return nil
 	}
-	rollout := &Rollout{"r", ps}
+	rollout := &Rollout{"r", ps, givenDriver(ps)}
 	var seen []int64
 	for event, err := range rollout.Events(bounded(t), 0) {
 		if err != nil {
@@ -223,8 +265,48 @@ func TestAWaitOutlastsAPollThatIsNotAnswered(t *testing.T) {
 		}
 		return &driverv1.WaitGroupResponse{Group: &driverv1.Group{Ended: true}}, nil
 	}
-	if group, err := (&Group{ID: "g", client: ps}).Wait(bounded(t)); err != nil || !group.GetEnded() || polls != 2 {
+	if group, err := (&Group{ID: "g", client: ps, at: givenDriver(ps)}).Wait(bounded(t)); err != nil || !group.GetEnded() || polls != 2 {
 		t.Fatalf("%v, %v after %d polls", group, err, polls)
+	}
+}
+
+// A driver that was away and does not know what it had before has lost its state; one that never was away answers about an
+// unknown id (R127).
+func TestADriverThatComesBackWithoutItsStateIsNamed(t *testing.T) {
+	server, ps := serve(t)
+	polls, streams := 0, 0
+	unknown := func(reason string) error {
+		return refusal(t, codes.NotFound, "there is no r", &errdetails.ErrorInfo{Reason: reason, Domain: "penstock"})
+	}
+	server.waitGroup = func(context.Context, *driverv1.WaitGroupRequest) (*driverv1.WaitGroupResponse, error) {
+		if polls++; polls == 1 {
+			return nil, status.Error(codes.Unavailable, "the driver restarts")
+		}
+		return nil, unknown("GROUP_UNKNOWN")
+	}
+	server.watch = func(_ *driverv1.WatchRolloutRequest, _ driverv1.RolloutService_WatchRolloutServer) error {
+		if streams++; streams == 1 {
+			return status.Error(codes.Unavailable, "the driver restarts")
+		}
+		return unknown("ROLLOUT_UNKNOWN")
+	}
+	group := &Group{ID: "g", client: ps, at: givenDriver(ps)}
+	watched := func() (failure error) {
+		for _, err := range (&Rollout{"r", ps, givenDriver(ps)}).Events(bounded(t), 0) {
+			failure = err
+		}
+		return failure
+	}
+	_, lost := group.Wait(bounded(t))
+	_, never := group.Wait(bounded(t))
+	for _, item := range []struct {
+		err    error
+		reason string
+	}{{lost, "HOME_LOST"}, {never, "GROUP_UNKNOWN"}, {watched(), "HOME_LOST"}, {watched(), "ROLLOUT_UNKNOWN"}} {
+		var failure *Error
+		if !errors.As(item.err, &failure) || !errors.Is(item.err, ErrNotFound) || failure.Reason != item.reason {
+			t.Fatalf("%v instead of %s", item.err, item.reason)
+		}
 	}
 }
 
@@ -263,3 +345,6 @@ func TestArraysSurviveTheWireBitForBit(t *testing.T) {
 		t.Fatalf("it is %v", text)
 	}
 }
+
+// givenDriver is the driver of the connection.
+func givenDriver(ps *Client) *driver { return ps.driverOf(member{service: ps.services["driver"]}) }

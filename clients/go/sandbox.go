@@ -25,6 +25,7 @@ type Sandbox struct {
 	Message *sandboxv1.Sandbox
 
 	sandboxes *Sandboxes
+	home      node
 	data      *service
 	processes sandboxv1.ProcessServiceClient
 	files     sandboxv1.FileServiceClient
@@ -44,7 +45,7 @@ func Argv(args ...string) *sandboxv1.Command {
 // may have made sooner.
 func (s *Sandbox) Renew(ctx context.Context, lease time.Duration) (time.Time, error) {
 	request := &sandboxv1.RenewLeaseRequest{SandboxId: s.ID, Lease: durationpb.New(lease)}
-	answer, err := call(ctx, s.sandboxes.service(), s.sandboxes.stub.RenewLease, request, callTimeout, true)
+	answer, err := call(ctx, s.home.service, s.home.stub.RenewLease, request, callTimeout, true)
 	if err != nil {
 		return time.Time{}, err
 	}
@@ -59,14 +60,14 @@ func (s *Sandbox) NarrowNetwork(ctx context.Context, network *sandboxv1.NetworkP
 		network = &sandboxv1.NetworkPolicy{Policy: &sandboxv1.NetworkPolicy_None{None: &sandboxv1.NoNetwork{}}}
 	}
 	request := &sandboxv1.SetNetworkPolicyRequest{SandboxId: s.ID, Network: network}
-	_, err := call(ctx, s.sandboxes.service(), s.sandboxes.stub.SetNetworkPolicy, request, callTimeout, true)
+	_, err := call(ctx, s.home.service, s.home.stub.SetNetworkPolicy, request, callTimeout, true)
 	return err
 }
 
 // Stats is what it uses now and used at most; an unset figure is unknown to its backend.
 func (s *Sandbox) Stats(ctx context.Context) (*sandboxv1.GetStatsResponse, error) {
 	request := &sandboxv1.GetStatsRequest{SandboxId: s.ID}
-	return call(ctx, s.sandboxes.service(), s.sandboxes.stub.GetStats, request, callTimeout, true)
+	return call(ctx, s.home.service, s.home.stub.GetStats, request, callTimeout, true)
 }
 
 // Pause freezes every process; it returns when all are frozen.
@@ -74,14 +75,14 @@ func (s *Sandbox) Stats(ctx context.Context) (*sandboxv1.GetStatsResponse, error
 // Errors: ErrFailedPrecondition, CAPABILITY_MISSING; ErrUnavailable, PAUSE_FAILED.
 func (s *Sandbox) Pause(ctx context.Context) error {
 	request := &sandboxv1.PauseSandboxRequest{SandboxId: s.ID}
-	_, err := call(ctx, s.sandboxes.service(), s.sandboxes.stub.PauseSandbox, request, callTimeout, true)
+	_, err := call(ctx, s.home.service, s.home.stub.PauseSandbox, request, callTimeout, true)
 	return err
 }
 
 // Resume thaws it.
 func (s *Sandbox) Resume(ctx context.Context) error {
 	request := &sandboxv1.ResumeSandboxRequest{SandboxId: s.ID}
-	_, err := call(ctx, s.sandboxes.service(), s.sandboxes.stub.ResumeSandbox, request, callTimeout, true)
+	_, err := call(ctx, s.home.service, s.home.stub.ResumeSandbox, request, callTimeout, true)
 	return err
 }
 
@@ -90,7 +91,7 @@ func (s *Sandbox) Resume(ctx context.Context) error {
 // Errors: ErrFailedPrecondition, CAPABILITY_MISSING: its backend cannot fork a live sandbox.
 func (s *Sandbox) Fork(ctx context.Context, count int, child *sandboxv1.SandboxSpec) iter.Seq2[*Fork, error] {
 	source := &sandboxv1.ForkSandboxesRequest_SandboxId{SandboxId: s.ID}
-	return s.sandboxes.forks(ctx, &sandboxv1.ForkSandboxesRequest{Source: source, Count: int32(count), Spec: child})
+	return s.sandboxes.forks(ctx, s.home, &sandboxv1.ForkSandboxesRequest{Source: source, Count: int32(count), Spec: child})
 }
 
 // Diff is the files that differ from the base.
@@ -107,8 +108,7 @@ type Diff struct {
 // DIGEST_MISMATCH.
 func (s *Sandbox) Diff(ctx context.Context, maxBytes int64) (*Diff, error) {
 	request := &sandboxv1.DiffSandboxRequest{SandboxId: s.ID, MaxBytes: positive(maxBytes)}
-	service := s.sandboxes.service()
-	parts, err := collect(ctx, service, s.sandboxes.stub.DiffSandbox, request, sandboxTimeout)
+	parts, err := collect(ctx, s.home.service, s.home.stub.DiffSandbox, request, sandboxTimeout)
 	if err != nil {
 		return nil, err
 	}
@@ -128,7 +128,7 @@ func (s *Sandbox) Diff(ctx context.Context, maxBytes int64) (*Diff, error) {
 // Delete kills everything in it and removes it. It may be repeated.
 func (s *Sandbox) Delete(ctx context.Context) error {
 	request := &sandboxv1.DeleteSandboxRequest{SandboxId: s.ID}
-	_, err := call(ctx, s.sandboxes.service(), s.sandboxes.stub.DeleteSandbox, request, deleteTimeout, true)
+	_, err := call(ctx, s.home.service, s.home.stub.DeleteSandbox, request, deleteTimeout, true)
 	return err
 }
 

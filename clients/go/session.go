@@ -3,27 +3,32 @@ package penstock
 import (
 	"context"
 	"errors"
-	"fmt"
-	"io"
 	"iter"
 	"math"
 	"os"
-	"runtime"
-	"strings"
+	"slices"
 	"sync"
 	"time"
 	"unicode/utf8"
 
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	interceptionv1 "penstock.example/penstock/gen/interception/v1"
 )
 
-const (
-	handshakeTimeout = 20 * time.Second
-	goodbyeTimeout   = 5 * time.Second
-	settled          = 5 * time.Second
+// Times of a session; tests shorten them.
+var (
+	// goneAfter is how long calls wait for a gate of which the driver, too, says that it is lost: one that restarts keeps its
+	// calls.
+	goneAfter = 30 * time.Second
+	// lookForGates is how often the driver is asked for the gates while one is away; else as often as its answer is not fresh any
+	// more.
+	lookForGates = time.Second
+	gatesFresh   = fresh
 )
+
+const longestPause = 10 * time.Minute
 
 // Selector says which rollouts' calls a session wants: those that match every condition that is set; none set = all.
 type Selector struct {
@@ -37,6 +42,7 @@ type Selector struct {
 type SessionOption func(*sessionOptions)
 
 type sessionOptions struct {
+	selector      *interceptionv1.CallSelector
 	credits       *interceptionv1.Credits
 	identity      string
 	policyVersion *int64
@@ -45,7 +51,7 @@ type sessionOptions struct {
 	toolErrors    func(*HostToolCall, error)
 }
 
-// WithCredits bounds the calls that are leased and not answered at once; without it 64.
+// WithCredits bounds the calls of all gates that are leased and not answered at once; without it 64.
 func WithCredits(calls int) SessionOption {
 	return func(o *sessionOptions) { o.credits.Calls = window(calls) }
 }
@@ -80,50 +86,57 @@ func WithReconnectTimeout(timeout time.Duration) SessionOption {
 	return func(o *sessionOptions) { o.reconnect = timeout }
 }
 
-// Session is a trainer's session at the gate: calls in, results out, over one stream that is taken up again when it
-// breaks. Leases stay, results that were not acknowledged are sent again, and no call is handed out twice. It is safe for
-// use by many goroutines; Close it.
+// Session is a trainer's session over all gates that the driver lists: each gate's calls come in, and each result goes to the
+// gate of its call. A gate's stream that breaks is taken up again: leases stay, results that were not acknowledged are sent
+// again, and no call is handed out twice. A gate that is lost for half a minute is left: its calls end with GATE_LOST, and the
+// session goes on at the others. What the session has set goes to all gates; one that comes later or comes back gets it before
+// its calls are handed out. A Session is safe for use by many goroutines; Close it.
 type Session struct {
-	service  *service
-	stub     interceptionv1.InterceptServiceClient
-	selector *interceptionv1.CallSelector
-	options  sessionOptions
-	book     *leases
-	tools    *hostTools
-	prompts  *prompts
-	wake     chan struct{}
-	closing  chan struct{}
-	done     chan struct{} // closed when the session's goroutine has ended
-	cancel   context.CancelFunc
-	close    sync.Once
+	cluster *cluster
+	given   member
+	inbox   inbox
+	offers  *hostTools // what is offered, for gates that come later
+	closing chan struct{}
+	done    chan struct{} // closed when the session's goroutine has ended
+	cancel  context.CancelFunc
+	close   sync.Once
 
-	mu           sync.Mutex
-	id           string
-	outbox       []*interceptionv1.InterceptRequest
-	pauses       pauses
-	goAway       *Error
-	lastReceived time.Time
-	failure      *Error
-	connected    chan struct{} // closed by the first Welcome
+	mu      sync.Mutex
+	options sessionOptions
+	places  []*place
+	sharers []*stream
+	paused  *interceptionv1.PauseCalls
+	until   time.Time // when the pause ends
+	failure *Error
+
+	notices sync.Mutex
+	changes chan struct{} // closed by the next change at a gate
 }
 
-// Intercept opens a trainer's session for the calls that the selector wants, before the rollouts are created or later:
-// calls wait at the gate. The context bounds the opening; the session lasts until Close.
+// place is a gate and the session's part there.
+type place struct {
+	member member
+	stream *stream
+	// unreachable is closed while the gate answers neither this session nor the driver: nobody waits for it.
+	unreachable chan struct{}
+	isOut       bool      // whether it is closed
+	awaySince   time.Time // zero = its stream stands
+}
+
+// Intercept opens a trainer's session at all gates for the calls that the selector wants, before the rollouts are created or
+// later: calls wait at the gate. The context bounds the opening; the session lasts until Close.
 func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...SessionOption) (*Session, error) {
 	host, err := os.Hostname()
 	if err != nil {
 		host = "a machine without a name"
 	}
 	s := &Session{
-		service:  c.services["interception"],
-		stub:     c.intercept,
-		selector: selector.message(),
+		cluster: c.cluster, given: member{service: c.services["interception"], takesWork: true},
 		options: sessionOptions{
-			credits: &interceptionv1.Credits{Calls: 64}, identity: host,
+			selector: selector.message(), credits: &interceptionv1.Credits{Calls: 64}, identity: host,
 			view: &interceptionv1.CallView{SuffixOnly: true}, reconnect: 5 * time.Minute,
 		},
-		wake: make(chan struct{}, 1), closing: make(chan struct{}), done: make(chan struct{}),
-		connected: make(chan struct{}),
+		closing: make(chan struct{}), done: make(chan struct{}), changes: make(chan struct{}),
 	}
 	for _, option := range opts {
 		option(&s.options)
@@ -131,28 +144,47 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 	if s.options.credits.Calls < 1 {
 		return nil, &Error{Kind: ErrInvalidArgument, Reason: "CREDITS", Message: "A session needs at least one credit"}
 	}
-	s.book, s.tools = newLeases(s.wake), newHostTools(s.wake, s.options.toolErrors)
-	s.prompts = newPrompts(s.service, s.stub)
+	s.offers = newHostTools(make(chan struct{}, 1), nil)
+	if err := s.look(ctx); err != nil {
+		s.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The session was not opened"})
+		s.each(func(p *place) { <-p.stream.done })
+		return nil, err
+	}
 	running, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	s.cancel = cancel
-	go s.run(running)
-	select {
-	case <-s.connected:
-		return s, nil
-	case <-s.done:
-		return nil, s.err()
-	case <-ctx.Done():
-		cancel()
-		<-s.done
-		return nil, fromRPC(ctx, ctx.Err(), s.service)
+	go s.follow(running)
+	for {
+		changed := s.change()
+		if ready, failure := s.isReady(); failure != nil || ready {
+			if failure != nil {
+				s.abandon(failure)
+				return nil, failure
+			}
+			return s, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			s.abandon(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The session was not opened"})
+			return nil, fromRPC(ctx, ctx.Err(), s.given.service)
+		}
 	}
 }
 
-// ID is the session's id; it changes when the gate did not take the old one up again.
+// abandon ends a session that was not opened, at once.
+func (s *Session) abandon(failure *Error) {
+	s.end(failure)
+	_ = s.Close() // it never fails
+}
+
+// ID is the session's id at its first gate; it changes when that did not take the old one up again.
 func (s *Session) ID() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.id
+	for _, p := range s.all() {
+		if id := p.stream.sessionID(); id != "" {
+			return id
+		}
+	}
+	return ""
 }
 
 // Calls yields the calls to answer, oldest first, until the session is closed or finished. Several loops may share it.
@@ -160,7 +192,7 @@ func (s *Session) ID() string {
 func (s *Session) Calls(ctx context.Context) iter.Seq2[*Call, error] {
 	return func(yield func(*Call, error) bool) {
 		for {
-			call, err := s.book.next(ctx)
+			call, err := s.inbox.next(ctx)
 			switch {
 			case err != nil && s.isClosing() && ctx.Err() == nil:
 				return
@@ -175,16 +207,16 @@ func (s *Session) Calls(ctx context.Context) iter.Seq2[*Call, error] {
 }
 
 // Finish ends Calls once those that have come are handed out: nothing more is expected.
-func (s *Session) Finish() { s.book.finish() }
+func (s *Session) Finish() { s.inbox.finish() }
 
-// Announce tells the gate which weights are the newest: staleness bounds are judged against it.
+// Announce tells all gates which weights are the newest: staleness bounds are judged against it.
 func (s *Session) Announce(policyVersion int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.options.policyVersion = &policyVersion
-	s.send(&interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Policy{
-		Policy: &interceptionv1.PolicyAnnounced{PolicyVersion: policyVersion},
-	}})
+	for _, p := range s.places {
+		p.stream.announce(policyVersion)
+	}
 }
 
 // SetCredits replaces the window: at most so many calls are leased and not answered; 0 = none for now.
@@ -197,68 +229,151 @@ func (s *Session) SetCredits(calls int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.options.credits = &interceptionv1.Credits{Calls: window(calls), Bytes: s.options.credits.Bytes}
-	s.send(creditsFrame(s.options.credits))
+	s.shareOut()
 	return nil
 }
 
-// Pause holds the calls of this selector, for every session and for the model source, while weights are moved; agents see
-// keep-alives. They flow again with Resume, or by themselves after `most` (0 = 10 min). It returns how many calls are
-// leased or dispatched now; answers to them are still taken.
+// Pause holds the calls of this selector at all gates, for every session and for the model source, while weights are moved;
+// agents see keep-alives. It returns when every gate that can be reached holds them, with how many calls are leased or
+// dispatched now; answers to them are still taken. They flow again with Resume, or by themselves after `most` (0 = 10 min).
 //
 // Errors: ErrInvalidArgument, ARGUMENT_TYPE: the reason is not UTF-8.
 func (s *Session) Pause(ctx context.Context, reason string, most time.Duration) (int, error) {
 	if !utf8.ValidString(reason) {
 		return 0, &Error{Kind: ErrInvalidArgument, Reason: "ARGUMENT_TYPE", Message: "The reason of a pause is not UTF-8"}
 	}
+	pause := &interceptionv1.PauseCalls{Reason: reason}
+	if most > 0 {
+		pause.MaxDuration = durationpb.New(most)
+	} else {
+		most = longestPause
+	}
+	return s.steer(ctx, pause, time.Now().Add(most))
+}
+
+// Resume lets calls flow again, at all gates.
+func (s *Session) Resume(ctx context.Context) error {
+	_, err := s.steer(ctx, nil, time.Time{})
+	return err
+}
+
+func (s *Session) steer(ctx context.Context, pause *interceptionv1.PauseCalls, until time.Time) (int, error) {
 	s.mu.Lock()
 	if s.failure != nil {
 		defer s.mu.Unlock()
 		return 0, s.failure
 	}
-	pause := &interceptionv1.PauseCalls{Reason: reason}
-	if most > 0 {
-		pause.MaxDuration = durationpb.New(most)
+	s.paused, s.until = pause, until
+	// Asked at once at every gate, so that what is asked for later is later everywhere.
+	asked := map[*stream]*promise{}
+	for _, p := range s.places {
+		if answer, err := p.stream.ask(pause); err == nil { // else the gate is left, or the session has failed
+			asked[p.stream] = answer
+		}
 	}
-	answer := s.ask(pause)
 	s.mu.Unlock()
-	calls, err := answer.wait(ctx)
-	return int(calls), err
+	var mu sync.Mutex
+	sum := 0
+	act := func(ctx context.Context, at *stream) error {
+		if asked[at] == nil {
+			return nil
+		}
+		calls, err := asked[at].wait(ctx)
+		mu.Lock()
+		defer mu.Unlock()
+		sum += int(calls)
+		return err
+	}
+	err := s.everywhere(ctx, act, func(*stream) {})
+	return sum, err
 }
 
-// Resume lets calls flow again.
-func (s *Session) Resume(ctx context.Context) error {
+// OfferTools offers tools to the agents of rollouts that are created from now on, in any mode. They replace what this session
+// offered to the same selector before; none = withdraw them. A nil selector is the session's own. The calls run here until the
+// session ends. It returns when every gate that can be reached has them.
+//
+// Errors: ErrInvalidArgument (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID, HOST_TOOL), ErrResourceExhausted
+// (TOOL_OFFER_LIMIT), ErrUnavailable: a gate did not answer.
+func (s *Session) OfferTools(ctx context.Context, tools []HostTool, selector *Selector) error {
+	whose := s.options.selector
+	if selector != nil {
+		whose = selector.message()
+	}
 	s.mu.Lock()
 	if s.failure != nil {
 		defer s.mu.Unlock()
 		return s.failure
 	}
-	answer := s.ask(nil)
+	undo, _, err := s.offers.offer(tools, whose) // first: a gate that comes meanwhile has to get them
 	s.mu.Unlock()
-	_, err := answer.wait(ctx)
-	return err
+	if err != nil {
+		return err
+	}
+	act := func(ctx context.Context, at *stream) error { return at.offerTools(ctx, tools, whose) }
+	if err := s.everywhere(ctx, act, func(at *stream) { at.adoptTools(tools, whose) }); err != nil {
+		undo()
+		return err
+	}
+	return nil
 }
 
-// ask tells the gate what is wanted of the flow of calls; the caller holds the lock.
-func (s *Session) ask(pause *interceptionv1.PauseCalls) *promise {
-	answer, isNew := s.pauses.ask(pause)
-	if isNew {
-		s.send(flowFrame(pause))
+// everywhere does something at every gate. Those that cannot be reached get `later`.
+func (s *Session) everywhere(
+	ctx context.Context, act func(context.Context, *stream) error, later func(*stream),
+) error {
+	places := s.all()
+	failures := make([]error, len(places))
+	var acting sync.WaitGroup
+	for at, p := range places {
+		acting.Add(1)
+		go func() {
+			defer acting.Done()
+			bounded, cancel := context.WithCancel(ctx)
+			defer cancel()
+			answer := make(chan error, 1)
+			go func() { answer <- act(bounded, p.stream) }()
+			select {
+			case failures[at] = <-answer:
+				_, _, away := p.stream.state()
+				if failures[at] == nil || !away || s.err() != nil {
+					return
+				}
+				failures[at] = nil
+			case <-p.unreachable:
+				cancel()
+				<-answer
+			}
+			later(p.stream)
+		}()
 	}
-	return answer
+	acting.Wait()
+	if failure := s.err(); failure != nil {
+		return failure
+	}
+	for _, failure := range failures {
+		if failure != nil {
+			return failure
+		}
+	}
+	return nil
 }
 
 // Close sends what is still to be sent and says goodbye: calls without an answer are queued again at once. It returns
 // when nothing of the session runs any more, and may be called again.
 func (s *Session) Close() error {
 	s.close.Do(func() { close(s.closing) })
-	timer := time.NewTimer(goodbyeTimeout)
-	defer timer.Stop()
-	select {
-	case <-s.done:
-	case <-timer.C: // the gate does not answer: it will notice that we are gone by our silence
-	}
 	s.cancel()
 	<-s.done
+	var leaving sync.WaitGroup
+	s.each(func(p *place) {
+		leaving.Add(1)
+		go func() {
+			defer leaving.Done()
+			p.stream.leave()
+		}()
+	})
+	leaving.Wait()
+	s.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The session is closed"})
 	return nil
 }
 
@@ -274,313 +389,314 @@ func (s *Session) isClosing() bool {
 func (s *Session) err() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.failure == nil {
+		return nil
+	}
 	return s.failure
 }
 
-// run connects, converses, and connects again until the session is closed or cannot be saved.
-func (s *Session) run(ctx context.Context) {
-	defer close(s.done)
-	defer s.tools.ended()
-	defer s.cancel()
-	var wait delays
+// end ends the session: everybody who waits is told.
+func (s *Session) end(failure *Error) {
 	s.mu.Lock()
-	s.lastReceived = time.Now()
+	if s.failure == nil {
+		s.failure = failure
+		for _, p := range s.places {
+			p.stream.fail(failure)
+		}
+		s.inbox.end(failure)
+	}
 	s.mu.Unlock()
-	for {
-		began := time.Now()
-		failure := s.converse(ctx)
-		if failure == nil || s.isClosing() || ctx.Err() != nil {
-			s.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_CLOSED", Message: "The session is closed"})
-			return
+	s.notify()
+}
+
+// The gates.
+
+// all are copies of the places, as they are now.
+func (s *Session) all() []place {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	places := make([]place, len(s.places))
+	for at, p := range s.places {
+		places[at] = *p
+	}
+	return places
+}
+
+func (s *Session) each(act func(*place)) {
+	s.mu.Lock()
+	places := slices.Clone(s.places)
+	s.mu.Unlock()
+	for _, p := range places {
+		act(p)
+	}
+}
+
+// change is closed by the next change at a gate.
+func (s *Session) change() <-chan struct{} {
+	s.notices.Lock()
+	defer s.notices.Unlock()
+	return s.changes
+}
+
+func (s *Session) notify() {
+	s.notices.Lock()
+	defer s.notices.Unlock()
+	close(s.changes)
+	s.changes = make(chan struct{})
+}
+
+func (s *Session) isReady() (bool, *Error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	stands := false
+	for _, p := range s.places {
+		connected, _, _ := p.stream.state()
+		if !connected && !p.isOut {
+			return false, s.failure
 		}
+		stands = stands || connected
+	}
+	return stands, s.failure
+}
+
+// follow keeps the session at all gates, as the driver lists them, until it is closed or has failed.
+func (s *Session) follow(ctx context.Context) {
+	defer close(s.done)
+	defer s.offers.ended()
+	lookAt := time.Now().Add(lookForGates)
+	for ctx.Err() == nil && s.err() == nil {
+		changed := s.change()
+		s.notice()
+		s.each(func(p *place) {
+			if _, failure, _ := p.stream.state(); failure != nil {
+				s.ended(p)
+			}
+		})
 		s.mu.Lock()
-		opened, silent, wish := s.id != "", time.Since(s.lastReceived), s.goAway
-		s.goAway = nil
+		if !slices.Equal(s.sharing(), s.sharers) {
+			s.shareOut()
+		}
 		s.mu.Unlock()
-		// A gate that is away is waited for, at first and later; at first nothing else that may pass is.
-		if !passes(failure) || !opened && (failure.Kind != ErrUnavailable || silent > s.options.reconnect) {
-			s.end(failure)
-			return
+		if !time.Now().Before(lookAt) {
+			if err := s.look(ctx); err != nil && ctx.Err() == nil {
+				// Such as MEMBER_NOT_TRUSTED: without that gate the session would not be whole.
+				s.end(fromRPC(ctx, err, anyone))
+			}
+			lookAt = time.Now().Add(lookForGates)
 		}
-		if silent > s.options.reconnect {
-			s.end(&Error{
-				Kind: ErrSessionLost, Reason: "SESSION_LOST", cause: failure,
-				Message: fmt.Sprintf("The session could not be resumed in %v: %v", s.options.reconnect, failure),
-			})
-			return
-		}
-		if time.Since(began) > settled {
-			wait.reset()
-		}
-		if wish == nil {
-			wish = failure
-		}
-		timer := time.NewTimer(wait.next(wish))
+		timer := time.NewTimer(time.Until(lookAt))
 		select {
+		case <-changed:
 		case <-timer.C:
-		case <-s.closing:
 		case <-ctx.Done():
 		}
 		timer.Stop()
 	}
 }
 
-// passes tells whether connecting again may help: the transport broke, or the gate restarts or lost our heartbeats.
-func passes(failure *Error) bool {
-	if broken(failure) {
-		return true
-	}
-	switch failure.Kind {
-	case ErrCancelled, ErrDeadlineExceeded:
-		return true
-	case ErrInternal:
-		return strings.HasPrefix(failure.Reason, "TRANSPORT_")
-	default:
-		return false // ErrAborted: another process took the session over
-	}
-}
-
-// end: nothing comes or goes any more, and everybody who waits is told.
-func (s *Session) end(failure *Error) {
-	s.mu.Lock()
-	s.failure = failure
-	s.pauses.end(failure)
-	s.mu.Unlock()
-	s.book.end(failure)
-}
-
-// converse is one stream from Hello to its end; nil when it ended with our Goodbye.
-func (s *Session) converse(parent context.Context) *Error {
-	ctx, cancel := context.WithCancelCause(parent)
-	defer cancel(nil)
-	watchdog := time.AfterFunc(handshakeTimeout, func() {
-		cancel(&Error{Kind: ErrUnavailable, Reason: "HANDSHAKE", Message: s.service.peer + " did not answer Hello"})
-	})
-	defer watchdog.Stop()
-	broke := func(err error) *Error {
-		if why := (*Error)(nil); parent.Err() == nil && errors.As(context.Cause(ctx), &why) {
-			return why
-		}
-		return fromRPC(parent, err, s.service)
-	}
-	stream, err := s.stub.Intercept(ctx)
-	if err != nil {
-		return broke(err)
-	}
-	hello := &interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Hello{Hello: s.hello()}}
-	if err := stream.Send(hello); err != nil && !errors.Is(err, io.EOF) { // io.EOF: refused already, and Recv tells why
-		return broke(err)
-	}
-	first, err := stream.Recv()
-	if err != nil {
-		return broke(err)
-	}
-	welcome := first.GetWelcome()
-	if welcome == nil {
-		return &Error{Kind: ErrInternal, Reason: "PROTOCOL", Message: "The gate's first message was not Welcome"}
-	}
-	s.takeUp(welcome)
-	if !welcome.GetResumed() {
-		for _, request := range s.tools.registrations(welcome.GetSessionId()) {
-			if _, err := call(ctx, s.service, s.stub.RegisterTools, request, handshakeTimeout, false); err != nil {
-				return broke(err)
-			}
+// look asks which gates there are; the session goes to new ones, and leaves lost ones.
+func (s *Session) look(ctx context.Context) error {
+	age := gatesFresh
+	places := s.all()
+	for _, p := range places {
+		if connected, _, _ := p.stream.state(); !connected {
+			age = lookForGates
 		}
 	}
-	interval := welcome.GetHeartbeatInterval().AsDuration()
-	if interval <= 0 {
-		interval = 10 * time.Second
-	}
-	watchdog.Stop()
-	silence := time.AfterFunc(3*interval, func() {
-		cancel(&Error{Kind: ErrUnavailable, Reason: "HEARTBEAT_MISSED", Message: s.service.peer + " stopped sending heartbeats"})
-	})
-	defer silence.Stop()
-	wrote := make(chan struct{})
-	go func() {
-		defer close(wrote)
-		s.write(ctx, stream, interval)
-	}()
-	defer func() { cancel(nil); <-wrote }()
-	for {
-		frame, err := stream.Recv()
-		switch {
-		case errors.Is(err, io.EOF) && s.isClosing():
+	members, err := s.cluster.members(ctx, "interception", age, false)
+	if err != nil {
+		// A token that the driver refuses may be valid at the given gate.
+		notAsked := isAway(err) || errors.Is(err, ErrUnauthenticated) || errors.Is(err, ErrPermissionDenied)
+		if !notAsked {
+			return err
+		}
+		if len(places) > 0 {
 			return nil
-		case errors.Is(err, io.EOF):
-			return &Error{Kind: ErrUnavailable, Reason: "STREAM_ENDED", Message: s.service.peer + " ended the session"}
-		case err != nil:
-			return broke(err)
 		}
-		silence.Reset(3 * interval)
-		for _, message := range frame.GetCalls().GetCalls() {
-			if failure := s.prompts.complete(ctx, message); failure != nil {
-				return failure
-			}
+		members = []member{s.given}
+	}
+	for _, one := range members {
+		s.mu.Lock()
+		at := slices.IndexFunc(s.places, func(p *place) bool { return p.stream.service == one.service })
+		if at >= 0 {
+			s.places[at].member = one
+		} else if s.failure == nil {
+			s.add(one, false)
 		}
-		s.receive(frame)
+		s.mu.Unlock()
 	}
-}
-
-// hello says what the session wants now. The outbox begins anew with it: what is queued from here on goes out after
-// Welcome.
-func (s *Session) hello() *interceptionv1.Hello {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.outbox = nil
-	if s.options.credits.Calls == 0 {
-		s.send(creditsFrame(s.options.credits))
-	}
-	for _, question := range s.pauses.asked {
-		s.send(flowFrame(question.pause))
-	}
-	largest := int64(MaxMessageBytes)
-	hello := &interceptionv1.Hello{
-		Selector: s.selector,
-		// None for now is said by a frame of its own, after Welcome.
-		Credits:       &interceptionv1.Credits{Calls: max(1, s.options.credits.Calls), Bytes: s.options.credits.Bytes},
-		Identity:      s.options.identity,
-		PolicyVersion: s.options.policyVersion,
-		View:          s.options.view,
-
-		MaxMessageBytes: &largest,
-	}
-	if s.id != "" {
-		hello.ResumeSessionId = some(s.id)
-		hello.Held = &interceptionv1.HeldCalls{CallIds: s.book.callIDs()}
-	}
-	return hello
-}
-
-// takeUp, after Welcome: calls that were lost end, what is unanswered is sent again.
-func (s *Session) takeUp(welcome *interceptionv1.Welcome) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	first := s.id == ""
-	s.id, s.lastReceived = welcome.GetSessionId(), time.Now()
-	s.book.takenUp(welcome.GetResumed(), welcome.GetHeldCallIds())
-	s.tools.takenUp(welcome.GetResumed())
-	s.prompts.clear()
-	if pause := s.pauses.forgotten(); pause != nil && !welcome.GetResumed() {
-		s.send(flowFrame(pause))
-	}
-	if first {
-		close(s.connected)
-	}
-}
-
-// write sends what is ready, as soon as it is; heartbeats in between; Goodbye at the end. Where the stream breaks, the
-// reader has its status.
-func (s *Session) write(
-	ctx context.Context, stream interceptionv1.InterceptService_InterceptClient, interval time.Duration,
-) {
-	silence := time.NewTicker(interval / 2)
-	defer silence.Stop()
-	for {
-		for frame := s.nextFrame(); frame != nil; frame = s.nextFrame() {
-			if stream.Send(frame) != nil {
-				return
-			}
-		}
-		if s.isClosing() {
-			goodbye := &interceptionv1.Goodbye{Reason: "closed"}
-			frame := &interceptionv1.InterceptRequest_Goodbye{Goodbye: goodbye}
-			if stream.Send(&interceptionv1.InterceptRequest{Frame: frame}) == nil {
-				_ = stream.CloseSend() // it never fails
-			}
+	s.each(func(p *place) {
+		stays := slices.ContainsFunc(members, func(m member) bool { return m.service == p.stream.service })
+		s.mu.Lock()
+		connected, _, _ := p.stream.state()
+		if connected || stays && !p.member.lost {
+			s.mu.Unlock()
 			return
 		}
-		select {
-		case <-s.wake:
-			runtime.Gosched() // whoever woke us may be about to answer: one frame more or one result more in this one
-		case <-s.closing:
-		case <-silence.C:
-			heartbeat := &interceptionv1.InterceptRequest_Heartbeat{Heartbeat: &interceptionv1.Heartbeat{}}
-			if stream.Send(&interceptionv1.InterceptRequest{Frame: heartbeat}) != nil {
-				return
-			}
-		case <-ctx.Done():
-			return
+		p.out()
+		isGone := !p.awaySince.IsZero() && time.Since(p.awaySince) >= goneAfter && p.stream.sessionID() != ""
+		s.mu.Unlock()
+		if !stays || isGone {
+			s.leave(p, stays)
 		}
-	}
-}
-
-func (s *Session) nextFrame() *interceptionv1.InterceptRequest {
-	s.mu.Lock()
-	if len(s.outbox) > 0 {
-		defer s.mu.Unlock()
-		frame := s.outbox[0]
-		s.outbox = s.outbox[1:]
-		return frame
-	}
-	s.mu.Unlock()
-	if results := s.book.results(); results != nil {
-		return &interceptionv1.InterceptRequest{Frame: &interceptionv1.InterceptRequest_Results{Results: results}}
-	}
-	if results := s.tools.next(); results != nil {
-		frame := &interceptionv1.InterceptRequest_ToolResults{ToolResults: results}
-		return &interceptionv1.InterceptRequest{Frame: frame}
-	}
+	})
+	s.notify()
 	return nil
 }
 
-func (s *Session) receive(frame *interceptionv1.InterceptResponse) {
-	s.mu.Lock()
-	s.lastReceived = time.Now()
-	s.mu.Unlock()
-	switch frame := frame.GetFrame().(type) {
-	case *interceptionv1.InterceptResponse_Calls:
-		s.book.leased(frame.Calls.GetCalls()...)
-	case *interceptionv1.InterceptResponse_Acknowledged:
-		s.book.accepted(frame.Acknowledged.GetAcceptedCallIds()...)
-		for _, rejected := range frame.Acknowledged.GetRejected() {
-			s.book.rejected(rejected)
-		}
-	case *interceptionv1.InterceptResponse_Cancelled:
-		reason := frame.Cancelled.GetReason()
-		if reason == "" {
-			reason = "CANCELLED"
-		}
-		ids := set(frame.Cancelled.GetCallIds())
-		s.book.cancelled(reason, func(c *Call) bool { return ids[c.ID()] })
-	case *interceptionv1.InterceptResponse_RolloutsClosed:
-		ids := set(frame.RolloutsClosed.GetRolloutIds())
-		s.prompts.forget(frame.RolloutsClosed.GetRolloutIds()...)
-		s.book.cancelled("ROLLOUT_CLOSED", func(c *Call) bool { return ids[c.RolloutID()] })
-	case *interceptionv1.InterceptResponse_ToolCalls:
-		for _, message := range frame.ToolCalls.GetCalls() {
-			s.tools.called(message)
-		}
-	case *interceptionv1.InterceptResponse_ToolCallsCancelled:
-		s.tools.cancelled(frame.ToolCallsCancelled.GetToolCallIds())
-	case *interceptionv1.InterceptResponse_ToolResultsAcknowledged:
-		s.tools.acknowledged(frame.ToolResultsAcknowledged)
-	case *interceptionv1.InterceptResponse_Paused:
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.pauses.paused(frame.Paused.GetOpenCalls())
-	case *interceptionv1.InterceptResponse_Resumed:
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.pauses.resumed()
-	case *interceptionv1.InterceptResponse_GoAway:
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.goAway = &Error{
-			Kind: ErrUnavailable, Reason: "GO_AWAY", Message: frame.GoAway.GetReason(),
-			RetryAfter: frame.GoAway.GetRetryAfter().AsDuration(),
-		}
-	default: // heartbeats, and what a newer gate may say
+// out: nobody waits for the gate; the caller holds the lock.
+func (p *place) out() {
+	if !p.isOut {
+		p.isOut = true
+		close(p.unreachable)
 	}
 }
 
-// send queues a frame; the caller holds the lock.
-func (s *Session) send(frame *interceptionv1.InterceptRequest) {
-	s.outbox = append(s.outbox, frame)
-	select {
-	case s.wake <- struct{}{}:
-	default:
+// add opens the session at one more gate, with the state that it has; the caller holds the lock.
+func (s *Session) add(one member, late bool) *place {
+	options := s.options
+	if late || one.lost && len(s.places) > 0 {
+		options.reconnect = -1
 	}
+	at := newStream(one.service, &options, &s.inbox, s.notify, s.shareOutIfShort)
+	for _, offered := range s.offers.all() {
+		at.adoptTools(offered.tools, offered.selector)
+	}
+	if left := time.Until(s.until); s.paused != nil && left > 0 {
+		pause := proto.Clone(s.paused).(*interceptionv1.PauseCalls)
+		pause.MaxDuration = durationpb.New(max(left, time.Second))
+		at.pauses.wanted = pause
+	}
+	p := &place{member: one, stream: at, unreachable: make(chan struct{})}
+	if one.lost {
+		p.out()
+	}
+	s.places = append(s.places, p)
+	s.shareOut()
+	at.start()
+	return p
+}
+
+// leave ends what a lost gate had. If it stays a member, the session waits for it without a limit.
+func (s *Session) leave(p *place, stays bool) {
+	name := p.member.name
+	if name == "" {
+		name = p.stream.service.address
+	}
+	p.stream.lose(&Error{
+		Kind: ErrCallEnded, Reason: "GATE_LOST", Message: "Gate " + name + " is lost, and the call with it",
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p.out()
+	s.places = slices.DeleteFunc(s.places, func(other *place) bool { return other == p })
+	if stays && s.failure == nil && !s.isClosing() {
+		s.add(p.member, true).out()
+	}
+	s.shareOut()
+}
+
+// ended: a gate's stream ended for good. Without another gate that can be reached the session has failed.
+func (s *Session) ended(p *place) {
+	_, failure, away := p.stream.state()
+	others := false
+	for _, other := range s.all() {
+		connected, _, _ := other.stream.state()
+		others = others || connected
+	}
+	if away && others {
+		s.leave(p, true)
+	} else {
+		s.end(failure)
+	}
+}
+
+// notice notes which gates can be reached.
+func (s *Session) notice() {
+	s.mu.Lock()
+	now, stands, endless := time.Now(), false, len(s.places) > 0
+	var since time.Time
+	for _, p := range s.places {
+		connected, _, _ := p.stream.state()
+		switch {
+		case connected:
+			stands, p.awaySince = true, time.Time{}
+			if p.isOut {
+				p.isOut, p.unreachable = false, make(chan struct{})
+			}
+			p.stream.setReconnect(s.options.reconnect)
+		case p.awaySince.IsZero():
+			p.awaySince = now
+		}
+		if p.awaySince.After(since) {
+			since = p.awaySince
+		}
+		endless = endless && p.stream.waitsWithoutEnd()
+	}
+	isLost := !stands && endless && now.Sub(since) > s.options.reconnect
+	s.mu.Unlock()
+	if isLost {
+		s.end(&Error{Kind: ErrSessionLost, Reason: "SESSION_LOST", Message: "No gate came back in time"})
+	}
+}
+
+// Credits.
+
+// shareOutIfShort shares the window out anew if a gate has used its part up while others have more than they use.
+func (s *Session) shareOutIfShort() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.sharers) < 2 || s.options.credits.Calls == 0 {
+		return
+	}
+	short, spare := false, false
+	for _, at := range s.sharers {
+		free := at.window() - at.book.size()
+		short, spare = short || free <= 0, spare || free >= 2
+	}
+	if short && spare {
+		s.shareOut()
+	}
+}
+
+// shareOut gives each gate what it holds and an equal part of the rest, at least one call; the caller holds the lock.
+func (s *Session) shareOut() {
+	s.sharers = s.sharing()
+	total, count := int(s.options.credits.Calls), len(s.sharers)
+	held, free := make([]int, count), total
+	for at, one := range s.sharers {
+		held[at] = one.book.size()
+		free -= held[at]
+	}
+	free = max(0, free)
+	for at, one := range s.sharers {
+		calls := held[at] + free/count
+		if at < free%count {
+			calls++
+		}
+		switch {
+		case count == 1 || total == 0:
+			calls = total
+		default:
+			calls = max(1, calls)
+		}
+		share := &interceptionv1.Credits{Calls: window(calls), Bytes: s.options.credits.Bytes}
+		if share.Bytes != nil && total > 0 {
+			bytes := max(1, int64(float64(*share.Bytes)*float64(calls)/float64(total)))
+			share.Bytes = &bytes
+		}
+		one.setCredits(share)
+	}
+}
+
+func (s *Session) sharing() []*stream {
+	var sharers []*stream
+	for _, p := range s.places {
+		if connected, _, _ := p.stream.state(); connected || !p.isOut {
+			sharers = append(sharers, p.stream)
+		}
+	}
+	return sharers
 }
 
 // window is a number of calls as it travels: more than fits is as many as fit.

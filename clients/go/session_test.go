@@ -417,7 +417,7 @@ func TestLeavingTheLoopOfAGroupLeavesNothingBehind(t *testing.T) {
 	go func() {
 		var answering sync.WaitGroup
 		count := 0
-		for call, err := range (&Group{ID: "group", client: ps}).Calls(ctx, WithCredits(many)) {
+		for call, err := range (&Group{ID: "group", client: ps, at: givenDriver(ps)}).Calls(ctx, WithCredits(many)) {
 			if err != nil {
 				loop <- err
 				return
@@ -513,9 +513,10 @@ func TestWhatIsSaidBetweenHelloAndWelcomeReachesTheGate(t *testing.T) {
 		paused <- err
 	}()
 	until(t, func() bool {
-		session.mu.Lock()
-		defer session.mu.Unlock()
-		return len(session.pauses.asked) == 1
+		at := session.all()[0].stream
+		at.mu.Lock()
+		defer at.mu.Unlock()
+		return len(at.pauses.asked) == 1
 	})
 	if hello.PolicyVersion != nil || hello.GetCredits().GetCalls() != 64 {
 		t.Fatalf("it said %v", hello)
@@ -552,8 +553,13 @@ func TestCreditsBeyondTheWireAreTheMostThatThereAre(t *testing.T) {
 	if calls := session.options.credits.GetCalls(); calls != math.MaxInt32 {
 		t.Fatalf("opened with %d", calls)
 	}
-	if err := session.SetCredits(1 << 40); err != nil {
-		t.Fatal(err)
+	for _, calls := range []int{5, 1 << 40} {
+		if err := session.SetCredits(calls); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if calls := talk.next().GetCredits().GetCalls(); calls != 5 {
+		t.Fatalf("set to %d", calls)
 	}
 	if calls := talk.next().GetCredits().GetCalls(); calls != math.MaxInt32 {
 		t.Fatalf("set to %d", calls)

@@ -21,21 +21,19 @@ const (
 
 // Terminals is the driver's terminal episodes, as Client.Terminals: the policy itself types the commands, and its final
 // answer is graded.
-type Terminals struct {
-	service *service
-	stub    driverv1.TerminalServiceClient
-}
+type Terminals struct{ client *Client }
 
 // Terminal is a handle of one episode. Close it.
 type Terminal struct {
 	// ID is the episode's id.
 	ID string
 	// Message is the episode as it was last reported.
-	Message   *driverv1.Terminal
-	terminals *Terminals
+	Message *driverv1.Terminal
+	service *service
+	stub    driverv1.TerminalServiceClient
 }
 
-// Open opens an episode and returns when it is ready for commands. The request has the task and what else is to be set; its
+// Open opens an episode at one of the drivers and returns when it is ready for commands. The request has the task and what else is to be set; its
 // request id is set here where it is empty. It has no network.
 //
 // Errors: ErrFailedPrecondition, SETUP_FAILED (`output` in the Metadata), CAPABILITY_MISSING; ErrInvalidArgument,
@@ -51,27 +49,34 @@ func (t *Terminals) Open(ctx context.Context, request *driverv1.OpenTerminalRequ
 	if named.RequestId == "" {
 		named.RequestId = requestID()
 	}
-	answer, err := call(ctx, t.service, t.stub.OpenTerminal, named, openTimeout, true)
+	at, answer, err := create(ctx, t.client.cluster, "driver", "", func(
+		ctx context.Context, at member, again func(*Error) bool,
+	) (*driverv1.OpenTerminalResponse, error) {
+		stub := driverv1.NewTerminalServiceClient(at.service.conn)
+		return repeated(ctx, at.service, stub.OpenTerminal, named, openTimeout, again)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return t.handle(answer.GetTerminal()), nil
+	return terminalAt(t.client.driverOf(at), answer.GetTerminal()), nil
 }
 
 // Attach is a handle of an episode that was opened elsewhere.
 //
 // Errors: ErrNotFound, TERMINAL_UNKNOWN.
 func (t *Terminals) Attach(ctx context.Context, id string) (*Terminal, error) {
-	terminal := t.handle(&driverv1.Terminal{TerminalId: id})
-	_, err := terminal.Refresh(ctx)
+	at, message, err := having(ctx, t.client, id, func(ctx context.Context, at *driver) (*driverv1.Terminal, error) {
+		return terminalAt(at, &driverv1.Terminal{TerminalId: id}).Refresh(ctx)
+	})
 	if err != nil {
 		return nil, err
 	}
-	return terminal, nil
+	return terminalAt(at, message), nil
 }
 
-func (t *Terminals) handle(message *driverv1.Terminal) *Terminal {
-	return &Terminal{message.GetTerminalId(), message, t}
+func terminalAt(at *driver, message *driverv1.Terminal) *Terminal {
+	stub := driverv1.NewTerminalServiceClient(at.service().conn)
+	return &Terminal{message.GetTerminalId(), message, at.service(), stub}
 }
 
 // Run runs one command in the episode's shell, whose working directory, variables and functions persist. It goes on where
@@ -97,11 +102,16 @@ func (t *Terminal) step(ctx context.Context, request *driverv1.StepRequest) (*dr
 	var watch watching
 	for {
 		began := time.Now()
-		answer, err := exchange(ctx, t.terminals.stub.Step, request)
+		step := func(
+			ctx context.Context, request *driverv1.StepRequest, _ ...grpc.CallOption,
+		) (*driverv1.StepResponse, error) {
+			return exchange(ctx, t.stub.Step, request)
+		}
+		answer, err := atHome(t.service, step)(ctx, request)
 		if err == nil {
 			return answer, nil
 		}
-		failure := fromRPC(ctx, err, t.terminals.service)
+		failure := fromRPC(ctx, err, t.service)
 		if time.Since(began) > connectAttempt {
 			watch.sign() // the step may take longer than a driver that is down is waited for
 		}
@@ -117,7 +127,7 @@ func (t *Terminal) step(ctx context.Context, request *driverv1.StepRequest) (*dr
 // Refresh asks how the episode stands, which is Message from then on.
 func (t *Terminal) Refresh(ctx context.Context) (*driverv1.Terminal, error) {
 	request := &driverv1.GetTerminalRequest{TerminalId: t.ID}
-	answer, err := call(ctx, t.terminals.service, t.terminals.stub.GetTerminal, request, callTimeout, true)
+	answer, err := call(ctx, t.service, t.stub.GetTerminal, request, callTimeout, true)
 	if err == nil {
 		t.Message = answer.GetTerminal()
 	}
@@ -127,7 +137,7 @@ func (t *Terminal) Refresh(ctx context.Context) (*driverv1.Terminal, error) {
 // Close ends it without an answer unless it has ended; it returns when its sandbox is removed, and may be repeated.
 func (t *Terminal) Close(ctx context.Context) error {
 	request := &driverv1.CloseTerminalRequest{TerminalId: t.ID}
-	_, err := call(ctx, t.terminals.service, t.terminals.stub.CloseTerminal, request, cancelTimeout, true)
+	_, err := call(ctx, t.service, t.stub.CloseTerminal, request, cancelTimeout, true)
 	return err
 }
 

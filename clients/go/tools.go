@@ -68,35 +68,6 @@ func WithToolErrors(report func(call *HostToolCall, err error)) SessionOption {
 	return func(o *sessionOptions) { o.toolErrors = report }
 }
 
-// OfferTools offers tools to the agents of rollouts that are created from now on, in any mode. They replace what this session
-// offered to the same selector before; none = withdraw them. A nil selector is the session's own. The calls run here until the
-// session ends.
-//
-// Errors: ErrInvalidArgument (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID, HOST_TOOL), ErrResourceExhausted
-// (TOOL_OFFER_LIMIT).
-func (s *Session) OfferTools(ctx context.Context, tools []HostTool, selector *Selector) error {
-	whose := s.selector
-	if selector != nil {
-		whose = selector.message()
-	}
-	s.mu.Lock()
-	id, over := s.id, s.failure
-	s.mu.Unlock()
-	if over != nil {
-		return over
-	}
-	undo, messages, err := s.tools.offer(tools, whose) // first: a call may come before the answer
-	if err != nil {
-		return err
-	}
-	request := &interceptionv1.RegisterToolsRequest{SessionId: id, Selector: whose, Tools: messages}
-	if _, err := call(ctx, s.service, s.stub.RegisterTools, request, callTimeout, true); err != nil {
-		undo()
-		return err
-	}
-	return nil
-}
-
 func (s Selector) message() *interceptionv1.CallSelector {
 	return &interceptionv1.CallSelector{
 		RunId: some(s.RunID), GroupId: some(s.GroupID), RolloutIds: s.RolloutIDs, Labels: s.Labels,
@@ -110,7 +81,7 @@ type offer struct {
 	messages []*chatv1.Tool
 }
 
-// hostTools are the tools of a session and their calls. It knows no stream: session.go moves the frames.
+// hostTools are the tools of a session at one gate and their calls. It knows no stream: stream.go moves the frames.
 //
 // Invariants: a call runs once, however often the gate sends it; its result stays until the gate has it on disk.
 type hostTools struct {
@@ -191,6 +162,17 @@ func (h *hostTools) offer(
 func same(known offer, at int, tool HostTool, message *chatv1.Tool) bool {
 	one, other := reflect.ValueOf(known.tools[at].Function), reflect.ValueOf(tool.Function)
 	return proto.Equal(known.messages[at], message) && one.Pointer() == other.Pointer()
+}
+
+// all is what is offered.
+func (h *hostTools) all() []offer {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var all []offer
+	for _, known := range h.offers {
+		all = append(all, known)
+	}
+	return all
 }
 
 // registrations are what a session that begins anew has to send.

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -34,7 +35,7 @@ _CONTEXT = (
     "libs",
     *(f"services/{name}" for name in SERVICES),
 )
-CONTAINERS = (*SERVICES, "dashboard")
+CONTAINERS = (*SERVICES, "door", "dashboard")
 _BASE_PYTHON = (3, 11)
 _HEALTHY_S = 180.0
 
@@ -56,12 +57,17 @@ class Composed:
         """Runs Compose in the project; answers its output."""
         return _run([*_program(), "--project-name", self.name, *argv], self.environment, self.folder)
 
-    def container(self, service: str) -> dict[str, Any]:
-        """What the engine says of a service's container."""
+    def containers(self, service: str) -> list[dict[str, Any]]:
+        """What the engine says of a service's containers."""
         labels = [f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}"]
-        [one] = self.engine.api.containers(all=True, filters={"label": labels})
-        found: dict[str, Any] = self.engine.api.inspect_container(one["Id"])
-        return found
+        found = self.engine.api.containers(all=True, filters={"label": labels})
+        return [self.engine.api.inspect_container(one["Id"]) for one in found]
+
+    async def scale(self, counts: Mapping[str, int]) -> None:
+        """Runs so many containers of each service; returns when all are healthy."""
+        scales = [word for name, count in counts.items() for word in ("--scale", f"{name}={count}")]
+        await asyncio.to_thread(self.compose, "up", "--detach", "--no-build", *scales)
+        await _healthy(self, counts)
 
     def logs(self) -> str:
         """The ends of all services' logs."""
@@ -139,17 +145,22 @@ def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
         "PENSTOCK_INFERENCE_ENGINE_OPTIONS": '{"script": "/model/script.yaml"}',
         "PENSTOCK_MODEL_DIR": str(model),
         "PENSTOCK_EXTRAS": "docker",
+        "PENSTOCK_EXPORT_EXTRAS": "export",
+        "PENSTOCK_EXPORT_URL": "file:///var/lib/penstock/exports",
         "PENSTOCK_VERSION": f"test-{os.getpid()}",
     }
     return Composed(engine, f"penstock-test-{os.getpid()}", address, folder, credentials, environment)
 
 
-async def _healthy(project: Composed) -> None:
+async def _healthy(project: Composed, counts: Mapping[str, int] = MappingProxyType({})) -> None:
     deadline = time.monotonic() + _HEALTHY_S
     while True:
-        states = {name: project.container(name)["State"] for name in CONTAINERS}
-        health = {name: state.get("Health", {}).get("Status", state["Status"]) for name, state in states.items()}
-        if set(health.values()) == {"healthy"}:
+        states = {name: [one["State"] for one in project.containers(name)] for name in CONTAINERS}
+        health = {
+            name: [state.get("Health", {}).get("Status", state["Status"]) for state in found]
+            for name, found in states.items()
+        }
+        if all(health[name] == ["healthy"] * counts.get(name, 1) for name in CONTAINERS):
             return
         assert time.monotonic() < deadline, f"{health}\n{project.logs()}"
         await asyncio.sleep(0.5)

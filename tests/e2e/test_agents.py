@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.support.copying import assert_only_the_endpoint_was_reachable, copy_task, finish
 from tests.support.endpoints.endpoint import gate_rollout
+from tests.support.installed_agents import ON_DEMAND
 from tests.support.services.stack import Running
 
 from penstock.client import AgentChoice, Completion, Inference, Mode, Upstream
@@ -15,10 +16,24 @@ from penstock.client.types.chat import TokenIds
 from penstock_driver.agents.registry import built_in_specs
 
 SPECS = {spec.name: spec for spec in built_in_specs()}
-AGENTS = [name for name, spec in SPECS.items() if not (spec.trial and spec.trial.work)]
-"""Those whose model acts by calling tools; every agent is at the gate in tests/conformance/agents."""
+AGENTS = [name for name, spec in SPECS.items() if name not in ON_DEMAND and not (spec.trial and spec.trial.work)]
+"""Those whose model acts by calling tools and that the suite installs; tests/conformance/agents has every agent."""
 SPOKEN = {"claude-code": "messages", "codex": "responses", "gemini-cli": "generate_content"}
 """What agents speak, if not chat completions."""
+ONE_OF_EACH = [
+    name
+    if name in SPOKEN or name in ("shell", "pi")
+    else pytest.param(
+        name,
+        marks=pytest.mark.on_demand(
+            "agents that speak chat completions, in the modes without a trainer: each runs at the gate in"
+            " tests/conformance/agents, and shell and pi run in every mode"
+        ),
+    )
+    for name in AGENTS
+]
+"""Two that speak chat completions, of which one is a program of others, and those that speak something else. To an
+agent all modes are one endpoint: what differs is on its other side."""
 CONVERSATION = {"responses": "input", "generate_content": "contents"}
 """Where a body has its conversation, if not in `messages`."""
 
@@ -36,7 +51,7 @@ def choice(agent: str) -> AgentChoice:
 
 
 @pytest.mark.requirement("R18", "R82")
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", ONE_OF_EACH)
 async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_trainer(stack: Running, agent: str) -> None:
     """The inference service answers at once; every call has the tokens and logprobs of its engine."""
     handle = await stack.ps.rollouts.create(
@@ -60,7 +75,7 @@ async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_train
 
 
 @pytest.mark.requirement("R11", "R18")
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", ONE_OF_EACH)
 async def test_black_box_agent_is_answered_by_the_callers_endpoint_alone(stack: Running, agent: str) -> None:
     """The request arrives at the endpoint's own base URL with its own key, and only the outcome is captured.
 

@@ -34,7 +34,17 @@ async def on_gvisor(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[R
 
 
 @pytest.mark.requirement("R17", "R18", "R55", "R57", "R82")
-@pytest.mark.parametrize(("agent", "count"), [("opencode", 1), ("pi", 1), ("shell", 2)])
+@pytest.mark.parametrize(
+    ("agent", "count"),
+    [
+        pytest.param(
+            *("opencode", 1),
+            marks=pytest.mark.on_demand("opencode on gVisor: it runs in local sandboxes, and pi and shell on gVisor"),
+        ),
+        ("pi", 1),
+        ("shell", 2),
+    ],
+)
 async def test_agents_at_the_gate_do_the_task_on_another_kernel(on_gvisor: Running, agent: str, count: int) -> None:
     """Prepared once and forked, its model calls answered, its turns exact."""
     label = secrets.token_hex(8)

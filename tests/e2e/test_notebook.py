@@ -55,7 +55,8 @@ def test_the_notebook_runs_top_to_bottom(tmp_path: Path) -> None:
     notebook = read()
     first = next(index for index, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
     notebook.cells[first].source += SMALL.format(runs=str(tmp_path))
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}}).execute()
+    folder = {"metadata": {"path": EXAMPLES}}
+    NotebookClient(notebook, timeout=240, startup_timeout=240, kernel_name="python3", resources=folder).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     said = "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")

@@ -11,6 +11,7 @@ from penstock.adapters.openenv.rollout_arguments import Defaults
 from penstock.adapters.openenv.serving import Listen, serving
 
 
+@pytest.mark.on_demand("opencode for a client of OpenEnv: shell does tasks for one, opencode for the gate's trainers")
 @pytest.mark.requirement("R17", "R68")
 async def test_opencode_does_a_task_for_a_client_of_openenv(stack: Running) -> None:
     """The default agent, whose prompts the operator has chosen to skip; one path for all agents."""

@@ -33,7 +33,7 @@ async def test_model_calls_use_tls_from_sandbox_to_ingress_to_engine(
     }
     state = tmp_path / "stack"
     state.mkdir(mode=0o755)
-    async with running(state, settings) as stack:
+    async with running(state, settings, agents=False) as stack:
         handle = await stack.ps.rollouts.create(
             copy_task(stack), "shell", mode=Mode.TRANSPARENT_PROXY, source=Inference()
         )

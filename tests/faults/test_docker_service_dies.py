@@ -15,6 +15,7 @@ from tests.conformance.sandbox.conftest import Box, command
 from tests.conformance.sandbox.services import Running, start_on
 from tests.conformance.sandbox.test_sandboxes import fork, prepare
 from tests.support.docker import dockerd
+from tests.support.waiting import eventually_async
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -39,11 +40,14 @@ async def _create(service: Running) -> Box:
 
 async def _until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
     """Wait for what the daemon still has to carry out, for as long as a busy machine may need."""
-    for _ in range(600):
-        if await asyncio.to_thread(holds):
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(what())
+
+    async def held() -> bool:
+        return await asyncio.to_thread(holds)
+
+    try:
+        await eventually_async(held, "the daemon is done")
+    except AssertionError as late:
+        raise AssertionError(what()) from late
 
 
 def _attendants(folder: str) -> set[str]:
@@ -113,6 +117,21 @@ async def test_a_killed_docker_service_leaves_nothing_with_the_daemon(variant: s
 
 
 @pytest.mark.requirement("R50")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "docker",
+        "docker-sidecar",
+        pytest.param(
+            "docker-gvisor",
+            marks=pytest.mark.on_demand(
+                "containers of another instance beside gVisor's: the same labels distinguish instances as beside"
+                " other containers of Docker's"
+            ),
+        ),
+    ],
+    indirect=True,
+)
 async def test_other_instances_containers_are_left_alone(variant: str) -> None:
     """Only our own sandboxes."""
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as one, tempfile.TemporaryDirectory() as other:

@@ -194,9 +194,9 @@ async def test_jobs_of_a_service_that_never_comes_back_end_by_themselves(jobs: H
 async def test_a_creation_that_is_cancelled_leaves_no_job(jobs: HfJobs, state_dir: Path) -> None:
     async with serve(state_dir, jobs) as service:
         await jobs.fault("hold", on=True)
-        call = service.sandboxes.CreateSandbox(request(), timeout=60)
+        creating = asyncio.ensure_future(service.sandboxes.CreateSandbox(request(), timeout=60))
         await until_run(jobs, 1)
-        call.cancel()
+        creating.cancel()
         await until_none_runs(jobs)
         await jobs.fault("hold", on=False)
         assert await (await create(service)).out("echo fine") == "fine"
@@ -278,9 +278,10 @@ async def test_a_hugging_face_that_does_not_answer_is_asked_again(jobs: HfJobs, 
 async def test_neither_network_is_offered_that_hugging_face_does_not_close(jobs: HfJobs, state_dir: Path) -> None:
     """One endpoint only where the operator accepted that the rest is open; nothing was made for those refused."""
     endpoint = sb.NetworkPolicy(one_endpoint=sb.OneEndpoint(local_port=4000, upstream="127.0.0.1:9"))
+    listed = sb.NetworkPolicy(allowlist=sb.Allowlist(hosts=["a.test"]))
     async with serve(state_dir, jobs, hf_allow_open_egress="false") as service:
         assert list((await claimed(service)).networks) == [sb.NETWORK_KIND_OPEN]
-        for network in (endpoint, sb.NetworkPolicy(none=sb.NoNetwork()), sb.NetworkPolicy(allowlist=sb.Allowlist())):
+        for network in (endpoint, sb.NetworkPolicy(none=sb.NoNetwork()), listed):
             error = await failure(service.sandboxes.CreateSandbox(request(network=network), timeout=60))
             assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
     assert not await jobs.jobs()

@@ -14,10 +14,13 @@ import grpc
 import pytest
 from tests.conformance.sandbox.conftest import Box, failure
 from tests.conformance.sandbox.services import Running, start_on
+from tests.support.services.processes import argv_of, children_of
+from tests.support.waiting import eventually
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.host.cgroups import group_name
 
@@ -70,11 +73,7 @@ def _freezes_so_that_nothing_dies() -> bool:
 
 async def _until_gone(marker: str) -> None:
     """The kernel ends the dependants of a killed process by itself; it takes a moment."""
-    for _ in range(500):
-        if not _processes_with(marker):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"still running: {_processes_with(marker)}")
+    await eventually(lambda: not _processes_with(marker), f"processes with {marker} are gone")
 
 
 async def _all(stream: Any) -> list[Any]:
@@ -137,6 +136,34 @@ async def test_a_stopped_service_leaves_nothing() -> None:
         assert service.process.returncode == 0
 
 
+def _kill_spawner(service: Running) -> None:
+    (spawner,) = [
+        pid
+        for pid in children_of(service.process.pid)
+        if any(b"penstock_sandbox.backends.local.spawner.main" in one for one in argv_of(pid))
+    ]
+    os.kill(spawner, signal.SIGKILL)
+
+
+@pytest.mark.requirement("R43", "R74")
+async def test_setup_whose_sandbox_is_lost_has_not_failed() -> None:
+    """A caller may prepare the snapshot again: the command is not at fault."""
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        async with start_on(Path(folder), "local") as service:
+            spec = ss.SnapshotSpec(setup=[ps.Command(argv=ps.Argv(args=["sleep", "490412345"]))])
+            events = service.sandboxes.PrepareSnapshot(ss.PrepareSnapshotRequest(spec=spec), timeout=60)
+            reasons = []
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for event in events:
+                    if event.HasField("command_started"):
+                        await eventually(lambda: bool(_processes_with("490412345")), "the command runs")
+                        _kill_spawner(service)
+                    elif event.HasField("command_finished"):
+                        reasons.append(event.command_finished.result.exit.reason)
+            assert reasons == [ps.EXIT_REASON_SANDBOX_LOST]
+            assert error_from_rpc(caught.value).reason == "SANDBOX_LOST"
+
+
 @pytest.mark.requirement("R43")
 async def test_dead_spawner_loses_its_sandboxes_and_new_ones_are_made() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
@@ -144,12 +171,7 @@ async def test_dead_spawner_loses_its_sandboxes_and_new_ones_are_made() -> None:
             box = await _create(service)
             await box.start("p", "sleep", "4903")
             finishing = asyncio.ensure_future(box.finish("p"))
-            (spawner,) = [
-                pid
-                for pid in _children_of(service.process.pid)
-                if b"penstock_sandbox.backends.local.spawner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ]
-            os.kill(spawner, signal.SIGKILL)
+            _kill_spawner(service)
             assert (await finishing)[2].reason == ps.EXIT_REASON_SANDBOX_LOST
             assert (await failure(box.run("true"))).reason == "SANDBOX_LOST"
             assert (await (await _create(service)).run("true")).exit.code == 0
@@ -165,9 +187,3 @@ async def test_a_second_service_on_the_same_state_is_refused() -> None:
                 async with start_on(Path(folder), "local"):
                     pass
             assert (await box.run("true")).exit.code == 0
-
-
-def _children_of(pid: int) -> list[int]:
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from tests.integration.driver.stack import TOKEN, Stack, running
@@ -111,7 +113,7 @@ async def test_an_answered_episode_ends_by_type_when_its_verifier_was_cut_off(st
         assert end.reward is None
         assert end.failure is not None
         assert (end.failure.cause, end.failure.reason, end.failure.retriable, end.failure.phase) == (
-            "infrastructure", "DRIVER_RESTARTED", True, "verifying",
+            "infrastructure", "GRADING_INTERRUPTED", True, "verifying",
         )  # fmt: skip
         assert await terminal.answer("it", step_id="last") == end
         with pytest.raises(FailedPrecondition):
@@ -128,31 +130,52 @@ async def gone(penstock: Penstock) -> None:
     await eventually_async(none, "no sandbox is left")
 
 
-@pytest.mark.requirement("R8")
-async def test_an_episode_with_a_secret_is_not_taken_up(stack: Stack) -> None:
-    """What is in secret_env is kept in memory only, so the episode ends by type; the journal has no trace of it."""
+@pytest.mark.requirement("R8", "R127")
+async def test_an_episode_with_a_secret_goes_on_and_the_journal_never_shows_it(stack: Stack) -> None:
+    """Its verifier has the secret after the restart; on disk it is sealed, while the episode is open and after."""
     secret = "sk-test '$(leak)"
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task(check='test "$KEY"', KEY=secret))
         await terminal.run("touch work.txt")
+        assert not _files_with(stack, secret)
         await restart(stack)
-        with pytest.raises(FailedPrecondition) as refused:
-            await terminal.run("true")
-        assert refused.value.reason == "EPISODE_ENDED"
-        told = await terminal.refresh()
-        assert told.failure is not None
-        assert told.failure.reason == "DRIVER_RESTARTED"
+        end = await terminal.answer()
+        assert end.reward is not None
+        assert end.reward.value == 1.0
         await gone(penstock)
-    for file in (stack.directory / "driver").rglob("*"):
-        assert not file.is_file() or secret.encode() not in file.read_bytes(), file
+    assert not _files_with(stack, secret)
+
+
+def _files_with(stack: Stack, secret: str) -> list[Path]:
+    """The files of the driver's state in which a secret is to be read."""
+    files = [file for file in (stack.directory / "driver").rglob("*") if file.is_file()]
+    return [file for file in files if secret.encode() in file.read_bytes()]
+
+
+@pytest.mark.requirement("R127")
+async def test_an_episode_goes_on_after_its_driver_was_stopped(stack: Stack) -> None:
+    """With the command that ran, whose caller waits on, and with an answer that is graded."""
+    async with client(stack) as penstock:
+        terminal = await penstock.terminals.open(task())
+        step = asyncio.ensure_future(terminal.run("touch begun; until [ -e go ]; do sleep 0.05; done; touch work.txt"))
+        await in_sandbox(penstock, terminal, "until [ -e begun ]; do sleep 0.05; done")
+        assert await asyncio.to_thread(stack.driver.stop) == 0
+        assert len(await sandboxes(penstock)) == 1
+        await asyncio.to_thread(stack.driver.start)
+        await in_sandbox(penstock, terminal, "touch go")
+        assert not (await step).ended
+        end = await terminal.answer()
+        assert end.reward is not None
+        assert end.reward.value == 1.0
+        await gone(penstock)
 
 
 @pytest.mark.requirement("R70")
-async def test_a_driver_that_is_stopped_ends_its_episodes_by_type(stack: Stack) -> None:
+async def test_a_driver_that_ends_for_good_ends_its_episodes_by_type(stack: Stack) -> None:
     """Nothing is left running for nobody."""
     async with client(stack) as penstock:
         terminal = await penstock.terminals.open(task())
-        await asyncio.to_thread(stack.driver.stop)
+        await asyncio.to_thread(stack.driver.stop, signal.SIGINT)
         assert await sandboxes(penstock) == []
         await asyncio.to_thread(stack.driver.start)
         told = await terminal.refresh()

@@ -1,7 +1,9 @@
 """A fleet of Penstock on namespaces of this machine.
 
-`run` drives rollouts on it, some of whose hosts are lost on the way, and exits with 1 if something is not as it must
-be. `up` starts it and waits for Ctrl-C.
+`run` drives rollouts on it, some of whose hosts are lost on the way, `grow` lets sandbox services appear meanwhile,
+`uneven` has a full and a slow one, `restart` restarts every service in turn, `throughput` compares several hosts with
+one, `soak` loses processes and hosts at random among many groups. They exit with 1 if something is not as it must be.
+`up` starts it and waits for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,13 +12,19 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Final
 
-from tests.hosts import truths, up
+from tests.hosts import growth, rolling, throughput, truths, unevenness, up
 from tests.hosts.fleet import Size, fleet
 from tests.hosts.losses import Loss
 from tests.hosts.network import enter_hub
 from tests.hosts.run import Run
+from tests.hosts.soak.plan import TRAINER_HOST, Plan, write_lists
+from tests.hosts.soak.plan import settings as soak_settings
+from tests.hosts.soak.run import Soak
+from tests.support.services import forking
 
 
 def main() -> int:
@@ -24,21 +32,87 @@ def main() -> int:
     given = _parser().parse_args()
     size = Size(given.sandboxes, given.gates, given.drivers, given.engines)
     enter_hub()
-    with tempfile.TemporaryDirectory(prefix="penstock-hosts-") as temporary:
+    with (
+        forking.installed() if given.forked else nullcontext(),
+        tempfile.TemporaryDirectory(prefix="penstock-hosts-") as temporary,
+    ):
         folder = (given.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if given.command == "up":
             with fleet(folder, size) as started:
                 up.wait(started)
             return 0
-        with fleet(folder, size) as started:
-            run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose)
-            run.seen.noticed_s = given.noticed
-            seen = asyncio.run(run.go(given.at_once))
-    print("\n".join(truths.lines(seen)))
-    faults = truths.faults(seen, given.least)
-    print("\n".join(faults))
+        lines, faults = _RUNS[given.command](folder, size, given)
+    print("\n".join([*lines, *faults]))
     return 1 if faults else 0
+
+
+def _run(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    more = {"interception": {"driver_lease_s": given.driver_lease}} if given.driver_lease else {}
+    with fleet(folder, size, more) as started:
+        run = Run(started, given.rollouts, given.work, given.max_attempts, given.lose, given.parts)
+        run.seen.noticed_s = given.noticed
+        seen = asyncio.run(run.go(given.at_once))
+    return truths.lines(seen), truths.faults(seen, given.least)
+
+
+def _grow(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    with fleet(folder, size, growth.settings(folder), growth.LATER, growth.write_list) as started:
+        run = growth.Growth(started, given.rollouts, given.work)
+        asyncio.run(run.go(given.at_once))
+        return run.lines(), run.faults(given.within)
+
+
+def _uneven(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    with fleet(folder, Size(3, size.gates, 1, size.engines), unevenness.SETTINGS) as started:
+        run = unevenness.Unevenness(started, given.rollouts, given.work)
+        asyncio.run(run.go(given.at_once))
+    return run.lines(), run.faults()
+
+
+def _restart(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    with fleet(folder, size, rolling.SETTINGS) as started:
+        run = rolling.Rolling(started, given.rollouts, given.work)
+        asyncio.run(run.go(given.at_once))
+    return run.lines(), run.faults()
+
+
+def _throughput(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    load = throughput.Load(given.at_once, given.times, given.work, given.calls)
+    readings = []
+    for number, one in enumerate((Size(1, 1, 1, size.engines), Size(size.sandboxes, size.gates, 1, size.engines))):
+        (part := folder / str(number)).mkdir()
+        with fleet(part, one) as started:
+            readings.append(asyncio.run(throughput.read(started, load)))
+    return throughput.lines(*readings), throughput.faults(*readings)
+
+
+def _soak(folder: Path, size: Size, given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    plan = Plan(
+        given.rollouts,
+        given.at_once,
+        given.group,
+        given.work,
+        given.every,
+        given.calm,
+        given.seconds,
+        given.noticed,
+        int(given.memory * 2**30),
+        given.seed,
+    )
+    with fleet(folder, size, soak_settings(folder), (TRAINER_HOST,), write_lists) as started:
+        account = asyncio.run(Soak(started, plan).go())
+    return account.lines(), account.faults()
+
+
+_RUNS: Final = {
+    "run": _run,
+    "grow": _grow,
+    "uneven": _uneven,
+    "restart": _restart,
+    "throughput": _throughput,
+    "soak": _soak,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,28 +126,54 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="hosts with an inference service: e0, ...; gate N has engine N modulo M",
     )
+    size.add_argument("--forked", action="store_true", help="start services as the suite does: not for measurements")
     size.add_argument("--folder", type=Path, help="keep logs and journals here; default: a temporary directory")
     parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("up", parents=[size], help="start the hosts, and wait for Ctrl-C")
-    run = commands.add_parser("run", parents=[size], help="drive rollouts, and lose hosts")
-    run.add_argument("--rollouts", type=int, default=40)
-    run.add_argument("--at-once", type=int, default=16)
-    run.add_argument("--work", type=float, default=1.0, help="seconds that an agent's command takes")
+    load = argparse.ArgumentParser(add_help=False)
+    load.add_argument("--rollouts", type=int, default=40)
+    load.add_argument("--at-once", type=int, default=16)
+    load.add_argument("--work", type=float, default=1.0, help="seconds that an agent's command takes")
+    grow = commands.add_parser("grow", parents=[size, load], help="drive rollouts, and add sandbox services")
+    grow.add_argument(
+        "--within", type=float, default=5.0, help="seconds from the new list to the first sandbox at the new service"
+    )
+    commands.add_parser("uneven", parents=[size, load], help="drive rollouts with a full and a slow sandbox service")
+    commands.add_parser("restart", parents=[size, load], help="drive rollouts, and restart every service in turn")
+    several = commands.add_parser("throughput", parents=[size], help="compare several hosts and gates with one of each")
+    several.add_argument("--at-once", type=int, default=12, help="rollouts at once for each host")
+    several.add_argument("--times", type=int, default=3, help="so many times as many rollouts")
+    several.add_argument("--work", type=float, default=8.0, help="seconds that an agent sleeps")
+    several.add_argument("--calls", type=int, default=256, help="calls in flight at each gate")
+    run = commands.add_parser("run", parents=[size, load], help="drive rollouts, and lose hosts")
+    run.add_argument("--parts", type=int, default=1, help="calls of a rollout but the last one, at most 4")
     run.add_argument("--max-attempts", type=int, default=3)
     run.add_argument(
         "--lose",
         action="append",
         type=Loss.parse,
         default=[],
-        metavar="NAME@SHARE[:kill|link[=SECONDS]]",
-        help="lose a host once this share of the rollouts has ended: cable and processes (kill), or the cable alone "
-        "(link); SECONDS later it is back, a driver after 20. Repeat.",
+        metavar="NAME@SHARE[:kill|link|disk[=SECONDS]]",
+        help="lose a host once this share of the rollouts has ended: cable and processes (kill), with its disk "
+        "(disk), or the cable alone (link); SECONDS later it is back, a driver after 20. Repeat.",
+    )
+    run.add_argument(
+        "--driver-lease", type=float, help="seconds that a gate keeps the rollouts of a driver which is not connected"
     )
     run.add_argument("--least", type=float, default=0.95, help="share of the rollouts that must have their reward")
     run.add_argument(
         "--noticed", type=float, default=8.0, help="seconds from a loss to the failure of 99%% of attempts"
     )
+    soak = commands.add_parser("soak", parents=[size, load], help="groups of rollouts, while anything is lost")
+    soak.set_defaults(rollouts=10_000, at_once=32, engines=2)
+    soak.add_argument("--group", type=int, default=4, help="rollouts of a group")
+    soak.add_argument("--every", type=float, default=20.0, help="seconds between two losses, on average")
+    soak.add_argument("--calm", type=float, default=0.4, help="share of the run, at its end, in which nothing is lost")
+    soak.add_argument("--seconds", type=float, default=7200.0, help="begin no group after this time")
+    soak.add_argument("--noticed", type=float, default=10.0, help="seconds in which `doctor --live` names a lost host")
+    soak.add_argument("--memory", type=float, default=8.0, help="GiB that all services may have together")
+    soak.add_argument("--seed", type=int, default=1, help="of the dice")
     return parser
 
 

@@ -6,10 +6,10 @@ It is registered for the engines of a fleet alone, by metadata of a package that
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock_inference.engines.base import Done, EngineOptions, GenerateEvent, GenerateRequest
 from penstock_inference.engines.scripted import ScriptedEngine
@@ -27,9 +27,10 @@ class LoggedEngine(ScriptedEngine):
         """See ScriptedEngine."""
         async for event in super().generate(request):
             if isinstance(event, Done):
-                line = json.dumps({"request_id": request.request_id, "token_ids": event.token_ids.tolist()})
-                with self.answers.open("a") as file:
-                    file.write(line + "\n")
+                # CALL.LEASE, and the number of a repetition at another engine.
+                call_id, *numbers = request.request_id.split(".")
+                if numbers and numbers[0].isdigit():  # not the gate's question whether the engine answers at all
+                    log(self.answers, call_id, request.session_id, event.token_ids.tolist())
             yield event
 
 
@@ -52,13 +53,32 @@ def register(folder: Path) -> None:
     )
 
 
+def log(answers: Path, call_id: str, session_id: str, token_ids: list[int]) -> None:
+    """Add one answer to a log. A gate opens the session of a rollout's attempt under an id that begins with its id."""
+    line = json.dumps({"call_id": call_id, "session_id": session_id, "token_ids": token_ids})
+    with answers.open("a") as file:
+        file.write(line + "\n")
+
+
 def read(logs: list[Path]) -> dict[str, list[list[int]]]:
     """The answers to each call, by its id. The gate asks for a call again where an answer did not arrive."""
     answers: dict[str, list[list[int]]] = {}
+    for answer in _lines(logs):
+        answers.setdefault(answer["call_id"], []).append(answer["token_ids"])
+    return answers
+
+
+def sessions(logs: list[Path]) -> dict[str, list[str]]:
+    """The ids of the calls that were answered in each session, one for each answer."""
+    found: dict[str, list[str]] = {}
+    for answer in _lines(logs):
+        found.setdefault(answer["session_id"], []).append(answer["call_id"])
+    return found
+
+
+def _lines(logs: list[Path]) -> Iterator[dict[str, Any]]:
+    """Whole ones: an engine that was killed may have left a part of one."""
     for log in logs:
         for line in log.read_text().splitlines() if log.exists() else []:
-            answer = json.loads(line)
-            call_id, _, lease = answer["request_id"].rpartition(".")
-            if lease.isdigit():  # not the gate's question whether the engine answers at all
-                answers.setdefault(call_id, []).append(answer["token_ids"])
-    return answers
+            if line.endswith("}"):
+                yield json.loads(line)

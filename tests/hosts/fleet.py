@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,6 @@ import tomlkit
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.hosts import engine, model
 from tests.hosts.network import HUB_ADDRESS, Host, Network
-from tests.support import toolboxes
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
 
@@ -33,6 +32,8 @@ _INGRESS_PORT: Final = 7780
 _LETTERS: Final = {"sandbox": "n", "driver": "d", "interception": "g", "inference": "e"}
 _UIDS: Final = 512
 _PLUGINS: Final = "plugins"
+STRANGERS: Final = "strangers"
+"""Folder of credentials of another authority, for the same addresses."""
 ROOT: Final = Path(__file__).parents[2]
 _STOP_S: Final = 20.0
 
@@ -65,7 +66,7 @@ class Size:
 
 @dataclass
 class Fleet:
-    """All services. `start` starts those that do not run; `settings` are more of each kind's."""
+    """All services. `settings` are more of each kind's, or of one host's."""
 
     network: Network
     folder: Path
@@ -77,8 +78,8 @@ class Fleet:
         return f"{self.network.hosts[name].address}:{_PORTS[self.kind(name)]}"
 
     def kind(self, name: str) -> str:
-        """The kind of service of a host."""
-        return next(service for service, letter in _LETTERS.items() if name.startswith(letter))
+        """The kind of service of a host; empty for one that has programs of the test alone."""
+        return next((service for service, letter in _LETTERS.items() if name.startswith(letter)), "")
 
     def ingress(self, gate: str) -> str:
         """host:port of the server of a gate that agents call."""
@@ -88,16 +89,20 @@ class Fleet:
         """The one engine that a gate has."""
         return self.size.names("inference")[int(gate[1:]) % self.size.engines]
 
-    def answers(self) -> dict[str, list[list[int]]]:
-        """The token ids of each call that the engines logged."""
-        return engine.read([self._answers(name) for name in self.size.names("inference")])
+    def answers(self, lost: Collection[str] = ()) -> dict[str, list[list[int]]]:
+        """The token ids of each call that the engines logged, but for those that are lost or whose gates are."""
+        names = set(self.size.names("inference")) - {*lost}
+        names -= {self.engine_of(name) for name in lost if self.kind(name) == "interception"}
+        return engine.read([self.answers_file(name) for name in sorted(names)])
 
-    def _answers(self, name: str) -> Path:
+    def answers_file(self, name: str) -> Path:
+        """The log of what an engine has answered."""
         return self.folder / f"answers-{name}.jsonl"
 
     def stop_nodes(self) -> None:
         """End the sandbox services by SIGTERM, with all that their sandboxes have on this machine."""
-        processes = [one for name in self.size.names("sandbox") for one in self.network.hosts[name].processes]
+        nodes = [host for name, host in self.network.hosts.items() if self.kind(name) == "sandbox"]
+        processes = [process for host in nodes for process in host.processes]
         for process in processes:
             process.terminate()
         for process in processes:
@@ -108,8 +113,16 @@ class Fleet:
         """What a service has logged."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def endpoints(self, *, driver: str = "d0", gate: str = "g0", sandbox: str = "n0", engine: str = "e0") -> Endpoints:
-        """A trainer's connection to one service of each kind."""
+    def endpoints(
+        self,
+        *,
+        driver: str = "d0",
+        gate: str = "g0",
+        sandbox: str = "n0",
+        engine: str = "e0",
+        discover: bool = True,
+    ) -> Endpoints:
+        """A trainer's connection to one service of each kind, and to those that the driver lists, if `discover`."""
         token = (self.folder / "credentials" / "trainer.token").read_text().strip()
         return Endpoints(
             sandbox=self.address(sandbox),
@@ -118,6 +131,7 @@ class Fleet:
             inference=self.address(engine),
             token=token,
             tls=Tls(ca=self.folder / "credentials" / "ca.pem"),
+            discover=discover,
         )
 
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
@@ -191,9 +205,9 @@ class Fleet:
             table |= {
                 "model_dir": str(directory),
                 "engine": engine.NAME,
-                "engine_options": {"script": str(script), "answers": str(self._answers(name))},
+                "engine_options": {"script": str(script), "answers": str(self.answers_file(name))},
             }
-        return table | dict(self.settings.get(service, {}))
+        return table | dict(self.settings.get(service, {})) | dict(self.settings.get(name, {}))
 
     def _driver_reaches(self) -> dict[str, Any]:
         table = {}
@@ -204,8 +218,18 @@ class Fleet:
 
 
 @contextmanager
-def fleet(folder: Path, size: Size, settings: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Fleet]:
-    """A fleet whose files are below `folder`, started. The caller is in a hub (`network.enter_hub`)."""
+def fleet(
+    folder: Path,
+    size: Size,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    later: Sequence[str] = (),
+    before: Callable[[Fleet], None] = lambda _: None,
+) -> Iterator[Fleet]:
+    """A fleet whose files are below `folder`, started. The caller is in a hub (`network.enter_hub`).
+
+    `later` are names of hosts that are connected, and on which nothing is started yet. `before` is called when the
+    hosts have their addresses, and nothing is started at all.
+    """
     folder.chmod(0o755)
     model.write(folder)
     engine.register(folder / _PLUGINS)
@@ -213,11 +237,13 @@ def fleet(folder: Path, size: Size, settings: Mapping[str, Mapping[str, Any]] | 
         for service in _PORTS:
             for name in size.names(service):
                 network.add(name)
+        for name in later:
+            network.add(name)
         addresses = [HUB_ADDRESS, *(host.address for host in network.hosts.values())]
         credentials.make(folder / "credentials", addresses, days=1)
+        credentials.make(folder / STRANGERS, addresses, days=1)
         made = Fleet(network, folder, size, settings or {})
-        for name in size.names("sandbox"):
-            toolboxes.bring(folder / "state" / name)
+        before(made)
         order = ("inference", "sandbox", "interception", "driver")
         asyncio.run(_started(made, [size.names(service) for service in order]))
         try:

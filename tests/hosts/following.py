@@ -7,9 +7,9 @@ import time
 from typing import Final
 
 from tests.hosts import model
-from tests.hosts.records import RESTARTED, Attempt, Story
+from tests.hosts.records import HOME_LOST, Attempt, Story
 
-from penstock.client import AlreadyExists, Mode, Penstock, PenstockError, RolloutHandle, Unavailable
+from penstock.client import AlreadyExists, Limits, Mode, NotFound, Penstock, PenstockError, RolloutHandle, Unavailable
 from penstock.client.types.results import AgentExited, AttemptFailed, Ended, Phase, PhaseChanged, RolloutEvent
 
 _PAUSE_S: Final = 0.5
@@ -19,11 +19,24 @@ _PLACED: Final = {Phase.SETTING_UP, Phase.RUNNING, Phase.VERIFYING, Phase.COLLEC
 class Follower:
     """Follows rollouts at one driver."""
 
-    def __init__(self, ps: Penstock, driver: str, work_s: float, max_attempts: int) -> None:
+    def __init__(
+        self,
+        ps: Penstock,
+        driver: str,
+        work_s: float,
+        max_attempts: int,
+        *,
+        environments: int = 1,
+        limits: Limits | None = None,
+        parts: int = 1,
+    ) -> None:
         self._ps = ps
         self._driver = driver
         self._work_s = work_s
         self._max_attempts = max_attempts
+        self._environments = environments
+        self._limits = limits or Limits()
+        self._parts = parts
 
     def begin(self, number: int, generation: int) -> Story:
         """An empty story."""
@@ -31,7 +44,10 @@ class Follower:
 
     async def follow(self, story: Story) -> None:
         """Create the rollout, and record what happens until its end. Raises PenstockError, and none for an absence."""
-        handle = await self._created(story)
+        await self.observe(story, await self._created(story))
+
+    async def observe(self, story: Story, handle: RolloutHandle) -> None:
+        """As `follow`, of a rollout that is there."""
         position = 0
         while not story.ends:
             try:
@@ -40,7 +56,12 @@ class Follower:
                     await self._record(story, handle, event)
             except Unavailable:
                 await asyncio.sleep(_PAUSE_S)
-        if story.reason != RESTARTED and story.attempts:
+            except NotFound as error:
+                if error.reason != HOME_LOST:
+                    raise
+                story.ends.append((HOME_LOST, None))
+                story.ended = time.time()
+        if story.reason != HOME_LOST and story.attempts:
             await self._locate(story, handle)
         if story.reward is not None:
             try:
@@ -48,7 +69,11 @@ class Follower:
             except PenstockError as error:
                 story.unread = error.reason
             else:
-                sampled = ((call.call_id, call.completion) for call in trajectory.calls)
+                # A replayed call is the one that it was sampled for.
+                sampled = (
+                    (call.replayed_from.call_id if call.replayed_from else call.call_id, call.completion)
+                    for call in trajectory.calls
+                )
                 story.calls = {
                     call_id: [int(one) for one in completion.token_ids]
                     for call_id, completion in sampled
@@ -56,7 +81,7 @@ class Follower:
                 }
 
     async def _created(self, story: Story) -> RolloutHandle:
-        task = model.task(story.number, self._work_s)
+        task = model.task(story.number, self._work_s, self._environments, self._parts)
         while True:
             try:
                 return await self._ps.rollouts.create(
@@ -65,6 +90,7 @@ class Follower:
                     rollout_id=story.rollout_id,
                     mode=Mode.TRANSPARENT_PROXY,
                     max_attempts=self._max_attempts,
+                    limits=self._limits,
                     run_id="hosts",
                 )
             except AlreadyExists:  # the answer was lost
@@ -85,6 +111,9 @@ class Follower:
         elif isinstance(payload, AgentExited) and last is not None:
             last.agent_ended = at
         elif isinstance(payload, AttemptFailed) and last is not None:
+            if last.reason:  # this one was lost before it was placed
+                last = Attempt(began=at)
+                story.attempts.append(last)
             last.was_lost(at, payload.failure.reason, payload.failure.message)
         elif isinstance(payload, Ended):
             failure, reward = payload.outcome.failure, payload.outcome.reward
@@ -97,7 +126,9 @@ class Follower:
         """Ask where the current attempt runs; the answer may be about a later one, which is not recorded here yet."""
         try:
             now = await handle.refresh()
-        except Unavailable:
+        except (Unavailable, NotFound):  # the next look at its events says what it is
             return
+        if now.home is not None:
+            story.driver = now.home.driver
         if now.home is not None and now.attempts == len(story.attempts) and not story.attempts[-1].place:
             story.attempts[-1].node, story.attempts[-1].gate = now.home.sandbox_service, now.home.gate

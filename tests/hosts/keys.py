@@ -1,4 +1,4 @@
-"""Keys of agents on a node that is cut: their attempts are over, so no gate may accept them."""
+"""Keys of agents whose attempts are over because a node or a gate was cut: no gate may accept them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
 from tests.hosts.fleet import Fleet
 
+REFUSED_S: Final = 90.0
+"""How long after a gate's return it may still accept the keys of attempts that were lost with it."""
 _REFUSED: Final = {401, 403}
+_PAUSE_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Key:
     path: str
     secret: str
 
+    @property
+    def rollout_id(self) -> str:
+        """The rollout."""
+        return self.path.strip("/").split("/")[1]
+
 
 def on(fleet: Fleet, node: str) -> list[Key]:
     """The keys of the agents in a node's sandboxes, as their configuration files have them."""
@@ -32,6 +40,24 @@ def on(fleet: Fleet, node: str) -> list[Key]:
         config = json.loads(file.read_text())
         found.add(Key(urlsplit(config["base_url"]).path, config["key"]))
     return sorted(found, key=lambda key: key.path)
+
+
+def at(fleet: Fleet, rollouts: Collection[str]) -> list[Key]:
+    """The keys of these rollouts' agents, on all nodes."""
+    found = (key for node in fleet.size.names("sandbox") for key in on(fleet, node))
+    return [key for key in found if key.rollout_id in rollouts]
+
+
+async def until_refused(fleet: Fleet, keys: Sequence[Key], gate: str) -> tuple[list[str], float]:
+    """Wait until a gate refuses these keys, at most REFUSED_S. Returns those it accepts, and the seconds it took."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        found = await accepted(fleet, keys, [gate])
+        took = loop.time() - began
+        if not found or took > REFUSED_S:
+            return found, took
+        await asyncio.sleep(_PAUSE_S)
 
 
 async def accepted(fleet: Fleet, keys: Sequence[Key], gates: Sequence[str]) -> list[str]:

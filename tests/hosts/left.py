@@ -16,19 +16,22 @@ from penstock_sandbox.host.cgroups import group_name
 
 LEFT_S: Final = 90.0
 """How long after the last end something may be left."""
-_PAUSE_S: Final = 1.0
+PAUSE_S: Final = 1.0
+"""Between two looks."""
+RUNNING: Final = frozenset({"sandbox", "process", "directory", "open"})
+"""Kinds of what `left` finds that living hosts have while rollouts run."""
 
 
-async def until_nothing(fleet: Fleet, living: Collection[str]) -> tuple[list[str], float]:
-    """Wait until these hosts have nothing, at most LEFT_S. Returns what is left, and the seconds that it took."""
+async def until_nothing(fleet: Fleet, living: Collection[str], within_s: float = LEFT_S) -> tuple[list[str], float]:
+    """Wait until these hosts have nothing, at most so long. Returns what is left, and the seconds that it took."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
         found = await left(fleet, living)
         took = loop.time() - began
-        if not found or took > LEFT_S:
+        if not found or took > within_s:
             return found, took
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
 
 
 async def left(fleet: Fleet, living: Collection[str]) -> list[str]:
@@ -36,11 +39,11 @@ async def left(fleet: Fleet, living: Collection[str]) -> list[str]:
     found = []
     for name in living:
         if fleet.kind(name) == "sandbox":
-            async with connect(fleet.endpoints(sandbox=name)) as ps:
+            async with connect(fleet.endpoints(sandbox=name, discover=False)) as ps:
                 found += [f"{name}: sandbox {sandbox_id}" async for sandbox_id, _ in ps.sandboxes.list()]
             found += [f"{name}: {item}" for item in traces(fleet, name)]
         elif fleet.kind(name) == "interception":
-            async with connect(fleet.endpoints(gate=name)) as ps:
+            async with connect(fleet.endpoints(gate=name, discover=False)) as ps:
                 found += [f"{name}: open rollout {one.rollout_id}" async for one in ps.gate.list(open_only=True)]
     return found
 

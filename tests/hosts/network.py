@@ -10,10 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
+
+from tests.support.services.forking import ON_A_HOST
 
 HUB_ADDRESS: Final = "10.77.0.1"
 """Address of the calling process, where the trainers are."""
@@ -54,7 +57,7 @@ class Host:
         """Start a program on this host; it dies with the calling process. Its output goes to `log`."""
         with log.open("ab") as output:
             process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/proc/{self.holder.pid}/ns/net", "--", *argv],
+                [*ON_A_HOST, f"--net=/proc/{self.holder.pid}/ns/net", "--", *argv],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -62,6 +65,11 @@ class Host:
             )
         self.processes.append(process)
         return process
+
+    def start_module(self, module: str, arguments: Sequence[str], log: Path, root: Path) -> None:
+        """Start `python -m MODULE` of the tests in `root`."""
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        self.spawn([sys.executable, "-m", module, *arguments], {**env, "PYTHONPATH": str(root)}, log)
 
     def cut(self) -> None:
         """Pull the cable."""

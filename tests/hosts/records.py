@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.hosts import engine
 
 LOST = {"NODE_LOST", "GATE_LOST"}
-RESTARTED = "DRIVER_RESTARTED"
+HOME_LOST = "HOME_LOST"
+"""The reason of the end of a rollout whose driver came back without its disk: its client creates it again."""
 
 
 @dataclass
@@ -88,11 +93,19 @@ class Seen:
     losses: list[Lost] = field(default_factory=list)
     listed: dict[str, tuple[str, float | None] | None] = field(default_factory=dict)
     """What the drivers list afterwards: reason and reward, None = it has not ended."""
+    wiped: dict[str, float] = field(default_factory=dict)
+    """Drivers that lost their disk, and when: they list nothing that is older."""
     unlisted_drivers: set[str] = field(default_factory=set)
     """Drivers that do not answer any more."""
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
     """See `engine.read`."""
-    during: dict[str, int] | None = None
+    sampled: dict[str, list[str]] = field(default_factory=dict)
+    """By rollout, the calls that were sampled, with repetitions."""
+    disturbances: list[Lost] = field(default_factory=list)
+    """All losses, also of processes that are back at once."""
+    undisturbed: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Those of engines that were not lost, and whose gates were not."""
+    during: Counter[str] | None = None
     """What living hosts had at the first loss, by kind; None = nothing was lost."""
     left: list[str] = field(default_factory=list)
     left_s: float = 0.0
@@ -100,7 +113,15 @@ class Seen:
     keys: int = 0
     """Agent keys of attempts at hosts that were cut, which were tried."""
     accepted_keys: list[str] = field(default_factory=list)
+    refused_s: float = 0.0
+    """The most seconds after which a gate that is back refused the keys of attempts that were lost with it."""
     seconds: float = 0.0
+
+    def take_answers(self, logs: list[Path]) -> None:
+        """Read the logs of engines and trainers."""
+        self.answers = engine.read(logs)
+        for session, calls in engine.sessions(logs).items():
+            self.sampled.setdefault(session.partition("#")[0], []).extend(calls)
 
     def final(self) -> dict[int, Story]:
         """The last story of each number."""

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from tests.hosts import keys, left
 from tests.hosts.fleet import Fleet
 from tests.hosts.following import Follower
 from tests.hosts.losses import How, Loss
-from tests.hosts.records import RESTARTED, Lost, Seen
+from tests.hosts.records import HOME_LOST, Lost, Seen
 
-from penstock.client import Penstock, PenstockError, connect
+from penstock.client import Limits, Penstock, PenstockError, connect
 
 LIMIT_S = 600.0
 """Guard on one rollout, its repetitions included."""
+
+_PAUSE_S = 0.2
+_SHORT = Limits(prepare=60, setup=30, agent=60, verify=30)
+_PAUSE_S = 0.2
+_ORPHANS_S = 540.0
+"""Sandboxes of a driver that lost its disk end with their leases: agent and verifier of `_SHORT`, 390 s beside, and a
+minute to spare."""
 
 
 class Run:
     """One run. The client's rollout `number` is at driver `number` modulo their count, under an id that it chooses."""
 
-    def __init__(self, fleet: Fleet, count: int, work_s: float, max_attempts: int, losses: Sequence[Loss]) -> None:
+    def __init__(
+        self, fleet: Fleet, count: int, work_s: float, max_attempts: int, losses: Sequence[Loss], parts: int = 1
+    ) -> None:
         self.seen = Seen(max_attempts, (*fleet.size.names("sandbox"), *fleet.size.names("interception")))
         self._fleet = fleet
         self._count = count
         self._work_s = work_s
+        self._parts = parts
+        self._orphans = any(loss.how is How.DISK and loss.name.startswith("d") for loss in losses)
         self._pending = sorted(losses, key=lambda loss: loss.share)
         self._losing: list[asyncio.Task[None]] = []
         self._drivers: dict[str, Penstock] = {}
@@ -44,16 +56,24 @@ class Run:
                 for number in range(self._count):
                     tasks.create_task(self._one(number, slots))
             self.seen.seconds = time.monotonic() - self._began
-            await asyncio.gather(*self._losing)  # those that come back are back
+            for task in self._losing:  # which may grow meanwhile
+                await task  # those that come back are back
             await self._list()
-        self.seen.left, self.seen.left_s = await left.until_nothing(self._fleet, self._living())
-        self.seen.answers = self._fleet.answers()
+        self.seen.left, self.seen.left_s = await left.until_nothing(
+            self._fleet, self._living(), _ORPHANS_S if self._orphans else left.LEFT_S
+        )
+        self.seen.take_answers([self._fleet.answers_file(name) for name in self._fleet.size.names("inference")])
+        self.seen.disturbances = self.seen.losses
+        self.seen.undisturbed = self._fleet.answers([loss.name for loss in self.seen.losses])
         return self.seen
 
     async def _one(self, number: int, slots: asyncio.Semaphore) -> None:
         names = list(self._drivers)
         driver = names[number % len(names)]
-        follower = Follower(self._drivers[driver], driver, self._work_s, self.seen.max_attempts)
+        limits = _SHORT if self._orphans else None
+        follower = Follower(
+            self._drivers[driver], driver, self._work_s, self.seen.max_attempts, limits=limits, parts=self._parts
+        )
         async with slots:
             while self._pending and self._ended >= self._pending[0].share * self._count:
                 self._losing.append(asyncio.create_task(self._lose(self._pending.pop(0))))
@@ -63,7 +83,7 @@ class Run:
                         story = follower.begin(number, generation)
                         self.seen.stories.append(story)
                         await follower.follow(story)
-                        if story.reason != RESTARTED:
+                        if story.reason != HOME_LOST:
                             break
             except (PenstockError, TimeoutError) as error:
                 self.seen.refused[number] = f"{type(error).__name__}: {error}"
@@ -84,30 +104,60 @@ class Run:
 
     async def _lose(self, loss: Loss) -> None:
         host, gates = self._fleet.network.hosts[loss.name], self._fleet.size.names("interception")
+        void = self._void(loss)
+        while not void and self._has_keys(loss) and self._ended < self._count:
+            await asyncio.sleep(_PAUSE_S)  # a cut that ends no attempt shows nothing
+            void = self._void(loss)
         host.cut()
         lost = Lost(loss.name, time.time())
         self.seen.losses.append(lost)
-        if loss.how is How.KILL:
+        if loss.how is not How.LINK:
             await asyncio.to_thread(host.kill)
         self._say(f"{loss.name} is lost ({loss.how})")
         if self.seen.during is None:
-            self.seen.during = {}
-            found = await left.left(self._fleet, self._living())
-            self.seen.during = Counter(item.split()[1] for item in found)
-        void = keys.on(self._fleet, loss.name) if loss.name.startswith("n") and loss.how is How.LINK else []
+            self.seen.during = Counter()
+            self._losing.append(asyncio.create_task(self._look(self.seen.during)))
         if loss.back_s is None:
             return
+        self.seen.keys += len(void)
         await asyncio.sleep(loss.back_s)
-        if void:
-            self.seen.keys += len(void)
+        if loss.name not in gates:
             living = sorted(self._living().intersection(gates))
             self.seen.accepted_keys += await keys.accepted(self._fleet, void, living)
         host.mend()
-        if loss.how is How.KILL:
+        if loss.how is How.DISK:
+            self.seen.wiped[loss.name] = lost.at
+            shutil.rmtree(self._fleet.folder / "state" / loss.name)
+        if loss.how is not How.LINK:
             self._fleet.spawn(loss.name)
         lost.back = time.time()
         self._say(f"{loss.name} is back")
         await self._fleet.serving(loss.name)
+        if loss.name in gates and void:
+            accepted, took = await keys.until_refused(self._fleet, void, loss.name)
+            self.seen.accepted_keys += accepted
+            self.seen.refused_s = max(self.seen.refused_s, took)
+
+    async def _look(self, found: Counter[str]) -> None:
+        """Counts what living hosts have, until each kind of it was seen or all rollouts have ended."""
+        while self._ended < self._count and not found.keys() >= left.RUNNING:
+            with suppress(PenstockError):  # another host is lost meanwhile
+                found |= Counter(item.split()[1] for item in await left.left(self._fleet, self._living()))
+            await asyncio.sleep(left.PAUSE_S)
+
+    @staticmethod
+    def _has_keys(loss: Loss) -> bool:
+        """Whether agents' keys outlive their attempts: the host's processes go on."""
+        return loss.how is How.LINK and loss.back_s is not None and loss.name[0] in "ng"
+
+    def _void(self, loss: Loss) -> list[keys.Key]:
+        """Keys of the agents whose attempts will be over because a node or a gate is cut."""
+        if not self._has_keys(loss):
+            return []
+        if loss.name.startswith("n"):
+            return keys.on(self._fleet, loss.name)
+        running = (story for story in self.seen.stories if not story.ends and story.attempts)
+        return keys.at(self._fleet, {one.rollout_id for one in running if one.attempts[-1].gate == loss.name})
 
     def _living(self) -> set[str]:
         return set(self._fleet.network.hosts) - {loss.name for loss in self.seen.losses if loss.back is None}

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Final
 
-from tests.hosts.records import LOST, RESTARTED, Lost, Seen, Story
+from tests.hosts import left
+from tests.hosts.records import HOME_LOST, LOST, Lost, Seen, Story
 
 _ON_ITS_WAY_S: Final = 1.0
 """An answer may have left a host before the loss."""
 
 
 def ends_once(seen: Seen) -> Iterator[str]:
-    """Each rollout ends exactly once, for its client as for its driver; only a restarted driver's is created again."""
+    """Each rollout ends exactly once, for its client as for its driver; only one of a lost disk is created again."""
     for number, why in sorted(seen.refused.items()):
         yield f"rollout {number} was refused: {why}"
     by_number: dict[int, list[Story]] = {}
@@ -22,7 +23,9 @@ def ends_once(seen: Seen) -> Iterator[str]:
         by_number.setdefault(story.number, []).append(story)
         if len(story.ends) != 1:
             yield f"{story.rollout_id} ended {len(story.ends)} times"
-        if story.driver in seen.unlisted_drivers:
+        if story.driver in seen.unlisted_drivers or story.ended < seen.wiped.get(story.driver, 0.0):
+            continue
+        if story.reason == HOME_LOST and story.driver in seen.wiped:
             continue
         if story.rollout_id not in seen.listed:
             yield f"{story.rollout_id} is not listed by {story.driver}"
@@ -31,7 +34,7 @@ def ends_once(seen: Seen) -> Iterator[str]:
     for rollout_id in sorted(seen.listed.keys() - {story.rollout_id for story in seen.stories}):
         yield f"{rollout_id} is listed, and its client does not know it"
     for number, stories in by_number.items():
-        early = [story.rollout_id for story in stories[:-1] if story.reason != RESTARTED]
+        early = [story.rollout_id for story in stories[:-1] if story.reason != HOME_LOST]
         if early:
             yield f"rollout {number} was created again although {early} ended"
 
@@ -39,10 +42,16 @@ def ends_once(seen: Seen) -> Iterator[str]:
 def earned(seen: Seen) -> Iterator[str]:
     """Each reward is 1, because the policy earns it every time, and none was given where a place was lost."""
     for story in seen.stories:
+        if story.reward not in (None, 1.0):
+            yield f"{story.rollout_id} has reward {story.reward:g}, earned is 1"
+    yield from unearned(seen)
+
+
+def unearned(seen: Seen) -> Iterator[str]:
+    """Rewards of attempts under which a place was lost."""
+    for story in seen.stories:
         if story.reward is None:
             continue
-        if story.reward != 1.0:
-            yield f"{story.rollout_id} has reward {story.reward:g}, earned is 1"
         last = story.attempts[-1]
         for loss in seen.losses:
             until = {last.node: last.graded, last.gate: last.agent_ended}.get(loss.name)
@@ -57,7 +66,7 @@ def repeated_elsewhere(seen: Seen) -> Iterator[str]:
             if attempt.reason not in LOST:
                 continue
             if number == len(story.attempts):
-                if number < seen.max_attempts and story.reason != RESTARTED:
+                if number < seen.max_attempts and story.reason != HOME_LOST:
                     yield f"{story.rollout_id}: attempt {number} was lost and none followed"
                 continue
             after, tried = story.attempts[number], story.attempts[:number]
@@ -79,11 +88,35 @@ def logged_tokens(seen: Seen) -> Iterator[str]:
                 yield f"call {call_id} is in {owners[call_id]} and in {story.rollout_id}"
 
 
+def sampled_once(seen: Seen) -> Iterator[str]:
+    """Nothing is sampled again that an agent had received, unless the recording was lost with its gate.
+
+    An agent waits for one call at a time, so each loss takes at most one answer that it has not received.
+    """
+    for story in seen.stories:
+        again, allowed = sampled_again(seen, story), _excused(seen, story)
+        if again > allowed:
+            reasons = [one.reason for one in story.attempts if one.reason]
+            yield f"{story.rollout_id}: {again} answers were sampled again, at most {allowed} were lost: {reasons}"
+
+
+def sampled_again(seen: Seen, story: Story) -> int:
+    """Answers that were sampled for a rollout beyond those of its trajectory; 0 = it was not read."""
+    return 0 if story.calls is None else len(seen.sampled.get(story.rollout_id, [])) - len(story.calls)
+
+
+def _excused(seen: Seen, story: Story) -> int:
+    during = [one for one in seen.disturbances if one.at <= story.ended and (one.back or inf) >= story.created]
+    gates = {one.name for one in during if one.name.startswith("g")}
+    lost = [one for one in story.attempts if one.reason]
+    # The recording of an attempt is read from its gate when the attempt is over, which may be lost by then.
+    whole = sum(one.reason == "GATE_LOST" or one.gate in gates for one in lost)
+    return len(lost) + len(during) + whole * len(story.calls or ())
+
+
 def answered_once(seen: Seen) -> Iterator[str]:
-    """No call is answered twice, where no gate or engine was lost on the way of the first answer."""
-    if any(loss.name[0] in "ge" for loss in seen.losses):
-        return
-    for call_id, answers in seen.answers.items():
+    """No call is answered twice, where neither its gate nor its engine was lost on the way of the first answer."""
+    for call_id, answers in seen.undisturbed.items():
         if len(answers) > 1:
             yield f"call {call_id} was answered {len(answers)} times"
 
@@ -97,7 +130,7 @@ def noticed(seen: Seen) -> Iterator[str]:
 
 def nothing_left(seen: Seen) -> Iterator[str]:
     """Living hosts have nothing of ended rollouts, and had something of running ones: else the check sees nothing."""
-    if seen.during is not None and not {"sandbox", "process", "directory", "open"} <= seen.during.keys():
+    if seen.during is not None and not seen.during.keys() >= left.RUNNING:
         yield f"living hosts had too little while rollouts ran: {dict(seen.during)}"
     yield from (f"left: {item}" for item in seen.left)
 
@@ -112,6 +145,7 @@ ALL: Final[Sequence[Callable[[Seen], Iterator[str]]]] = (
     earned,
     repeated_elsewhere,
     logged_tokens,
+    sampled_once,
     answered_once,
     noticed,
     nothing_left,
@@ -153,7 +187,7 @@ def lines(seen: Seen) -> list[str]:
     repeated = Counter(attempt.reason for story in seen.stories for attempt in story.attempts if attempt.reason)
     attempts = Counter(len(story.attempts) for story in final)
     drivers = Counter(story.driver for story in final)
-    restarted = sum(story.reason == RESTARTED for story in seen.stories)
+    restarted = sum(story.reason == HOME_LOST for story in seen.stories)
     unread = Counter(story.unread for story in seen.stories if story.unread)
     calls = sum(len(story.calls or {}) for story in seen.stories)
     times = noticed_s(seen)
@@ -163,17 +197,22 @@ def lines(seen: Seen) -> list[str]:
         f"failures            {dict(failures.most_common())}",
         f"attempts            {dict(sorted(attempts.items()))}",
         f"failed attempts     {dict(repeated.most_common())}",
-        f"by driver           {dict(sorted(drivers.items()))}; DRIVER_RESTARTED and created again {restarted}",
+        f"by driver           {dict(sorted(drivers.items()))}; HOME_LOST and created again {restarted}",
         f"calls compared      {calls} with the engines' log; trajectories not read {dict(unread)}",
+        f"sampled again       {sum(sampled_again(seen, story) for story in seen.stories)} answers of "
+        f"{sum(map(len, seen.sampled.values()))}",
         f"slowest rollout     {max((story.ended - story.created for story in seen.stories), default=0):.1f} s",
-        f"nothing left after  {seen.left_s:.1f} s; at the first loss {dict(sorted((seen.during or {}).items()))}",
+        f"nothing left after  {seen.left_s:.1f} s; after the first loss {dict(sorted((seen.during or {}).items()))}",
     ]
     if times:
         p50, p99 = percentile(times, 50), percentile(times, 99)
         report.append(f"loss to failure     p50 {p50:.1f} s, p99 {p99:.1f} s, of {len(times)} attempts")
     if seen.keys:
         refused = seen.keys - len(seen.accepted_keys)
-        report.append(f"keys refused        {refused} of {seen.keys}, of attempts at hosts that were cut")
+        report.append(
+            f"keys refused        {refused} of {seen.keys}, of attempts at hosts that were cut; by a gate that is back "
+            f"after {seen.refused_s:.1f} s"
+        )
     return report
 
 

@@ -1,14 +1,15 @@
 """The attacks of `penstock.redteam` on deployments of their own: one test for each attack, grading and backend.
 
-All of a backend run at once, on one deployment, when its first test asks. Local and Docker sandboxes are attacked in
-every way; gVisor's, which take seconds each, in those that its own kernel and its way of being served decide.
+All of a backend run at once, on one deployment, when its first test asks. Local sandboxes are attacked in every way.
+Docker's, which cost twice as much, in those that the engine decides; gVisor's, which take seconds each, in those that
+its own kernel and its way of being served decide. `--full`, or the name of this file, runs the others there too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, cast
@@ -24,20 +25,16 @@ from penstock.redteam import Attack, Grading, Result, Verdict
 from penstock.redteam.agents import spec_of
 
 JOBS: Final = [(attack, grading) for attack in redteam.registry().values() for grading in attack.grading]
-ON_GVISOR: Final = (
-    *("host-files", "first-process", "first-process-as-nobody", "gain-rights", "sandbox-beside", "fork-hopper"),
-    *(
-        "dead-leader",
-        "unreadable-system-program",
-        "loader",
-        "kill-all",
-        "locked-files",
-        "memory",
-        "vsock",
-        "other-keys",
-    ),
-    "deep-line",
+ON_GVISOR: Final = ("host-files", "first-process", "gain-rights", "sandbox-beside", "unreadable-system-program")
+SHOWN_BY_THE_BACKEND: Final = ("fork-hopper", "dead-leader", "kill-all", "memory", "vsock")
+"""Of gVisor's, those that tests/integration/sandbox/test_gvisor.py and its sandbox conformance suite try too."""
+ON_GVISOR_IN_FULL: Final = (
+    *(*ON_GVISOR, *SHOWN_BY_THE_BACKEND),
+    *("first-process-as-nobody", "loader", "locked-files", "other-keys", "deep-line"),
 )
+SAME_ON_DOCKER: Final = (redteam.AttackClass.FLOOD, redteam.AttackClass.FORGE_REWARD, redteam.AttackClass.INGRESS)
+AT_THE_GATE: Final = ("refused-request", "refused-request-black-box", "failing-request", "expired-flood")
+"""What gate and driver decide, whatever the sandbox is; rewards are forged on Docker by `rewards` too."""
 NOT_ON_LOCAL: Final = (
     *("first-process-as-nobody", "first-process-as-root", "as-what-serves-it", "system-as-root"),  # it has one user
     "unreadable-system-program",  # where the machine has none; `test_survivors` brings one
@@ -66,7 +63,7 @@ async def attacked(
         for attack in redteam.registry().values()
         if any(other.name == attack.name for other, _ in jobs)
     ]
-    async with running(folder, {"sandbox": settings or {}}) as stack:
+    async with running(folder, {"sandbox": settings or {}}, agents=False) as stack:
         report = await redteam.run(stack.ps, chosen, backend=backend, concurrency=4)
         yield {(result.attack.name, result.grading): result for result in report.results}
 
@@ -112,6 +109,12 @@ def on(engine: dockerd.Engine) -> dict[str, Any]:
     return {"docker_host": engine.host, "docker_image": dockerd.BASE, "docker_sidecar_image": dockerd.BASE}
 
 
+def on_demand(jobs: list[tuple[Attack, Grading]], left_out: Callable[[Attack], bool], why: str) -> list[Any]:
+    """Parameters of a test, of which some are left out unless they are asked for."""
+    mark = pytest.mark.on_demand(why)
+    return [pytest.param(job, marks=mark if left_out(job[0]) else (), id=name(job)) for job in jobs]
+
+
 def name(job: object) -> str:
     """Of a test."""
     assert isinstance(job, tuple)
@@ -140,14 +143,31 @@ async def test_an_attack_on_local_sandboxes_is_held(job: tuple[Attack, Grading],
 @pytest.mark.requirement(
     "R4", "R13", "R14", "R43", "R60", "R72", "R73", "R74", "R75", "R76", "R89", "R90", "R91", "R92", "R93", "R95", "R96"
 )
-@pytest.mark.parametrize("job", JOBS, ids=name)
+@pytest.mark.parametrize(
+    "job",
+    on_demand(
+        JOBS,
+        lambda attack: (
+            attack.name in AT_THE_GATE or (attack.attack_class in SAME_ON_DOCKER and attack.name not in NOT_ON_LOCAL)
+        ),
+        "attacks on Docker that gate and driver meet: they run on local",
+    ),
+)
 async def test_an_attack_on_docker_sandboxes_is_held(job: tuple[Attack, Grading], on_docker: Results) -> None:
     """As on local sandboxes; as root and nobody as well."""
     expect_held(on_docker[job[0].name, job[1]])
 
 
 @pytest.mark.requirement("R14", "R72", "R73", "R74", "R75", "R76", "R91", "R92", "R93")
-@pytest.mark.parametrize("job", [job for job in JOBS if job[0].name in ON_GVISOR], ids=name)
+@pytest.mark.parametrize(
+    "job",
+    on_demand(
+        [job for job in JOBS if job[0].name in ON_GVISOR_IN_FULL],
+        lambda attack: attack.name not in ON_GVISOR,
+        "attacks on gVisor that its kernel does not decide, or that its backend's own tests try: the former run on"
+        " local or Docker",
+    ),
+)
 async def test_an_attack_on_gvisors_sandboxes_is_held(job: tuple[Attack, Grading], on_gvisor: Results) -> None:
     """On a kernel of the sandbox's own, with what serves it inside."""
     expect_held(on_gvisor[job[0].name, job[1]])

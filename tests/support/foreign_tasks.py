@@ -147,6 +147,78 @@ def record(base: str, **changes: object) -> dict[str, object]:
     }
 
 
+def smith_record(**changes: object) -> dict[str, object]:
+    """A record of SWE-smith: its patch breaks what works in that repository."""
+    return {
+        "instance_id": "kiwi__sums.0badc0de.lm_rewrite__1",
+        "repo": "swesmith/kiwi__sums.0badc0de",
+        "image_name": "penstock-test/kiwi_1776_sums-1:1",
+        "problem_statement": "negate(2) gives 2.\n",
+        "patch": patch("sums.py", REPOSITORY["sums.py"].replace("-value", "value")),
+        "FAIL_TO_PASS": ["tests/test_sums.py::test_negate"],
+        "PASS_TO_PASS": ["tests/test_elsewhere.py::test_other"],
+        **changes,
+    }
+
+
+R2E_TESTS = """from sums import add, negate
+
+
+def test_add():
+    assert add(1, 2) == 3
+
+
+def test_wrong():
+    assert negate(1) == 1
+"""
+
+
+def r2e_record(**changes: object) -> dict[str, object]:
+    """A record of R2E-Gym: tests and commit are in it; one test fails before the commit and after it."""
+    change = {
+        "header": {"file": {"path": "sums.py"}},
+        "old_file_content": REPOSITORY["sums.py"],
+        "new_file_content": REPOSITORY["sums.py"].replace("first - second", "first + second"),
+    }
+    return {
+        "repo_name": "sums",
+        "docker_image": "penstock-test/kiwi_1776_sums-1:1",
+        "commit_hash": "0123456789abcdef0123456789abcdef01234567",
+        "problem_statement": "[ISSUE]\nadd(1, 2) gives -1.\n[/ISSUE]",
+        "expected_output_json": json.dumps({"test_add": "PASSED", "\x1b[1mtest_wrong - assert\x1b[0m": "FAILED"}),
+        "execution_result_content": json.dumps({"test_file_names": ["test_1.py"], "test_file_codes": [R2E_TESTS]}),
+        "parsed_commit_content": json.dumps(
+            {"file_diffs": [change, {**change, "header": {"file": {"path": "tests/test_sums.py"}}}]}
+        ),
+        **changes,
+    }
+
+
+def rebench_record(**changes: object) -> dict[str, object]:
+    """A record of SWE-rebench-V2."""
+    return {
+        **record("abc"),
+        "image_name": "docker.io/swerebenchv2/kiwi-sums:1-abc",
+        "language": "python",
+        "install_config": {
+            "test_cmd": ["export PYTHONDONTWRITEBYTECODE=1", "pytest --no-header -rA --tb=line --color=no"],
+            "log_parser": "parse_log_pytest",
+            "install": ["pip install -e ."],
+        },
+        **changes,
+    }
+
+
+def nemo_record(**changes: object) -> dict[str, object]:
+    """A record of NeMo-Gym: a program that adds."""
+    return {
+        "hash_id": "sums",
+        "responses_create_params": {"input": [{"role": "user", "content": "Print the sum of the numbers."}]},
+        "verifier_metadata": {"unit_tests": {"inputs": ["1 2\n", "4\n5\n"], "outputs": ["3\n", "9"]}},
+        **changes,
+    }
+
+
 def _git(folder: Path, *arguments: str) -> str:
     settings = ["-c", "user.name=kiwi", "-c", "user.email=kiwi@localhost", "-c", "commit.gpgsign=false"]
     env = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}

@@ -1,34 +1,71 @@
 """Installed agents kept between runs, outside the clone: npm and pip are asked once a machine, not once a run.
 
-The store is optional: without it, or when it cannot be used, the service installs from nothing. Files are linked, not
-copied, where the file system allows; the service and its sandboxes only read them.
+The store is optional: without it, or when it cannot be used, the service installs from nothing. Root mounts what is
+there read-only, since agents are 70,000 files; others link the files, or copy them where the file system has no links.
+The service and its sandboxes only read them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 STORE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "toolboxes"
+_CONTENT: Final = "content"
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MNT_DETACH = 1, 32, 4096, 2
 
 
-def bring(state_dir: Path) -> None:
-    """Put what is in the store under a sandbox service's state directory, before it starts."""
+@contextmanager
+def brought(state_dir: Path) -> Iterator[None]:
+    """What is in the store is under a sandbox service's state directory, which starts and ends inside the block.
+
+    At the end, what the service installed from a registry is put into the store.
+    """
     target = _folder(state_dir)
-    for kept in STORE.glob("[!.]*"):  # what begins with a dot is another run's, and becomes or goes at any time
-        if (kept / "toolbox.json").is_file():
-            _clone(kept, target / kept.name)
+    mounts = list[Path]()
+    try:
+        for kept in STORE.glob("[!.]*"):  # what begins with a dot is another run's, and becomes or goes at any time
+            if not (kept / "toolbox.json").is_file():
+                continue
+            place = target / kept.name
+            if _mounted(kept / _CONTENT, place / _CONTENT):
+                mounts.append(place / _CONTENT)
+                shutil.copy2(kept / "toolbox.json", place)
+            else:
+                _clone(kept, place)
+        yield
+    finally:
+        for mount in mounts:
+            ctypes.CDLL(None).umount2(os.fsencode(mount), _MNT_DETACH)
+        _keep(state_dir)
 
 
-def keep(state_dir: Path) -> None:
+def _mounted(source: Path, target: Path) -> bool:
+    """Mounts a directory read-only where this process may."""
+    if os.geteuid() != 0:
+        return False
+    libc, where = ctypes.CDLL(None), os.fsencode(target)
+    target.mkdir(parents=True)
+    if libc.mount(os.fsencode(source), where, None, _MS_BIND, None) == 0:
+        if libc.mount(None, where, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY, None) == 0:
+            return True
+        libc.umount2(where, _MNT_DETACH)
+    shutil.rmtree(target.parent)
+    return False
+
+
+def _keep(state_dir: Path) -> None:
     """Put what the service installed from a registry into the store, after it ended."""
     folder = _folder(state_dir)
     for installed in folder.glob("[!.]*"):
         kept = STORE / installed.name
-        content = installed / "content"
+        content = installed / _CONTENT
         if any((content / name).is_dir() for name in ("node_modules", "python")) and not kept.exists():
             STORE.mkdir(parents=True, exist_ok=True)
             partial = STORE / f".partial-{secrets.token_hex(4)}"

@@ -33,6 +33,7 @@ def gathered() -> Path:
     inputs = [ROOT / "constraints.txt", ROOT / "clients/python/sdk/pyproject.toml"]
     inputs += sorted(ROOT.glob("libs/*/pyproject.toml"))
     inputs += [ROOT / f"services/{name}/pyproject.toml" for name in SERVICES]
+    inputs.append(Path(__file__))  # which extras there are
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
     kept = _CACHE / digest
     with _alone():
@@ -123,8 +124,14 @@ def _run(argv: list[str], folder: Path) -> None:
 
 def _gather(kept: Path) -> None:
     partial = _CACHE / f".{kept.name}-{os.getpid()}"
-    wanted = ["clients/python/stubs", "libs/chassis", "libs/codec", "services/sandbox[docker]"]
-    wanted += [f"services/{name}" for name in SERVICES if name != "sandbox"]
+    wanted = [
+        "clients/python/stubs",
+        "libs/chassis",
+        "libs/codec",
+        "services/sandbox[docker]",
+        "services/driver[export]",
+    ]
+    wanted += [f"services/{name}" for name in SERVICES if name not in ("sandbox", "driver")]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-build-isolation"]
     named = ["hatchling", *needs(), *(f"./{name}" for name in wanted)]
     argv = [*pip, "-c", "constraints.txt", "-w", str(partial), *named]

@@ -1,4 +1,4 @@
-"""Builds the dashboard's page into the distribution, so that installing a wheel needs no Node.js.
+"""Builds the dashboard's page into the distribution, so that installing a wheel needs no Node.js; adds the Helm chart.
 
 In a checkout the page is built from clients/web, unless it is newer than all of its sources; a source archive contains
 it built. pip installs the Node.js package that this needs into the build environment. An editable install has the last
@@ -19,15 +19,21 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 HERE: Final = Path(__file__).resolve().parent
 PAGE: Final = HERE / "penstock" / "dashboard" / "static" / "index.html"
 SOURCES: Final = HERE.parents[1] / "web"
+CHART: Final = HERE.parents[2] / "deploy" / "helm" / "penstock"
+"""The Helm chart, which a stack on a cluster installs."""
 
 
 class PageHook(BuildHookInterface[Any]):
     """Called by hatchling for each target."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds the page; raises SystemExit with advice where that is not possible."""
-        if version != "editable" and not _is_fresh():
+        """Builds the page; adds the chart. Raises SystemExit with advice where that is not possible."""
+        if version == "editable":
+            return
+        if not _is_fresh():
             build()
+        if CHART.is_dir():  # a source archive has it in its place
+            build_data["force_include"][str(CHART)] = "penstock/launchers/chart"
 
     def dependencies(self) -> list[str]:
         """Returns the packages that pip installs for an isolated build."""

@@ -1,16 +1,19 @@
 /** The connection: what `connect` gives, with a client for rollouts, one for groups, and the gate. */
 
-import { randomBytes } from "node:crypto";
 import type { MessageInitShape } from "@bufbuild/protobuf";
-import { Driver, present } from "./driver.js";
+import { Cluster, ofSeveral } from "./cluster.js";
+import { type Driver, present, requestId } from "./driver.js";
 import { Agents } from "./driver/agents.js";
+import type { RolloutChanges } from "./driver/changes.js";
+import { Drivers } from "./driver/drivers.js";
+import { changesOfAll, newestFirst, oneAfterAnother } from "./driver/merging.js";
 import { Terminals } from "./driver/terminals.js";
 import { type ConnectOptions, type Endpoints, resolve, type ServiceName } from "./endpoints.js";
 import type { ModelCall } from "./calls.js";
 import { ConfigurationError } from "./errors.js";
 import type { LeaseOptions } from "./gate/pulls.js";
-import type { Outcome as OutcomeMessage, RolloutSummary } from "./gen/penstock/driver/v1/rollout_pb.js";
-import type { RolloutFilterSchema } from "./gen/penstock/driver/v1/rollout_service_pb.js";
+import type { Outcome as OutcomeMessage } from "./gen/penstock/driver/v1/rollout_pb.js";
+import type { ExportTrajectoriesRequestSchema, RolloutFilterSchema } from "./gen/penstock/driver/v1/rollout_service_pb.js";
 import { OperationsService, type ServerInfo } from "./gen/penstock/ops/v1/operations_service_pb.js";
 import type { Trajectory as TrajectoryMessage } from "./gen/penstock/trajectory/v1/trajectory_pb.js";
 import { type Abortable, GroupHandle, RolloutHandle } from "./handles.js";
@@ -70,83 +73,105 @@ export interface ExportOptions extends Omit<RolloutFilter, "ended"> {
 
 /** `ps.rollouts`. */
 export class Rollouts {
-  readonly #driver: Driver;
+  readonly #drivers: Drivers;
 
-  constructor(driver: Driver) {
-    this.#driver = driver;
+  constructor(drivers: Drivers) {
+    this.#drivers = drivers;
   }
 
   /**
-   * Starts a rollout.
+   * Starts a rollout, at one of the drivers.
    *
    * Rejects with InvalidArgument: `violations` name the fields; NotFound AGENT_UNKNOWN; Unavailable: a service that it needs.
    */
   async create(task: Task, agent: string, options: CreateRolloutOptions = {}): Promise<RolloutHandle> {
-    const { service, client } = this.#driver;
-    const request = { requestId: requestId(), spec: specOf(task, agent, options), rolloutId: options.rolloutId ?? "" };
-    const answer = await service.call((call) => client.createRollout(request, call), {
-      signal: options.signal,
-      timeoutMs: CREATE_MS,
-      repeatable: true,
-    });
-    return new RolloutHandle(this.#driver, rolloutFrom(present(answer.rollout)));
+    const { signal, rolloutId = "" } = options;
+    const request = { requestId: requestId(), spec: specOf(task, agent, options), rolloutId };
+    const make = ({ service, client }: Driver, repeatable: true | "unlessDraining") =>
+      service.call((call) => client.createRollout(request, call), { signal, timeoutMs: CREATE_MS, repeatable });
+    const [driver, answer] = await this.#drivers.create(rolloutId, make, signal);
+    return new RolloutHandle(driver, rolloutFrom(present(answer.rollout)));
   }
 
   /** A rollout as it stands. Rejects with NotFound ROLLOUT_UNKNOWN. */
-  async get(rolloutId: string, { signal }: Abortable = {}): Promise<Rollout> {
-    return this.#driver.get(rolloutId, signal);
+  async get(rolloutId: string, options: Abortable = {}): Promise<Rollout> {
+    return (await this.attach(rolloutId, options)).info;
   }
 
   /** A handle of a rollout that was started elsewhere. */
-  async attach(rolloutId: string, options: Abortable = {}): Promise<RolloutHandle> {
-    return new RolloutHandle(this.#driver, await this.get(rolloutId, options));
+  async attach(rolloutId: string, { signal }: Abortable = {}): Promise<RolloutHandle> {
+    return new RolloutHandle(...(await this.#drivers.having(rolloutId, (driver, how) => driver.get(rolloutId, signal, how), signal)));
   }
 
-  /** Rollouts, newest first. */
-  list({ signal, ...conditions }: RolloutFilter = {}): AsyncGenerator<Rollout, void> {
-    const { service, client } = this.#driver;
-    return service.pages(
-      (pageToken, call) => client.listRollouts({ filter: filterOf(conditions), pageToken }, call),
-      ({ rollouts }) => rollouts.map(rolloutFrom),
-      signal,
+  /** Rollouts of all drivers, newest first. Rejects with Unavailable, after those of all others, where a driver is away. */
+  async *list({ signal, ...conditions }: RolloutFilter = {}): AsyncGenerator<Rollout, void> {
+    const filter = filterOf(conditions);
+    const drivers = await this.#drivers.all(signal);
+    const lists = drivers.map(({ service, client }) =>
+      service.pages(
+        (pageToken, call) => client.listRollouts({ filter, pageToken }, call),
+        ({ rollouts }) => rollouts.map(rolloutFrom),
+        signal,
+        ofSeveral(drivers),
+      ),
     );
+    yield* newestFirst(lists, ({ message }) => message.createTime);
   }
 
   /**
-   * States of rollouts, first of all that match, then of each that changes, without end. A watch that broke is not taken up
-   * again: the first messages of a new one have all that was missed.
+   * States of rollouts of all drivers, first of all that match, then of each that changes, without end. Drivers that do not answer
+   * are named in `away`, and watched again. Where the only one or all of them went away, the watch rejects with Unavailable: the
+   * first messages of a new one have all that was missed.
    */
-  async *watch({ signal, endedLimit, intervalMs, ...conditions }: WatchOptions = {}): AsyncGenerator<RolloutChanges, void> {
-    const { service, client } = this.#driver;
+  watch({ signal, endedLimit, intervalMs, ...conditions }: WatchOptions = {}): AsyncGenerator<RolloutChanges, void> {
     const request = { filter: filterOf(conditions), endedLimit, interval: duration(intervalMs) };
-    for await (const message of service.stream((call) => client.watchRollouts(request, call), signal)) {
-      const { rollouts, goneRolloutIds: gone, snapshotComplete: complete } = message;
-      yield { rollouts, gone, complete };
+    async function* of({ service, client }: Driver, ended: AbortSignal): AsyncGenerator<RolloutChanges, void> {
+      for await (const message of service.stream((call) => client.watchRollouts(request, call), ended)) {
+        const { rollouts, goneRolloutIds: gone, snapshotComplete: complete } = message;
+        yield { rollouts, gone, complete, away: [] };
+      }
     }
+    const watched = (driver: Driver) => ({
+      address: driver.service.address,
+      name: driver.name,
+      changes: (ended: AbortSignal) => of(driver, ended),
+    });
+    return changesOfAll(async (looking) => (await this.#drivers.all(looking)).map(watched), signal);
   }
 
-  /** The trajectories of all ended rollouts that match, with their outcomes. Not taken up again where it breaks. */
+  /**
+   * The trajectories of all ended rollouts that match, with their outcomes, driver by driver. Not taken up again where it breaks.
+   * Rejects with Unavailable, after those of all others, where a driver is away.
+   */
   async *export(options: ExportOptions = {}): AsyncGenerator<{ trajectory: Trajectory; outcome: Outcome }, void> {
     const { signal, bodies = false, top = false, ...conditions } = options;
-    const { service, client } = this.#driver;
     const request = { filter: filterOf(conditions), includeBodies: bodies, includeTop: top };
-    let parts: TrajectoryMessage[] = [];
-    let outcome: OutcomeMessage | undefined;
-    const whole = () => ({ trajectory: trajectoryFrom(parts), outcome: outcomeFrom(present(outcome)) });
-    for await (const part of service.stream((call) => client.exportTrajectories(request, call), signal)) {
-      const trajectory = present(part.trajectory);
-      if (parts[0] !== undefined && trajectory.rolloutId && trajectory.rolloutId !== parts[0].rolloutId) {
-        yield whole();
-        parts = [];
-      }
-      if (parts.length === 0) {
-        outcome = part.outcome;
-      }
-      parts.push(trajectory);
-    }
-    if (parts.length > 0) {
+    yield* oneAfterAnother((await this.#drivers.all(signal)).map((driver) => exported(driver, request, signal)));
+  }
+}
+
+/** What one driver exports. */
+async function* exported(
+  { service, client }: Driver,
+  request: MessageInitShape<typeof ExportTrajectoriesRequestSchema>,
+  signal: AbortSignal | undefined,
+): AsyncGenerator<{ trajectory: Trajectory; outcome: Outcome }, void> {
+  let parts: TrajectoryMessage[] = [];
+  let outcome: OutcomeMessage | undefined;
+  const whole = () => ({ trajectory: trajectoryFrom(parts), outcome: outcomeFrom(present(outcome)) });
+  for await (const part of service.stream((call) => client.exportTrajectories(request, call), signal)) {
+    const trajectory = present(part.trajectory);
+    if (parts[0] !== undefined && trajectory.rolloutId && trajectory.rolloutId !== parts[0].rolloutId) {
       yield whole();
+      parts = [];
     }
+    if (parts.length === 0) {
+      outcome = part.outcome;
+    }
+    parts.push(trajectory);
+  }
+  if (parts.length > 0) {
+    yield whole();
   }
 }
 
@@ -162,30 +187,21 @@ export interface WatchOptions extends RolloutFilter {
   readonly intervalMs?: number;
 }
 
-/** States of rollouts at one moment. */
-export interface RolloutChanges {
-  readonly rollouts: readonly RolloutSummary[];
-  /** Those that were given and match no more, or were deleted. */
-  readonly gone: readonly string[];
-  /** True once all that existed at the start were given, this message included. */
-  readonly complete: boolean;
-}
-
 /** `ps.groups`. */
 export class Groups {
-  readonly #driver: Driver;
+  readonly #drivers: Drivers;
 
-  constructor(driver: Driver) {
-    this.#driver = driver;
+  constructor(drivers: Drivers) {
+    this.#drivers = drivers;
   }
 
   /**
-   * Starts n rollouts of one spec, which share one prepared state.
+   * Starts n rollouts of one spec, which share one prepared state, at one of the drivers.
    *
    * @param n wanted results, 1 to 256.
    */
   async create(task: Task, agent: string, n: number, options: CreateGroupOptions = {}): Promise<GroupHandle> {
-    const { service, client } = this.#driver;
+    const { signal, groupId = "" } = options;
     const grace = duration(options.stragglerGraceMs);
     const request = {
       requestId: requestId(),
@@ -193,30 +209,32 @@ export class Groups {
       size: n,
       spares: options.spares ?? 0,
       quorum: options.quorum,
-      groupId: options.groupId ?? "",
+      groupId,
       stragglers: grace && { grace },
     };
-    const answer = await service.call((call) => client.createGroup(request, call), {
-      signal: options.signal,
-      timeoutMs: CREATE_MS,
-      repeatable: true,
-    });
-    return new GroupHandle(this.#driver, groupFrom(present(answer.group)));
+    const make = ({ service, client }: Driver, repeatable: true | "unlessDraining") =>
+      service.call((call) => client.createGroup(request, call), { signal, timeoutMs: CREATE_MS, repeatable });
+    const [driver, answer] = await this.#drivers.create(groupId, make, signal);
+    return new GroupHandle(driver, groupFrom(present(answer.group)));
   }
 
   /** A handle of a group that was started elsewhere. Rejects with NotFound GROUP_UNKNOWN. */
   async attach(groupId: string, { signal }: Abortable = {}): Promise<GroupHandle> {
-    return new GroupHandle(this.#driver, await this.#driver.getGroup(groupId, signal));
+    return new GroupHandle(...(await this.#drivers.having(groupId, (driver, how) => driver.getGroup(groupId, signal, how), signal)));
   }
 
-  /** Groups, newest first. */
-  list({ signal, runId }: Abortable & { readonly runId?: string } = {}): AsyncGenerator<Group, void> {
-    const { service, client } = this.#driver;
-    return service.pages(
-      (pageToken, call) => client.listGroups({ runId, pageToken }, call),
-      ({ groups }) => groups.map(groupFrom),
-      signal,
+  /** Groups of all drivers, newest first; rejects as the list of rollouts. */
+  async *list({ signal, runId }: Abortable & { readonly runId?: string } = {}): AsyncGenerator<Group, void> {
+    const drivers = await this.#drivers.all(signal);
+    const lists = drivers.map(({ service, client }) =>
+      service.pages(
+        (pageToken, call) => client.listGroups({ runId, pageToken }, call),
+        ({ groups }) => groups.map(groupFrom),
+        signal,
+        ofSeveral(drivers),
+      ),
     );
+    yield* newestFirst(lists, ({ message }) => message.createTime);
   }
 }
 
@@ -229,18 +247,20 @@ export class Penstock {
   readonly sandboxes: Sandboxes;
   readonly #endpoints: Endpoints;
   readonly #services = new Map<ServiceName, Service>();
+  readonly #cluster: Cluster;
   readonly #gate: Gate;
   #inference: Inference | undefined;
 
   constructor(endpoints: Endpoints) {
     this.#endpoints = endpoints;
-    this.#gate = new Gate(this.service("interception"));
-    const driver = new Driver(this.service("driver"), this.#gate);
-    this.rollouts = new Rollouts(driver);
-    this.groups = new Groups(driver);
-    this.agents = new Agents(driver.service);
-    this.terminals = new Terminals(driver.service);
-    this.sandboxes = new Sandboxes(this.service("sandbox"), endpoints);
+    this.#cluster = new Cluster(endpoints, (kind) => this.service(kind));
+    this.#gate = new Gate(this.#cluster, this.service("interception"));
+    const drivers = new Drivers(this.#cluster, this.#gate);
+    this.rollouts = new Rollouts(drivers);
+    this.groups = new Groups(drivers);
+    this.agents = new Agents(this.service("driver"), this.#cluster);
+    this.terminals = new Terminals(drivers);
+    this.sandboxes = new Sandboxes(this.#cluster, endpoints);
   }
 
   /** Generate, render, new weights, adapters. Throws ConfigurationError NO_INFERENCE: what this connects to has no inference service. */
@@ -261,7 +281,7 @@ export class Penstock {
   }
 
   /**
-   * A trainer's session, for the calls that match every condition given; close it, or `await using` it.
+   * A trainer's session at all gates, for the calls that match every condition given; close it, or `await using` it.
    *
    * Open it before the rollouts start or later: calls wait at the gate. The signal ends the opening.
    */
@@ -294,6 +314,7 @@ export class Penstock {
   async close(): Promise<void> {
     await this.#gate.close();
     this.sandboxes.close();
+    this.#cluster.close();
     for (const service of this.#services.values()) {
       service.close();
     }
@@ -308,8 +329,4 @@ export class Penstock {
 export function connect(options: ConnectOptions = {}): Penstock {
   requireNode();
   return new Penstock(resolve(options));
-}
-
-function requestId(): string {
-  return randomBytes(16).toString("hex");
 }

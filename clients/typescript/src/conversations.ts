@@ -1,6 +1,6 @@
 /**
  * One stream of a session, from Hello to its end: the order of frames, heartbeats both ways, Goodbye. It knows no calls:
- * `sessions.ts` does, and opens the next stream when this one breaks.
+ * `gate/streams.ts` does, and opens the next stream when this one breaks.
  */
 
 import { create, type MessageInitShape } from "@bufbuild/protobuf";

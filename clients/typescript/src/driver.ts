@@ -1,7 +1,9 @@
 /** The driver's RPCs as the handles use them: reads, waits and watches that outlast a restart, trajectories. */
 
+import { randomBytes } from "node:crypto";
 import type { Client } from "@connectrpc/connect";
-import { DeadlineExceeded, FailedPrecondition, isBroken, type PenstockError, Unavailable } from "./errors.js";
+import type { Cluster } from "./cluster.js";
+import { DeadlineExceeded, FailedPrecondition, isBroken, NotFound, type PenstockError, Unavailable } from "./errors.js";
 import { RolloutService } from "./gen/penstock/driver/v1/rollout_service_pb.js";
 import {
   type Group,
@@ -12,11 +14,19 @@ import {
   type Trajectory,
   trajectoryFrom,
 } from "./results.js";
-import { Backoff, type Service, type UnaryOptions } from "./rpc.js";
+import { Backoff, type Repeatable, type Service, type UnaryOptions } from "./rpc.js";
 import type { Gate } from "./sessions.js";
 
+const GET_MS = 30_000;
 const WAIT_MS = 30_000;
+/** Of an ended rollout's result: thousands of rollouts may end at once. */
+const RESULT_MS = 300_000;
 const PATIENCE_MS = 60_000;
+/** Reasons by which a driver does not know what is waited for. */
+const UNKNOWN: ReadonlySet<string> = new Set(["ROLLOUT_UNKNOWN", "GROUP_UNKNOWN"]);
+
+/** Goes to where a service is by now. */
+export type Follow = (signal?: AbortSignal) => Promise<void>;
 
 /**
  * How long a watch that broke is taken up again: for a minute from the first failure after the last sign of the driver. What
@@ -24,13 +34,17 @@ const PATIENCE_MS = 60_000;
  */
 export class Patience {
   readonly #service: Service;
+  readonly #follow: Follow | undefined;
   readonly #backoff = new Backoff();
   readonly #early = new Backoff();
   /** When it broke; undefined = not since the last sign. */
   #broke: number | undefined;
+  #wasAway = false;
 
-  constructor(service: Service) {
+  /** @param follow is awaited before each further attempt: the service may be at another address by now. */
+  constructor(service: Service, follow?: Follow) {
     this.#service = service;
+    this.#follow = follow;
   }
 
   /** The driver answered. */
@@ -53,11 +67,25 @@ export class Patience {
 
   /** Waits before the next attempt; throws `error` when it is enough. */
   async pause(error: PenstockError, signal?: AbortSignal): Promise<void> {
+    this.#wasAway = true;
     this.#broke ??= performance.now();
     if (performance.now() - this.#broke > PATIENCE_MS) {
       throw error;
     }
     await this.#service.pause(this.#backoff.next(error), signal);
+    await this.#follow?.(signal);
+  }
+
+  /**
+   * HOME_LOST instead of an error by which a driver that was away does not know what it had before. Running rollouts are never
+   * deleted, so its state is gone: its disk is a new one.
+   */
+  explained(error: unknown): unknown {
+    if (!this.#wasAway || !(error instanceof NotFound) || !UNKNOWN.has(error.reason)) {
+      return error;
+    }
+    const message = `${error.message}, which it had before it was away: its state is lost. Create it again`;
+    return new NotFound(message, { reason: "HOME_LOST", metadata: error.metadata, cause: error });
   }
 }
 
@@ -72,27 +100,63 @@ export interface TrajectoryOptions {
 }
 
 export class Driver {
-  readonly client: Client<typeof RolloutService>;
+  #service: Service;
+  #client: Client<typeof RolloutService>;
 
   constructor(
-    readonly service: Service,
+    service: Service,
     readonly gate: Gate,
+    /** Its own, where it is known. */
+    readonly name = "",
+    /** Says where the driver of this name is by now. */
+    readonly cluster?: Cluster,
   ) {
-    this.client = service.client(RolloutService);
+    this.#service = service;
+    this.#client = service.client(RolloutService);
   }
 
-  async get(rolloutId: string, signal?: AbortSignal): Promise<Rollout> {
+  get service(): Service {
+    return this.#service;
+  }
+
+  get client(): Client<typeof RolloutService> {
+    return this.#client;
+  }
+
+  /**
+   * Goes to another address, if the other drivers list this one there: it was started again elsewhere. Rejects with ConfigurationError
+   * MEMBER_NOT_TRUSTED: the token must not be sent there.
+   */
+  readonly follow: Follow = async (signal) => {
+    if (this.cluster === undefined || this.name === "") {
+      return;
+    }
+    const members = await this.cluster.members("driver", { signal });
+    const now = members.find(({ name }) => name === this.name)?.service;
+    if (now !== undefined && now.address !== this.#service.address) {
+      this.#service = now;
+      this.#client = now.client(RolloutService);
+    }
+  };
+
+  async get(
+    rolloutId: string,
+    signal?: AbortSignal,
+    repeatable: Repeatable = true,
+    timeoutMs = GET_MS,
+  ): Promise<Rollout> {
     const answer = await this.service.call((options) => this.client.getRollout({ rolloutId }, options), {
       signal,
-      repeatable: true,
+      repeatable,
+      timeoutMs,
     });
     return rolloutFrom(present(answer.rollout));
   }
 
-  async getGroup(groupId: string, signal?: AbortSignal): Promise<Group> {
+  async getGroup(groupId: string, signal?: AbortSignal, repeatable: Repeatable = true): Promise<Group> {
     const answer = await this.service.call((options) => this.client.getGroup({ groupId }, options), {
       signal,
-      repeatable: true,
+      repeatable,
     });
     return groupFrom(present(answer.group));
   }
@@ -102,7 +166,7 @@ export class Driver {
     return longPoll(this.service, async (options) => {
       const { rollout } = await this.service.call((call) => this.client.waitRollout({ rolloutId }, call), options);
       return rollout?.outcome === undefined ? undefined : rolloutFrom(rollout);
-    }, signal);
+    }, signal, this.follow);
   }
 
   /** A group when all of its rollouts have ended. */
@@ -110,7 +174,7 @@ export class Driver {
     return longPoll(this.service, async (options) => {
       const { group } = await this.service.call((call) => this.client.waitGroup({ groupId }, call), options);
       return group?.ended ? groupFrom(group) : undefined;
-    }, signal);
+    }, signal, this.follow);
   }
 
   /** An ended rollout's trajectory. */
@@ -123,7 +187,7 @@ export class Driver {
 
   /** An ended rollout with its trajectory, undefined where the gate was never opened. */
   async result(rolloutId: string, options: TrajectoryOptions): Promise<RolloutResult> {
-    const rollout = await this.get(rolloutId, options.signal);
+    const rollout = await this.get(rolloutId, options.signal, true, RESULT_MS);
     const outcome = present(rollout.outcome);
     try {
       return { rollout, outcome, trajectory: await this.trajectory(rolloutId, options) };
@@ -145,8 +209,9 @@ export async function* watched<A>(
   service: Service,
   watch: (sign: () => void) => AsyncGenerator<A, boolean>,
   signal?: AbortSignal,
+  follow?: Follow,
 ): AsyncGenerator<A, void> {
-  const patience = new Patience(service);
+  const patience = new Patience(service, follow);
   for (;;) {
     let error: PenstockError = new Unavailable(`${service.peer} ended the stream`, { reason: "STREAM_ENDED" });
     try {
@@ -155,7 +220,7 @@ export async function* watched<A>(
       }
     } catch (broken) {
       if (!isBroken(broken)) {
-        throw broken;
+        throw patience.explained(broken);
       }
       error = broken;
     }
@@ -168,8 +233,9 @@ export async function longPoll<A>(
   service: Service,
   ask: (options: UnaryOptions) => Promise<A | undefined>,
   signal: AbortSignal | undefined,
+  follow?: Follow,
 ): Promise<A> {
-  const patience = new Patience(service);
+  const patience = new Patience(service, follow);
   for (;;) {
     const asked = performance.now();
     try {
@@ -182,11 +248,16 @@ export async function longPoll<A>(
     } catch (error) {
       // A poll that is not answered in its time says no more than a service that is away.
       if (!(error instanceof Unavailable || error instanceof DeadlineExceeded)) {
-        throw error;
+        throw patience.explained(error);
       }
       await patience.pause(error, signal);
     }
   }
+}
+
+/** An id for a creating request, used once. */
+export function requestId(): string {
+  return randomBytes(16).toString("hex");
 }
 
 /** A message that every service of ours puts in. */

@@ -45,6 +45,11 @@ export interface ConnectOptions {
   readonly tls?: Tls;
   /** In which an operator acts; absent = PENSTOCK_NAMESPACE, or none. A trainer's token belongs to one already. */
   readonly namespace?: string;
+  /**
+   * Whether the driver is asked which other drivers, gates and sandbox services there are; false = only the addresses given here are
+   * used. Absent = PENSTOCK_DISCOVER; true where that is not set either and the driver's address is known.
+   */
+  readonly discover?: boolean;
 }
 
 /** The addresses of the four services, and how to call them. Empty = there is no such service. */
@@ -56,6 +61,8 @@ export interface Endpoints {
   readonly tls: Tls | undefined;
   /** In which an operator acts; absent = none is named. */
   readonly namespace?: string | undefined;
+  /** Whether the driver is asked which other drivers, gates and sandbox services there are. */
+  readonly discover: boolean;
 }
 
 /** A token to be sent, and where it was found. */
@@ -72,7 +79,18 @@ export function resolve(given: ConnectOptions = {}): Endpoints {
   if (namespace !== undefined && !/^[a-z0-9][a-z0-9-]{0,62}$/.test(namespace)) {
     throw configuration(`'${namespace}' is not a namespace: 1 to 63 of a-z, 0-9 and -, the first a letter or digit`, "NAMESPACE_INVALID");
   }
-  return { ...found(given), namespace };
+  const endpoints = found(given);
+  const wanted = given.discover ?? environmentDiscover();
+  return { ...endpoints, namespace, discover: endpoints.discover && wanted };
+}
+
+/** Throws ConfigurationError DISCOVER. */
+function environmentDiscover(): boolean {
+  const said = env["PENSTOCK_DISCOVER"] ?? "";
+  if (!/^(|0|1|false|true)$/i.test(said)) {
+    throw configuration(`PENSTOCK_DISCOVER is '${said}': set it to true or false, or unset it`, "DISCOVER");
+  }
+  return !/^(0|false)$/i.test(said);
 }
 
 function found(given: ConnectOptions): Endpoints {
@@ -119,6 +137,8 @@ export function checked(
   { token, origin }: FoundToken,
   tls: Tls | undefined,
 ): Endpoints {
+  // Else nobody named a driver, to which the token may be sent.
+  const discover = Object.keys(given).length === 0 || Boolean(given["driver"]);
   const addresses = Object.fromEntries(
     SERVICES.map((service) => [service, `127.0.0.1:${DEFAULT_PORTS[service]}`]),
   ) as Record<ServiceName, string>;
@@ -146,7 +166,7 @@ export function checked(
       );
     }
   }
-  return { addresses, token, tokenOrigin: origin, tls };
+  return { addresses, token, tokenOrigin: origin, tls, discover };
 }
 
 function ofHost(host: string): Record<ServiceName, string> {

@@ -1,7 +1,11 @@
 /** Handles: one rollout, one group. They hold no connection of their own and may be made anew at any time (`attach`). */
 
+import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { ModelCall } from "./calls.js";
-import { type Driver, present, type TrajectoryOptions, watched } from "./driver.js";
+import { type Driver, present, requestId, type TrajectoryOptions, watched } from "./driver.js";
+import type { MessageSchema } from "./gen/penstock/chat/v1/chat_pb.js";
+import { Role } from "./gen/penstock/chat/v1/chat_pb.js";
+import { Replay } from "./gen/penstock/driver/v1/rollout_pb.js";
 import {
   eventFrom,
   type Group,
@@ -13,6 +17,7 @@ import {
   type Trajectory,
 } from "./results.js";
 import type { InterceptSession, Selector } from "./sessions.js";
+import { duration } from "./wire.js";
 
 export interface Abortable {
   readonly signal?: AbortSignal;
@@ -25,9 +30,24 @@ export interface CallsOptions extends Abortable {
   readonly policyVersion?: number;
 }
 
-const CANCEL_MS = 120_000;
+export interface BranchOptions extends Abortable {
+  /** What the call is answered in all branches, instead of being sampled: a text, or an assistant's message. It is never trained. */
+  readonly answer?: string | MessageInitShape<typeof MessageSchema>;
+  /** Of the branches. Default: assigned. */
+  readonly groupId?: string;
+  /** Whether the branches train what their parent sampled too. */
+  readonly trainPrefix?: boolean;
+  /** What becomes of a branch whose agent asks something else before the call. Default "exact": it fails. */
+  readonly replay?: "exact" | "until_divergence";
+  /** Seed of the first branch's calls, 0 or more; each further branch has it plus its index. Absent: all have the parent's, if any. */
+  readonly seed?: bigint | number;
+}
 
-/** One rollout: `events`, `result`, `trajectory`, `calls`, `cancel`, `delete`. */
+const CANCEL_MS = 120_000;
+const PAUSE_MS = 60_000;
+const BRANCH_MS = 120_000;
+
+/** One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `pause`, `resume`, `cancel`, `delete`. */
 export class RolloutHandle {
   readonly #driver: Driver;
   /** As it was last reported. */
@@ -50,10 +70,11 @@ export class RolloutHandle {
 
   /** Its events with a sequence number greater than `after`, the past ones first, until its end. Taken up again where it breaks. */
   events({ after = 0, signal }: Abortable & { readonly after?: number } = {}): AsyncGenerator<RolloutEvent, void> {
-    const { service, client } = this.#driver;
+    const driver = this.#driver;
     const { rolloutId } = this;
     let position = BigInt(after);
-    return watched(service, async function* (sign) {
+    return watched(driver.service, async function* (sign) {
+      const { service, client } = driver; // each time: it may be at another address by now
       const request = { rolloutId, afterSequence: position };
       for await (const { message } of service.stream((options) => client.watchRollout(request, options), signal)) {
         sign();
@@ -66,7 +87,7 @@ export class RolloutHandle {
         }
       }
       return false;
-    }, signal);
+    }, signal, driver.follow);
   }
 
   /** Waits until it has ended; says how. Its trajectory is `trajectory()`. */
@@ -86,6 +107,43 @@ export class RolloutHandle {
     return new ServedCalls(this.#driver, { rolloutIds: [this.rolloutId] }, ended, options);
   }
 
+  /**
+   * Starts n rollouts that continue this one from one of its calls. Calls before it are answered as they were, without sampling.
+   *
+   * @param call its id, or its index from 0.
+   * @param n how many branches, 1 to 256.
+   *
+   * Rejects with NotFound CALL_UNKNOWN; FailedPrecondition CALL_UNANSWERED, TRAJECTORY_ABSENT or SPEC_FORGOTTEN.
+   */
+  async branch(call: string | number, n = 1, options: BranchOptions = {}): Promise<GroupHandle> {
+    const { service, client } = this.#driver;
+    const { answer, signal } = options;
+    const text = (value: string) => ({
+      role: Role.ASSISTANT,
+      parts: [{ part: { case: "text" as const, value: { text: value } } }],
+    });
+    const request = {
+      requestId: requestId(),
+      rolloutId: this.rolloutId,
+      call:
+        typeof call === "string"
+          ? { case: "callId" as const, value: call }
+          : { case: "callIndex" as const, value: call },
+      count: n,
+      answer: typeof answer === "string" ? text(answer) : answer,
+      groupId: options.groupId ?? "",
+      trainPrefix: options.trainPrefix ?? false,
+      replay: options.replay === "until_divergence" ? Replay.UNTIL_DIVERGENCE : Replay.EXACT,
+      seed: options.seed === undefined ? undefined : BigInt(options.seed),
+    };
+    const made = await service.call((call) => client.branchRollout(request, call), {
+      signal,
+      timeoutMs: BRANCH_MS,
+      repeatable: true,
+    });
+    return new GroupHandle(this.#driver, groupFrom(present(made.group)));
+  }
+
   /** Ends it: agent and sandbox are gone when this is fulfilled. One that has ended keeps its outcome. */
   async cancel(reason = "", { signal }: Abortable = {}): Promise<void> {
     const { service, client } = this.#driver;
@@ -93,6 +151,36 @@ export class RolloutHandle {
     const answer = await service.call((options) => client.cancelRollout(request, options), {
       signal,
       timeoutMs: CANCEL_MS,
+      repeatable: true,
+    });
+    this.info = rolloutFrom(present(answer.rollout));
+  }
+
+  /**
+   * Pauses it, in whatever phase it is: fulfilled once it is held. Its agent's sandbox is frozen, its calls wait at the gate, and its
+   * time limits stand still; one that waits is not started; one that is being graded ends. Fulfilled with whether a sandbox is frozen.
+   * Rejects with FailedPrecondition: ROLLOUT_ENDED; ResourceExhausted: PAUSE_LIMIT; Unavailable: PAUSE_PENDING, DRAINING.
+   *
+   * @param maxDurationMs after which it goes on; absent = as long as the operator allows.
+   */
+  async pause(reason = "", { maxDurationMs, signal }: Abortable & { maxDurationMs?: number } = {}): Promise<boolean> {
+    const { service, client } = this.#driver;
+    const request = { rolloutId: this.rolloutId, reason, maxDuration: duration(maxDurationMs) };
+    const answer = await service.call((options) => client.pauseRollout(request, options), {
+      signal,
+      timeoutMs: PAUSE_MS,
+      repeatable: true,
+    });
+    this.info = rolloutFrom(present(answer.rollout));
+    return answer.sandboxPaused;
+  }
+
+  /** Ends its pause, if it has one: fulfilled once nothing holds it. */
+  async resume({ signal }: Abortable = {}): Promise<void> {
+    const { service, client } = this.#driver;
+    const answer = await service.call((options) => client.resumeRollout({ rolloutId: this.rolloutId }, options), {
+      signal,
+      timeoutMs: PAUSE_MS,
       repeatable: true,
     });
     this.info = rolloutFrom(present(answer.rollout));
@@ -141,10 +229,11 @@ export class GroupHandle {
     summary = false,
     signal,
   }: Abortable & { readonly summary?: boolean } = {}): AsyncGenerator<RolloutEvent, void> {
-    const { service, client } = this.#driver;
+    const driver = this.#driver;
     const positions: Record<string, bigint> = {};
     const handle = this;
-    return watched(service, async function* (sign) {
+    return watched(driver.service, async function* (sign) {
+      const { service, client } = driver; // each time: it may be at another address by now
       const request = { groupId: handle.groupId, afterSequences: positions, summary };
       for await (const { message } of service.stream((options) => client.watchGroup(request, options), signal)) {
         sign();
@@ -159,7 +248,7 @@ export class GroupHandle {
         }
       }
       return false;
-    }, signal);
+    }, signal, driver.follow);
   }
 
   /** Waits until all its rollouts have ended. */
@@ -199,6 +288,29 @@ export class GroupHandle {
     const answer = await service.call((options) => client.cancelGroup({ groupId: this.groupId, reason }, options), {
       signal,
       timeoutMs: CANCEL_MS,
+      repeatable: true,
+    });
+    this.info = groupFrom(present(answer.group));
+  }
+
+  /** Pauses each of its rollouts that has not ended: see RolloutHandle.pause. */
+  async pause(reason = "", { maxDurationMs, signal }: Abortable & { maxDurationMs?: number } = {}): Promise<void> {
+    const { service, client } = this.#driver;
+    const request = { groupId: this.groupId, reason, maxDuration: duration(maxDurationMs) };
+    const answer = await service.call((options) => client.pauseGroup(request, options), {
+      signal,
+      timeoutMs: PAUSE_MS,
+      repeatable: true,
+    });
+    this.info = groupFrom(present(answer.group));
+  }
+
+  /** Ends the pauses of its rollouts. */
+  async resume({ signal }: Abortable = {}): Promise<void> {
+    const { service, client } = this.#driver;
+    const answer = await service.call((options) => client.resumeGroup({ groupId: this.groupId }, options), {
+      signal,
+      timeoutMs: PAUSE_MS,
       repeatable: true,
     });
     this.info = groupFrom(present(answer.group));

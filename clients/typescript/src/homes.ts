@@ -1,6 +1,6 @@
 /** Calls that another service of the kind must answer: HOME_ELSEWHERE is followed, once. */
 
-import { ConnectError, type Transport } from "@connectrpc/connect";
+import { ConnectError, type ContextKey, type Transport } from "@connectrpc/connect";
 import { type Endpoints, isLocal } from "./endpoints.js";
 import { ErrorInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 
@@ -8,19 +8,28 @@ import { ErrorInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 const HOST_AND_PORT = /^(?!unix:)(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):\d{1,5}$/;
 
 /**
- * The address that HOME_ELSEWHERE names; absent where the error is another one, or the token must not go there. It goes to this
- * machine, if it was for this machine, or to a server that the caller's own CA has certified.
+ * The address that HOME_ELSEWHERE names; absent where the error is another one, or the token must not go there.
  *
  * @param from the address that answered so.
  */
-export function homeOf(error: unknown, from: string, { tls }: Endpoints): string | undefined {
+export function homeOf(error: unknown, from: string, endpoints: Endpoints): string | undefined {
   if (!(error instanceof ConnectError)) {
     return undefined;
   }
   const [info] = error.findDetails(ErrorInfoSchema);
   const address = info?.reason === "HOME_ELSEWHERE" ? (info.metadata["address"] ?? "") : "";
+  return mayReceiveToken(from, address, endpoints) ? address : undefined;
+}
+
+/**
+ * Whether a service may say that the token is for another address too. It goes to this machine, if it was for this machine, or to
+ * a server that the caller's own CA has certified.
+ *
+ * @param from the address of the service that says so.
+ */
+export function mayReceiveToken(from: string, address: string, { tls }: Endpoints): boolean {
   const mayGo = tls === undefined ? isLocal(from) && isLocal(address) : tls.caFile !== undefined;
-  return mayGo && HOST_AND_PORT.test(address) && URL.canParse(`http://${address}`) ? address : undefined;
+  return mayGo && HOST_AND_PORT.test(address) && URL.canParse(`http://${address}`);
 }
 
 /**
@@ -28,8 +37,13 @@ export function homeOf(error: unknown, from: string, { tls }: Endpoints): string
  *
  * @param own answers first.
  * @param home the transport of the service that an error names; absent = the error stands.
+ * @param chosen where the caller of a stream of requests has it sent.
  */
-export function following(own: Transport, home: (error: unknown) => Transport | undefined): Transport {
+export function following(
+  own: Transport,
+  home: (error: unknown) => Transport | undefined,
+  chosen: ContextKey<Transport | undefined>,
+): Transport {
   function elsewhere(error: unknown): Transport {
     const there = home(error);
     if (there === undefined) {
@@ -47,7 +61,7 @@ export function following(own: Transport, home: (error: unknown) => Transport | 
     },
     async stream(method, signal, timeoutMs, header, input, contextValues) {
       if (method.methodKind !== "server_streaming") {
-        return own.stream(method, signal, timeoutMs, header, input, contextValues);
+        return (contextValues?.get(chosen) ?? own).stream(method, signal, timeoutMs, header, input, contextValues);
       }
       const requests = await Array.fromAsync(input);
       async function* again() {

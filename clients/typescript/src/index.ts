@@ -9,19 +9,19 @@ export {
   type ExportOptions,
   type Groups,
   type Penstock,
-  type RolloutChanges,
   type RolloutFilter,
   type Rollouts,
   type WatchOptions,
 } from "./connection.js";
 export type { Agents, AgentSpec, CheckFinding } from "./driver/agents.js";
+export type { RolloutChanges } from "./driver/changes.js";
 export type { TerminalHandle, TerminalOptions, Terminals } from "./driver/terminals.js";
 export type { TrajectoryOptions } from "./driver.js";
 export { type ConnectOptions, DEFAULT_PORTS, type ServiceName, type Tls } from "./endpoints.js";
 export * from "./errors.js";
 export type { LeaseOptions } from "./gate/pulls.js";
 export { type HostTool, type HostToolCall, type ToolContent, ToolContents, ToolFailed } from "./gate/tools.js";
-export type { Abortable, CallsOptions, GroupHandle, RolloutHandle, ServedCalls } from "./handles.js";
+export type { Abortable, BranchOptions, CallsOptions, GroupHandle, RolloutHandle, ServedCalls } from "./handles.js";
 export type { GenerateOptions, Inference, Prompt } from "./inference.js";
 export type * from "./results.js";
 export type { Service, UnaryOptions } from "./rpc.js";

@@ -1,5 +1,5 @@
 /**
- * The calls that a session holds, and the results that are under way. No stream: `sessions.ts` moves the frames.
+ * The calls that a session holds, and the results that are under way. No stream: `gate/streams.ts` moves the frames.
  *
  * - A call is handed out once, also when it is leased to this session anew; its result goes out under the newest lease.
  * - A result stays until the gate accepted or rejected it; after a break every such result is sent again, which the gate takes as the
@@ -59,32 +59,23 @@ interface Held {
   answer: Underway | undefined;
 }
 
-/** The book of a session. `wake` is called whenever there is something to send. */
-export class Leases {
-  readonly #wake: () => void;
-  readonly #held = new Map<string, Held>();
-  readonly #unsent = new Set<string>();
-  readonly #inbox: ModelCall[] = [];
+/** The calls of a session that nobody took yet, of all gates. */
+export class Inbox {
+  readonly #calls: ModelCall[] = [];
   #waiting: PromiseWithResolvers<void> | undefined;
   #finished = false;
-  #over: PenstockError | undefined;
 
-  constructor(wake: () => void) {
-    this.#wake = wake;
+  /** Adds a call. */
+  put(call: ModelCall): void {
+    this.#calls.push(call);
+    this.#notify();
   }
-
-  /** Calls that are here and not over. */
-  get callIds(): string[] {
-    return [...this.#held.keys()];
-  }
-
-  // For the trainer.
 
   /** The oldest call that nobody took; waits for one. Undefined = there will be no more. */
   async nextCall(signal?: AbortSignal): Promise<ModelCall | undefined> {
     for (;;) {
       signal?.throwIfAborted();
-      const call = this.#inbox.shift();
+      const call = this.#calls.shift();
       if (call !== undefined) {
         if (!call.ended) {
           return call;
@@ -104,6 +95,38 @@ export class Leases {
   finish(): void {
     this.#finished = true;
     this.#notify();
+  }
+
+  #notify(): void {
+    this.#waiting?.resolve();
+    this.#waiting = undefined;
+  }
+}
+
+/** The book of a session at one gate. `wake` is called whenever there is something to send; new calls go to `inbox`. */
+export class Leases {
+  readonly #wake: () => void;
+  readonly #inbox: Inbox;
+  readonly #held = new Map<string, Held>();
+  readonly #unsent = new Set<string>();
+  #over: PenstockError | undefined;
+
+  constructor(wake: () => void, inbox: Inbox) {
+    this.#wake = wake;
+    this.#inbox = inbox;
+  }
+
+  /** How many calls are here and not over. */
+  get size(): number {
+    return this.#held.size;
+  }
+
+  get callIds(): string[] {
+    return [...this.#held.keys()];
+  }
+
+  has(callId: string): boolean {
+    return this.#held.has(callId);
   }
 
   /** Puts a result under way; fulfilled when the gate accepted it. */
@@ -136,8 +159,7 @@ export class Leases {
     if (held === undefined) {
       const call = new ModelCall(message, (result) => this.answer(result));
       this.#held.set(message.callId, { call, leaseId: message.leaseId, answer: undefined });
-      this.#inbox.push(call);
-      this.#notify();
+      this.#inbox.put(call);
       return;
     }
     held.leaseId = message.leaseId;
@@ -234,17 +256,11 @@ export class Leases {
       call.end("SESSION_ENDED");
       answer?.accepted.reject(error);
     }
-    this.finish();
   }
 
   #send(held: Held): void {
     this.#unsent.add(held.call.callId);
     this.#wake();
-  }
-
-  #notify(): void {
-    this.#waiting?.resolve();
-    this.#waiting = undefined;
   }
 
   #forget(callId: string): Held | undefined {

@@ -26,6 +26,8 @@ export class Pauses {
   readonly #send: (frame: Frame) => void;
   #wanted: Wish | undefined;
   readonly #asked: Asked[] = [];
+  /** Whether the pause was asked for again, of a gate that did not know it, and is not in force yet. */
+  isUnconfirmed = false;
 
   /** @param send takes a frame for the gate. */
   constructor(send: (frame: Frame) => void) {
@@ -47,15 +49,22 @@ export class Pauses {
     return this.#asked.map(({ wish }) => frameOf(wish));
   }
 
+  /** A pause of the session that this gate gets with its first stream. */
+  adopt(reason: string, maxDurationMs: number): void {
+    this.#wanted = { reason, maxDurationMs };
+  }
+
   /** Asks again for the pause in force, of a gate that forgot the session; a question that is open decides instead. */
   forgotten(): void {
     if (this.#asked.length === 0 && this.#wanted !== undefined) {
+      this.isUnconfirmed = true;
       this.#send(frameOf(this.#wanted));
     }
   }
 
   /** The gate says that a pause is in force. */
   paused(openCalls: number): void {
+    this.isUnconfirmed = false;
     if (this.#asked[0]?.wish !== undefined) {
       this.#asked.shift()?.answer.resolve(openCalls);
     }
@@ -63,6 +72,7 @@ export class Pauses {
 
   /** The gate says that calls flow: it was asked to, or a pause ran out. */
   resumed(): void {
+    this.isUnconfirmed = false;
     const [oldest] = this.#asked;
     if (oldest !== undefined && oldest.wish === undefined) {
       this.#asked.shift();

@@ -9,10 +9,18 @@ import { readFileSync } from "node:fs";
 import { connect as connectSocket } from "node:net";
 import { setTimeout as sleep } from "node:timers/promises";
 import type { DescService } from "@bufbuild/protobuf";
-import { type CallOptions, type Client, createClient, type Interceptor, type Transport } from "@connectrpc/connect";
+import {
+  type CallOptions,
+  type Client,
+  createClient,
+  createContextKey,
+  createContextValues,
+  type Interceptor,
+  type Transport,
+} from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
-import { Cancelled, ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
+import { Cancelled, ConfigurationError, PenstockError, Unavailable } from "./errors.js";
 import { following, homeOf } from "./homes.js";
 import { Pool } from "./pool.js";
 import { routing } from "./routes.js";
@@ -22,12 +30,19 @@ import { fromTransport, type SentToken } from "./statuses.js";
 /** Largest message either way, as the services have it. */
 export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 
-/** Most other services that one client follows HOME_ELSEWHERE to. */
-const MAX_HOMES = 256;
+/** Most other services that one client follows HOME_ELSEWHERE to, or uses as members of a cluster. */
+export const MAX_HOMES = 256;
 
 const ATTEMPTS = 5;
 /** No attempt is begun later than this: whoever asks hears soon that a service is away. */
 const PATIENCE_MS = 10_000;
+/**
+ * For how long a call of a service that answered before is repeated while it cannot be reached: a restart under load takes longer
+ * than a few attempts.
+ */
+const LONG_PATIENCE_MS = 60_000;
+/** Reasons of a service that cannot be reached, and of a driver that stops and leaves what runs to its next process. */
+const RESTARTING: ReadonlySet<string> = new Set(["TRANSPORT_UNAVAILABLE", "DRIVER_STOPPING"]);
 
 /** Growing delays between attempts: 0.1 s, doubled up to 5 s, each drawn from its upper half. */
 export class Backoff {
@@ -57,31 +72,67 @@ export async function pause(milliseconds: number, signal?: AbortSignal): Promise
   }
 }
 
+/**
+ * Whether a call may be tried again when the service is not there (see `Repeats`). "unlessDraining": not when it is there and drains.
+ * "briefly": for who asks others too, and has to hear soon that one is away, though it answered before.
+ */
+export type Repeatable = boolean | "unlessDraining" | "briefly";
+
 export interface UnaryOptions {
   readonly signal?: AbortSignal | undefined;
   /** For each attempt; 0 = no limit. Default 30 s. */
   readonly timeoutMs?: number;
-  /** Whether it may be tried again, for ten seconds at most, when the service is not there. */
-  readonly repeatable?: boolean;
+  /** Default false. */
+  readonly repeatable?: Repeatable;
+}
+
+/** A token that ends: it is renewed before a call is made. */
+export interface RenewedToken {
+  /** As it is sent; undefined = none. */
+  readonly text: string | undefined;
+  renew(signal?: AbortSignal): Promise<void>;
+}
+
+/** Where a call's stream of requests is sent; absent = to the service itself. */
+const HOME = createContextKey<Transport | undefined>(undefined);
+
+/** Which one of a kind a service is, where it is not that of the endpoints. Its token is theirs: see `mayReceiveToken`. */
+export interface MemberOf {
+  readonly address?: string;
+  /** Its own, for people. */
+  readonly name?: string;
+  /** The name in its certificate, where that is not its host. */
+  readonly certifiedName?: string;
+  /** In place of that of the endpoints. */
+  readonly token?: RenewedToken;
 }
 
 /** One service as the client sees it. It connects with its first call. */
 export class Service {
+  readonly address: string;
   /** For people. */
   readonly peer: string;
   readonly #sent: SentToken;
+  readonly #token: RenewedToken | undefined;
+  readonly #certifiedName: string;
   readonly #endpoints: Endpoints;
   readonly #connections: Pool[] = [];
   readonly #homes = new Map<string, Transport>();
   readonly #transport: Transport;
   readonly #closed = new AbortController();
+  /** Whether the service itself has answered a call: with a message, or with an error that has a reason, which nobody between has. */
+  #hasAnswered = false;
 
-  constructor(name: ServiceName, endpoints: Endpoints) {
-    const address = endpoints.addresses[name];
-    this.peer = `the ${name} service at ${address}`;
+  constructor(kind: ServiceName, endpoints: Endpoints, member: MemberOf = {}) {
+    const address = member.address ?? endpoints.addresses[kind];
+    this.address = address;
+    this.#certifiedName = member.certifiedName ?? "";
+    this.peer = `the ${kind} service ${member.name ? `${member.name} ` : ""}at ${address}`;
+    this.#token = member.token;
     this.#sent = { origin: endpoints.tokenOrigin, advice: () => tokenAdvice(endpoints) };
     this.#endpoints = endpoints;
-    this.#transport = following(this.#open(address), (error) => this.#home(homeOf(error, address, endpoints)));
+    const own = this.#open(address, this.#certifiedName);
+    this.#transport = following(own, (error) => this.#homeOf(error), HOME);
   }
 
   /** A client of one of its RPC services. */
@@ -117,19 +168,54 @@ export class Service {
     { signal, timeoutMs = 30_000, repeatable = false }: UnaryOptions = {},
   ): Promise<A> {
     const options: CallOptions = { timeoutMs, ...(signal && { signal }) };
-    return repeatable ? this.repeat(() => this.#once(method, options), signal) : this.#once(method, options);
+    const once = () => this.#once(method, options);
+    return repeatable ? this.repeat(once, signal, repeatable) : once();
+  }
+
+  /**
+   * One call with a stream of requests. Where another service is the home, all of them are sent there, once: the service that says so
+   * has taken nothing of it.
+   *
+   * @param method makes the requests of each attempt anew.
+   */
+  async push<A>(method: (options: CallOptions) => Promise<A>, { signal, timeoutMs = 30_000 }: UnaryOptions = {}): Promise<A> {
+    return this.#once((options) => this.#atHome(method, options), { timeoutMs, ...(signal && { signal }) });
+  }
+
+  /** Sends one request and gives one answer over a stream of both directions; as `push`. */
+  async exchange<A>(method: (options: CallOptions) => AsyncIterable<A>, signal?: AbortSignal): Promise<A> {
+    const left = new AbortController();
+    const either = signal === undefined ? left.signal : AbortSignal.any([signal, left.signal]);
+    const first = async (options: CallOptions): Promise<A> => {
+      for await (const answer of method(options)) {
+        return answer;
+      }
+      throw new Unavailable(`${this.peer} ended the stream`, { reason: "STREAM_ENDED" });
+    };
+    try {
+      return await this.#once((options) => this.#atHome(first, options), { signal: either });
+    } catch (error) {
+      signal?.throwIfAborted();
+      throw error;
+    } finally {
+      left.abort();
+    }
   }
 
   /** The messages of one server stream; leaving it early cancels the call. Not repeated. */
   async *stream<A>(method: (options: CallOptions) => AsyncIterable<A>, signal?: AbortSignal): AsyncGenerator<A, void> {
     this.#closed.signal.throwIfAborted();
+    await this.#token?.renew(signal);
     const left = new AbortController();
     const either = signal === undefined ? left.signal : AbortSignal.any([signal, left.signal]);
     try {
-      yield* method({ signal: either });
+      for await (const message of method({ signal: either })) {
+        this.#hasAnswered = true;
+        yield message;
+      }
     } catch (error) {
       signal?.throwIfAborted();
-      throw this.failure(error);
+      throw this.#noteAnswer(this.failure(error));
     } finally {
       left.abort();
     }
@@ -145,9 +231,10 @@ export class Service {
     method: (pageToken: string, options: CallOptions) => Promise<A>,
     items: (page: A) => readonly T[],
     signal?: AbortSignal,
+    repeatable: Repeatable = true,
   ): AsyncGenerator<T, void> {
     for (let pageToken = ""; ; ) {
-      const page = await this.call((call) => method(pageToken, call), { signal, repeatable: true });
+      const page = await this.call((call) => method(pageToken, call), { signal, repeatable });
       yield* items(page);
       if (!page.nextPageToken) {
         return;
@@ -157,28 +244,28 @@ export class Service {
   }
 
   /** What `attempt` gives; done again, from its beginning, when the service is not there. */
-  async repeat<A>(attempt: () => Promise<A>, signal?: AbortSignal): Promise<A> {
-    const backoff = new Backoff();
-    const until = performance.now() + PATIENCE_MS;
-    for (let number = 1; ; number++) {
+  async repeat<A>(attempt: () => Promise<A>, signal?: AbortSignal, how: Repeatable = true): Promise<A> {
+    const repeats = new Repeats(this, how === "briefly");
+    for (;;) {
       try {
         return await attempt();
       } catch (error) {
-        if (!(error instanceof Unavailable) || number === ATTEMPTS) {
+        if (!(error instanceof Unavailable) || (how === "unlessDraining" && error.reason === "DRAINING")) {
           throw error;
         }
-        const delay = backoff.next(error);
-        if (performance.now() + delay > until) {
-          throw error;
-        }
-        await this.pause(delay, signal);
+        await repeats.pause(error, signal);
       }
     }
   }
 
-  #open(address: string): Transport {
-    const { namespace, token } = this.#endpoints;
-    const { baseUrl, options } = dialled(address, this.#endpoints);
+  /** Whether the service itself has answered a call. */
+  get hasAnswered(): boolean {
+    return this.#hasAnswered;
+  }
+
+  #open(address: string, certifiedName = ""): Transport {
+    const { namespace } = this.#endpoints;
+    const { baseUrl, options } = dialled(address, this.#endpoints, certifiedName);
     // The services allow a ping every 10 s; a dead peer is noticed in 40 s. A connection without calls is not pinged but proved with
     // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
     const pings = { pingIntervalMs: 30_000, pingTimeoutMs: 10_000, pingIdleConnection: false };
@@ -186,6 +273,7 @@ export class Service {
     this.#connections.push(connections);
     const authorise: Interceptor = (next) => (request) => {
       request.header.set("user-agent", `penstock-typescript/${VERSION}`);
+      const token = this.#token === undefined ? this.#endpoints.token : this.#token.text;
       if (token !== undefined) {
         request.header.set("authorization", `Bearer ${token}`);
       }
@@ -204,7 +292,8 @@ export class Service {
     });
   }
 
-  #home(address: string | undefined): Transport | undefined {
+  #homeOf(error: unknown): Transport | undefined {
+    const address = homeOf(error, this.address, this.#endpoints);
     if (address === undefined || this.#closed.signal.aborted) {
       return undefined;
     }
@@ -219,20 +308,76 @@ export class Service {
   async #once<A>(method: (options: CallOptions) => Promise<A>, options: CallOptions): Promise<A> {
     options.signal?.throwIfAborted();
     this.#closed.signal.throwIfAborted();
+    await this.#token?.renew(options.signal);
+    try {
+      const answer = await method(options);
+      this.#hasAnswered = true;
+      return answer;
+    } catch (error) {
+      options.signal?.throwIfAborted();
+      throw this.#noteAnswer(this.failure(error));
+    }
+  }
+
+  async #atHome<A>(method: (options: CallOptions) => Promise<A>, options: CallOptions): Promise<A> {
     try {
       return await method(options);
     } catch (error) {
-      options.signal?.throwIfAborted();
-      throw this.failure(error);
+      const home = this.#homeOf(error);
+      if (home === undefined) {
+        throw error;
+      }
+      return method({ ...options, contextValues: createContextValues().set(HOME, home) });
     }
+  }
+
+  #noteAnswer(error: unknown): unknown {
+    this.#hasAnswered ||= error instanceof PenstockError && !error.reason.startsWith("TRANSPORT_") && error.reason !== "STREAM_ENDED";
+    return error;
+  }
+}
+
+/**
+ * Bounds how often and how long one call is repeated. A service that answers so, and one that never answered, has five attempts within
+ * ten seconds. One that answered before and cannot be reached now is tried for a minute from when that was seen.
+ */
+export class Repeats {
+  readonly #service: Service;
+  readonly #briefly: boolean;
+  readonly #backoff = new Backoff();
+  readonly #begun = performance.now();
+  #broke: number | undefined;
+  #short = 0;
+
+  constructor(service: Service, briefly = false) {
+    this.#service = service;
+    this.#briefly = briefly;
+  }
+
+  /** Waits before the next attempt; rejects with the error itself where it is enough. */
+  async pause(error: Unavailable, signal?: AbortSignal): Promise<void> {
+    this.#broke ??= performance.now();
+    let until = this.#broke + LONG_PATIENCE_MS;
+    if (!RESTARTING.has(error.reason) || this.#briefly || !this.#service.hasAnswered) {
+      this.#short += 1;
+      until = this.#begun + PATIENCE_MS;
+    }
+    const delay = this.#backoff.next(error);
+    if (this.#short === ATTEMPTS || performance.now() + delay > until) {
+      throw error;
+    }
+    await this.#service.pause(delay, signal);
   }
 }
 
 type SessionOptions = NonNullable<ConstructorParameters<typeof Http2SessionManager>[2]>;
 
-function dialled(address: string, { tls }: Endpoints): { baseUrl: string; options: SessionOptions } {
+function dialled(address: string, { tls }: Endpoints, certifiedName: string): { baseUrl: string; options: SessionOptions } {
   const options: SessionOptions & Record<string, unknown> = {};
   if (tls !== undefined) {
+    if (certifiedName) {
+      options["servername"] = certifiedName;
+    }
     for (const [option, file] of [
       ["ca", tls.caFile],
       ["cert", tls.certFile],

@@ -97,6 +97,10 @@ export interface RolloutOptions {
     readonly image?: string;
     readonly user?: string;
     readonly ownKernel?: boolean;
+    /** Default: unless nothing is ever replayed. */
+    readonly repeatable?: boolean;
+    /** Tools of the task, as contents of locks: a requirements file with hashes, a package-lock.json. */
+    readonly packages?: { readonly python?: string; readonly npm?: string };
     readonly resources?: {
       readonly cpu?: number;
       readonly memoryBytes?: number;

@@ -6,22 +6,25 @@ On plaintext loopback `_TokenChannel` adds the token at the call site instead of
 replaces streaming calls by proxies that copy each message through a queue.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final, Protocol, Self, TypeVar
 
 import grpc
-import structlog
 
 from penstock.values import routes
+from penstock_chassis.aio.retry import Backoff, Delays, retry
 from penstock_chassis.auth import HEADER, NAMESPACE_HEADER, acts_in
+from penstock_chassis.connections.pool import PooledChannel
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
 from penstock_chassis.limits import MAX_MESSAGE_BYTES
-from penstock_chassis.rpc_status import broke_while_sending, from_rpc_error
+from penstock_chassis.rpc_status import broke_while_sending, from_rpc_error, was_refused
 from penstock_chassis.settings import is_loopback
-from penstock_chassis.telemetry import tracing
+from penstock_chassis.telemetry import bound, tracing
 from penstock_chassis.tls import ClientTls
 
 MAX_CONNECTIONS: Final = 64
@@ -45,16 +48,23 @@ OPTIONS: Final = (
     ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {MAX_CONNECTIONS}}}}}'),
 )
 
+_OWN_CONNECTION: Final = (("grpc.use_local_subchannel_pool", 1),)
+"""Channels with the same options share connections otherwise."""
+
+_REFUSED_AGAIN: Final = Delays(0.02, 1.0, jitter=(0.5, 1.0))
+"""Between attempts of a call whose stream the server refused."""
+
 
 class _Cancellable(Protocol):
     def cancel(self) -> bool: ...
 
 
 C = TypeVar("C", bound=_Cancellable)
+Q = TypeVar("Q")
 
 
 def connect(
-    target: str, token: str | None = None, tls: ClientTls | None = None, *, certified: str = ""
+    target: str, token: str | None = None, tls: ClientTls | None = None, *, certified: str = "", connections: int = 1
 ) -> grpc.aio.Channel:
     """Opens a channel; it connects with the first call. Close it with `await channel.close()` or `async with`.
 
@@ -63,6 +73,7 @@ def connect(
         token: bearer token sent with each call; None sends none.
         tls: certificates; None is plaintext, for loopback.
         certified: the name that the peer's certificate must have; empty = the host of `target`.
+        connections: how many to spread calls over (`connections.pool`); each is opened when it is first needed.
 
     Raises:
         InvalidArgument: `TOKEN_IN_CLEAR` for a token, no TLS and a target that is not loopback; `TLS_FILE`.
@@ -73,12 +84,25 @@ def connect(
                 f"A token must not be sent in cleartext to {target}: use TLS, or an address on this machine.",
                 reason="TOKEN_IN_CLEAR",
             )
-        return _TokenChannel(grpc.aio.insecure_channel(target, options=OPTIONS), token)
+        return _TokenChannel(
+            _spread(lambda options: grpc.aio.insecure_channel(target, options=options), OPTIONS, connections), token
+        )
     credentials = tls.credentials()
     if token is not None:
         credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
     options = (*OPTIONS, ("grpc.ssl_target_name_override", certified)) if certified else OPTIONS
-    return _TokenChannel(grpc.aio.secure_channel(target, credentials, options=options), None)
+    return _TokenChannel(
+        _spread(lambda options: grpc.aio.secure_channel(target, credentials, options=options), options, connections),
+        None,
+    )
+
+
+def _spread(
+    dial: Callable[[Sequence[tuple[str, Any]]], grpc.aio.Channel], options: Sequence[tuple[str, Any]], connections: int
+) -> grpc.aio.Channel:
+    if connections == 1:
+        return dial(options)
+    return PooledChannel(lambda: dial((*options, *_OWN_CONNECTION)), connections)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PenstockError:
@@ -93,6 +117,25 @@ def typed_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+async def read(method: Callable[[Q], Any], request: Q) -> AsyncGenerator[Any, None]:
+    """Yields the messages of a server stream; makes the call again while its stream is refused, as `_Unary` does.
+
+    Raises:
+        PenstockError: the error that ended the stream.
+    """
+    backoff = Backoff(_REFUSED_AGAIN)
+    while True:
+        try:
+            with streaming(method(request)) as messages:
+                async for message in messages:
+                    yield message
+            return
+        except PenstockError as error:
+            if error.reason != "STREAM_REFUSED":
+                raise
+        await backoff.wait()
 
 
 async def upload(
@@ -164,7 +207,7 @@ class _TokenChannel(grpc.aio.Channel):
         self._metadata: tuple[tuple[str, str], ...] = () if token is None else ((HEADER, f"Bearer {token}"),)
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _WithMetadata(method, self._channel.unary_unary(method, *args, **kwargs), self._metadata)
+        return _Unary(method, self._channel.unary_unary(method, *args, **kwargs), self._metadata)
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return _WithMetadata(method, self._channel.unary_stream(method, *args, **kwargs), self._metadata)
@@ -209,6 +252,12 @@ class _WithMetadata:
         self._metadata = tuple(metadata)
 
     def __call__(self, request: Any = None, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        request, sent = self._routed(request, metadata)
+        given = () if request is None else (request,)
+        return self._call(*given, *args, metadata=sent, **kwargs)
+
+    def _routed(self, request: Any, metadata: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
+        """Returns the request, whose iterator may have begun, and what is sent with it."""
         routed: tuple[tuple[str, str], ...] = ()
         if routes.declared(self.method):
             first = request
@@ -217,14 +266,44 @@ class _WithMetadata:
             routed = (*routes.headers(self.method, first), *(metadata or ()))
         elif metadata:
             routed = tuple(metadata)
-        bound = structlog.contextvars.get_contextvars()
-        request_id = bound.get("request_id")
+        facts = bound.facts()
+        request_id = facts.get("request_id")
         traced: tuple[tuple[str, str], ...] = ()
         if request_id is not None:
             sent = {name for name, _ in routed}
-            traced = tuple(item for item in tracing.handed_on(bound) if item[0] not in sent)
+            traced = tuple(item for item in tracing.handed_on(facts) if item[0] not in sent)
             traced = ((REQUEST_ID_HEADER, str(request_id)), *traced)
         namespace = acts_in()
         acting = () if namespace is None else ((NAMESPACE_HEADER, namespace),)
-        given = () if request is None else (request,)
-        return self._call(*given, *args, metadata=(*self._metadata, *acting, *traced, *routed), **kwargs)
+        return request, (*self._metadata, *acting, *traced, *routed)
+
+
+class _Unary(_WithMetadata):
+    """A method with one request and one answer, whose call is made again if the server refused its stream.
+
+    A server refuses streams of a connection that has as many as it allows, and it counts those that have ended until
+    they are freed, which a busy service does late. It has not seen the request (RFC 9113, 8.7), so that any call may be
+    made again; gRPC itself does so once.
+    """
+
+    __slots__ = ()
+
+    def __call__(  # type: ignore[override]  # a coroutine: nothing but its answer is wanted
+        self, request: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
+    ) -> Any:
+        request, sent = self._routed(request, metadata)
+        return self._answer(request, timeout, sent, kwargs)
+
+    async def _answer(self, request: Any, timeout: float | None, sent: Any, options: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        until = math.inf if timeout is None else loop.time() + timeout
+
+        async def attempt() -> Any:
+            left = None if timeout is None else max(0.0, until - loop.time())
+            return await self._call(request, timeout=left, metadata=sent, **options)
+
+        def patience_s(error: Exception) -> float:
+            refused = isinstance(error, grpc.aio.AioRpcError) and was_refused(error)
+            return (math.inf if timeout is None else timeout) if refused else 0.0
+
+        return await retry(attempt, _REFUSED_AGAIN, patience_s=patience_s, retry_info=False)

@@ -6,6 +6,7 @@ directory has had are the service's own: ids made under an earlier one stay vali
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -18,7 +19,10 @@ from typing import Any, Final
 from penstock.values import ids, routes
 from penstock_chassis.errors import FailedPrecondition
 
+MAX_REPLICAS: Final = 1000
+"""The most processes that share a state directory."""
 _FILE: Final = "names"
+_TAKEN: Final = "replica.lock"
 # Random bytes are read for many ids at once: each read releases the GIL, which a waiting thread then takes.
 _AT_ONCE: Final = 256
 
@@ -86,6 +90,37 @@ def open_home(service: str, name: str, peers: Mapping[str, str], state_dir: Path
         partial.write_text("\n".join(known) + "\n", encoding="ascii")
         partial.replace(file)
     return Home(service, own, frozenset(known) - {own}, dict(peers))
+
+
+class StateDir:
+    """The state directory of one of several replicas, which no other takes until `close` or the end of the process.
+
+    A replica that is made anew takes a directory that is free, and so the name and the work of one that is gone.
+    """
+
+    def __init__(self, shared: Path) -> None:
+        """Takes the first free one of `shared` and its `replica-N`.
+
+        Raises FailedPrecondition (STATE_DIRS_IN_USE); OSError on disk errors.
+        """
+        for place in (shared, *(shared / f"replica-{number}" for number in range(1, MAX_REPLICAS))):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(place / _TAKEN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                continue
+            self.path = place
+            return
+        raise FailedPrecondition(
+            f"{MAX_REPLICAS} other processes use {shared}: stop one, or use another state_dir.",
+            reason="STATE_DIRS_IN_USE",
+        )
+
+    def close(self) -> None:
+        """Gives the directory back."""
+        os.close(self._lock)
 
 
 def valid_name(value: str) -> str:

@@ -47,7 +47,7 @@ from penstock_chassis.errors import (
 )
 from penstock_chassis.homes import Home
 from penstock_chassis.limits import READER_S
-from penstock_chassis.telemetry import tracing
+from penstock_chassis.telemetry import bound, tracing
 from penstock_chassis.telemetry.logging import Meter
 from penstock_chassis.telemetry.metrics import histogram
 from penstock_chassis.validation import refuse_provisional, refuse_unknown, selects
@@ -58,6 +58,10 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 RPC_SECONDS: Final = histogram(
     "penstock_rpc_seconds", "RPCs served; a stream counts for its whole duration", "method", "code"
 )
+
+MOST_NAMED: Final = 64
+"""Kept handlers of one method beyond which none is kept for a namespace that an operator named: as a driver does in
+each of its calls, for the namespaces of its rollouts."""
 
 OPEN_REQUEST_S: Final = 10.0
 """Seconds within which the request of a method that needs no token must arrive."""
@@ -83,7 +87,7 @@ _log = structlog.get_logger("penstock.rpc")
 class _Method:
     """One method of a server and its handlers: one per admitted caller, one per reason of refusal.
 
-    An operator may name any namespace, so only the handlers of callers that name none or have a token of one are kept.
+    An operator may name any namespace, so of operators that name one, no more than MOST_NAMED handlers are kept.
     """
 
     name: str
@@ -157,7 +161,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 reason="RPC_NOT_SERVED",
             )
         wrapped = self._wrap(method.name, method.handler, caller)
-        if caller is None or caller.role is not Role.OPERATOR or caller.namespace is None:
+        is_named = caller is not None and caller.role is Role.OPERATOR and caller.namespace is not None
+        if not is_named or len(method.admitted) < MOST_NAMED:
             method.admitted[caller] = wrapped
         return wrapped
 
@@ -329,13 +334,12 @@ def _enter(context: grpc.aio.ServicerContext[Any, Any], caller: Caller | None) -
     request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
     if not _REQUEST_ID.fullmatch(request_id):
         request_id = f"{_RUN}{next(_COUNT):016x}"
-    structlog.contextvars.clear_contextvars()
     if caller is None:
-        structlog.contextvars.bind_contextvars(request_id=request_id)
+        bound.bind_only(request_id=request_id)
         return ""
     serve_for(caller)
     named = {} if caller.namespace is None else {"namespace": caller.namespace}
-    structlog.contextvars.bind_contextvars(request_id=request_id, role=str(caller.role), **named)
+    bound.bind_only(request_id=request_id, role=str(caller.role), **named)
     return tracing.taken_up(metadata)
 
 

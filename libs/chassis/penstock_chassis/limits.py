@@ -1,9 +1,9 @@
 """Limits of a gRPC server for callers without a token (streams, connections, metadata, handshake time), and how long a
 caller with a token may leave a stream unread.
 
-gRPC hands calls to Python one after another, from one queue for all connections. A caller that fills it makes all
-others wait, and past its bound gRPC ends everybody's calls with CANCELLED. A reset stream counts until it is gone, so a
-bound on a connection's streams also bounds the cost of opening and resetting them ("rapid reset").
+gRPC hands calls to Python one after another, from one queue for all connections of a server. A caller that fills it
+makes all others wait, and past its bound gRPC ends everybody's calls with CANCELLED. A reset stream counts until it is
+gone, so a bound on a connection's streams also bounds the cost of opening and resetting them ("rapid reset").
 """
 
 import resource
@@ -18,6 +18,13 @@ MIN_PING_S: Final = 10
 
 MAX_PENDING: Final = 20_000
 """Calls queued for Python; each holds some 16 KiB. Past it gRPC refuses calls of every connection."""
+
+MIN_SHARE: Final = 64
+"""Connections of each server at least, where several share the limit."""
+
+PENDING_S: Final = 300
+"""Seconds that a call may be queued for Python. After gRPC's own 30 s, calls that a busy service would still have
+answered end as CANCELLED; their callers have deadlines of their own."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Maximum metadata of one call. Ours is a token, a request id and a trace context: less than 1 KiB."""
@@ -48,14 +55,26 @@ class Limits:
     connections: int = 1_000
     reader_s: float = READER_S
 
-    def options(self) -> tuple[tuple[str, int], ...]:
-        """As gRPC channel arguments."""
+    def queues(self, wanted: int) -> int:
+        """Returns how many servers may share the limits: no more than leave MIN_SHARE connections to each, at least 1.
+
+        The kernel assigns connections at random: small shares would be used up long before the whole.
+        """
+        return max(1, min(wanted, self._connections() // MIN_SHARE))
+
+    def _connections(self) -> int:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return min(self.connections, max(1, files // 2))
+
+    def options(self, queues: int = 1) -> tuple[tuple[str, int], ...]:
+        """As gRPC channel arguments of each of so many servers, which together keep to the limits."""
+        pending = MAX_PENDING // queues
         return (
             ("grpc.max_concurrent_streams", self.streams),
-            ("grpc.max_allowed_incoming_connections", min(self.connections, max(1, files // 2))),
-            ("grpc.server.max_pending_requests", MAX_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+            ("grpc.max_allowed_incoming_connections", self._connections() // queues),
+            ("grpc.server.max_pending_requests", pending),
+            ("grpc.server.max_pending_requests_hard_limit", pending),
+            ("grpc.server_max_unrequested_time_in_server", PENDING_S),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),

@@ -56,6 +56,9 @@ _CLASSES: Final[Mapping[grpc.StatusCode, type[PenstockError]]] = MappingProxyTyp
     | {grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgument, grpc.StatusCode.UNKNOWN: errors.Internal}
 )
 
+_STREAM_REFUSED: Final = "RST_STREAM with error code 7"
+"""gRPC's text (seen in 1.85) for HTTP/2's REFUSED_STREAM."""
+
 _SEND_FAILED: Final = "Internal error from Core"
 """grpc.aio's text (seen in 1.85) for a stream that the peer ended while a request was being sent."""
 
@@ -128,6 +131,11 @@ def to_status(error: PenstockError) -> RpcStatus:
     return RpcStatus(code, message, status.SerializeToString())
 
 
+def was_refused(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the server refused the call's stream, and so has not seen its request."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and _STREAM_REFUSED in (error.details() or "")
+
+
 def broke_while_sending(error: grpc.aio.AioRpcError) -> bool:
     """Whether the peer ended the stream during a send: grpc.aio (seen with 1.85) then loses its status."""
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED
@@ -140,11 +148,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PenstockError:
     `TRANSPORT_`.
 
     grpc.aio loses the peer's status when a send fails because the stream has ended; that becomes `STREAM_BROKEN`, and a
-    retry gets the real reason.
+    retry gets the real reason. A stream that the service refused, having as many as it takes, becomes `STREAM_REFUSED`.
     """
     code = error.code()
     if broke_while_sending(error):
         return errors.Unavailable("The peer ended the stream during a write.", reason="STREAM_BROKEN")
+    if was_refused(error):
+        return errors.Unavailable("The service takes no more calls at the moment.", reason="STREAM_REFUSED")
     kind = _CLASSES.get(code, errors.Internal)
     message = error.details() or f"The call failed with {code.name}."
     reason = f"TRANSPORT_{code.name}"

@@ -1,7 +1,8 @@
 """Builds, runs and stops a service's gRPC server.
 
 `run` is the whole of a service's `__main__`: settings, logs, event loop, signals. Tests use `Server` directly: one
-server on one address with health, reflection and the interceptor.
+address with health, reflection and the interceptor. It may have several queues of calls, each a gRPC server of its own:
+all of them listen at the port, serve the same servicers, and stop together.
 
 A service stops in this order: it refuses new work, and health reports NOT_SERVING; what runs has `drain_s` to end, and
 is served as before; the service asks its streams to go away and ends its work; the server refuses new RPCs and lets
@@ -21,18 +22,19 @@ from typing import Any, Final, Self, TypeAlias, TypeVar
 import grpc
 import orjson
 import structlog
-import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from penstock.ops.v1 import operations_service_pb2_grpc
 from penstock_chassis import operations
+from penstock_chassis.aio.event_loop import EventLoop
 from penstock_chassis.auth import Authenticator, Owned, Role, RoleTable, Token
+from penstock_chassis.connections.port import SharedPort
 from penstock_chassis.disk import refused_start
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.garbage_collection import Collector
 from penstock_chassis.health import HEALTH_SERVICE, Draining, Health
-from penstock_chassis.homes import Home
+from penstock_chassis.homes import Home, StateDir
 from penstock_chassis.interceptor import ServerInterceptor
 from penstock_chassis.journal import refusal
 from penstock_chassis.limits import MAX_MESSAGE_BYTES, MIN_PING_S, Limits
@@ -47,8 +49,6 @@ Registration: TypeAlias = tuple[object, Callable[[Any, Any], None]]
 """A servicer and the generated `add_..._to_server` that registers it."""
 
 OPTIONS: Final = (
-    # By default a second instance would silently share the port and get half of the connections.
-    ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_S * 1000),
@@ -57,6 +57,8 @@ OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
+LEAVE_S: Final = 0.5
+"""How long open calls may take to end once what they are about was left to the next process."""
 PARENT_DEATH_VARIABLE: Final = "PENSTOCK_PARENT_DEATH"
 """Set to 1 by a parent process with which this one must end."""
 
@@ -77,6 +79,8 @@ class Service:
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still reports NOT_SERVING. `draining` refuses new work and counts what runs, which a
     stop lets end first. After that `drain(seconds)` ends what is left within that time.
+    `leave(seconds)` leaves what runs to the service's next process instead, on SIGTERM, unless the service was drained
+    before; it may wait that long for what could not go on. None = what runs is not left.
     `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` returns diagnostics for
     operators. `features` are what it serves of the contract beyond revision 1, for GetServerInfo. `owned` says whose
     the resources are that requests name, by `package.Service/Method`. `members` returns the services of each kind of
@@ -91,6 +95,7 @@ class Service:
     warm_up: Callable[[], Awaitable[None]] = _nothing
     draining: Draining = field(default_factory=Draining)
     drain: Callable[[float], Awaitable[None]] = _nothing
+    leave: Callable[[float], Awaitable[None]] | None = None
     endpoints: Mapping[str, str] = field(default_factory=dict)
     troubles: Troubles = no_troubles
     features: Sequence[str] = ()
@@ -101,7 +106,7 @@ class Service:
 
 
 class Server:
-    """One gRPC server, listening inside its `async with`; exit drains and stops it.
+    """A service's gRPC server, listening inside its `async with`; exit drains and stops it.
 
     Args:
         service: what to serve.
@@ -112,6 +117,9 @@ class Server:
         drain_s: seconds that what runs may take to end when stopping; the service refuses new work meanwhile.
         stop_s: seconds that open RPCs may take to end after that.
         limits: limits for callers.
+        call_queues: gRPC servers that share the port, >= 1. Each takes one call at a time, which takes five or six
+            iterations of the event loop, and the kernel assigns each connection to one of them. They share the limits,
+            and are fewer where those are small.
 
     Entering raises FailedPrecondition `PORT_IN_USE` when the address cannot be bound, and ValueError when `roles` names
     a method that does not exist.
@@ -128,6 +136,7 @@ class Server:
         drain_s: float = 0.0,
         stop_s: float = 10.0,
         limits: Limits = Limits(),  # noqa: B008 - frozen
+        call_queues: int = 1,
     ) -> None:
         self._service = service
         self.authenticator = authenticator
@@ -137,9 +146,13 @@ class Server:
         self._drain_s = drain_s
         self._stop_s = stop_s
         self._limits = limits
+        self._call_queues = limits.queues(call_queues)
+        self.is_replaced = False
+        """Whether another process is to go on with what this one leaves, if the service can."""
         self._health = Health()
         self._names: Sequence[str] = ()
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
+        self._shared: SharedPort | None = None
 
     @property
     def address(self) -> str:
@@ -160,32 +173,25 @@ class Server:
         if unserved := sorted(self._service.owned.keys() - set(recorder.methods)):
             raise ValueError(f"owners are set for methods that are not served: {', '.join(unserved)}")
 
-        self._server = server = grpc.aio.server(
-            interceptors=[
-                ServerInterceptor(
-                    self.authenticator,
-                    roles,
-                    self._limits.reader_s,
-                    self._service.owned,
-                    self._service.home,
-                    self._service.judged_alone,
-                )
-            ],
-            options=(*OPTIONS, *self._limits.options()),
+        interceptor = ServerInterceptor(
+            self.authenticator,
+            roles,
+            self._limits.reader_s,
+            self._service.owned,
+            self._service.home,
+            self._service.judged_alone,
         )
-        generic = _GenericOnly(server)
-        for servicer, add in self._service.registrations:
-            add(servicer, generic)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), generic)
-        self._port = self._bind(server)
+        servers = [self._made(interceptor, names) for _ in range(self._call_queues)]
+        self._bind(servers)
         self._health.serve(names, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
-            await server.start()
+            for server in servers:
+                await server.start()
             await self._service.warm_up()
         except BaseException:
-            await server.stop(None)
+            await self._ended(servers, None)
             raise
+        self._servers = servers
         self._names = names
         self._service.draining.on_change = self._tell_health
         self._tell_health()
@@ -204,59 +210,103 @@ class Server:
         drains = self._service.draining.is_on
         self._health.serve(self._names, statuses.NOT_SERVING if drains else statuses.SERVING)
 
-    async def _drained(self, drain_s: float) -> None:
-        """Refuses new work, and lets what runs end."""
+    async def _drained(self, drain_s: float) -> bool:
+        """Refuses new work, and leaves what runs to the next process (returns True), or lets it end."""
         draining = self._service.draining
+        leave = self._service.leave if self.is_replaced and not draining.is_on else None
         draining.begin(stopping=True)
         self._health.stop()
+        if leave is not None:
+            await leave(drain_s)
+            return True
         if drain_s <= 0:
-            return
+            return False
         try:
             async with asyncio.timeout(drain_s):
                 await draining.finished()
         except TimeoutError:
             _log.warning("work is left after the drain, and is ended", seconds=drain_s, running=draining.running())
+        return False
 
     async def stop(self, grace_s: float, drain_s: float = 0.0) -> None:
         """Lets work end for at most `drain_s` seconds and RPCs for `grace_s` more, then ends the rest. Idempotent.
 
         Cancelling it ends all at once.
         """
-        server, self._server = self._server, None
-        if server is None:
+        servers, self._servers = self._servers, []
+        if not servers:
             return
         deadline = 0.0
         try:
-            await self._drained(drain_s)
+            is_left = await self._drained(drain_s)
             until = asyncio.get_running_loop().time() + grace_s
             try:
                 async with asyncio.timeout_at(until):
                     await self._service.drain(grace_s)
             except TimeoutError:
                 _log.warning("stopping timed out", seconds=grace_s)
-            deadline = until
+            # Callers of what was left wait for the next process, which cannot listen before this one has ended.
+            deadline = min(until, asyncio.get_running_loop().time() + LEAVE_S) if is_left else until
         finally:
             self._health.end()
             # Shielded: a second signal cancels the wait above, and the server must still be taken down.
             left = deadline - asyncio.get_running_loop().time()
-            await asyncio.shield(asyncio.ensure_future(server.stop(max(0.0, left))))
+            await asyncio.shield(asyncio.ensure_future(self._ended(servers, max(0.0, left))))
 
-    def _bind(self, server: grpc.aio.Server) -> int:
+    def _made(self, interceptor: ServerInterceptor, names: Sequence[str]) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            interceptors=[interceptor],
+            options=(
+                *OPTIONS,
+                # By default a second instance would silently share the port and get half of the connections.
+                ("grpc.so_reuseport", int(self._call_queues > 1)),
+                *self._limits.options(self._call_queues),
+            ),
+        )
+        generic = _GenericOnly(server)
+        for servicer, add in self._service.registrations:
+            add(servicer, generic)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), generic)
+        return server
+
+    async def _ended(self, servers: Iterable[grpc.aio.Server], grace_s: float | None) -> None:
+        """All stop listening at once, and their calls have the same time."""
         try:
-            if self._tls is None:
-                port = server.add_insecure_port(self.address)
+            await asyncio.gather(*(server.stop(grace_s) for server in servers))
+        finally:
+            if self._shared is not None:
+                self._shared.close()
+
+    def _bind(self, servers: Sequence[grpc.aio.Server]) -> None:
+        tls = None if self._tls is None else self._tls.credentials()
+
+        def bind_all() -> None:
+            for server in servers:
+                self._port = (
+                    server.add_insecure_port(self.address) if tls is None else server.add_secure_port(self.address, tls)
+                )
+
+        try:
+            if len(servers) == 1:
+                bind_all()
             else:
-                port = server.add_secure_port(self.address, self._tls.credentials())
-        except RuntimeError:
-            port = 0
-        if port == 0:
+                self._shared = SharedPort(self._host.strip("[]"), self._port)
+                self._port = self._shared.number
+                with self._shared.joined():
+                    bind_all()
+            is_bound = self._port != 0
+        except (OSError, RuntimeError):
+            is_bound = False
+        if not is_bound:
+            if self._shared is not None:
+                self._shared.close()
             raise FailedPrecondition(
                 f"{self.address}: the service cannot listen there, because another process uses it or this machine "
                 "lacks the address."
                 " Stop that process, or set another port (0 = any free one).",
                 reason="PORT_IN_USE",
             )
-        return port
 
 
 def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:
@@ -264,7 +314,9 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
 
     When it is ready it prints one line of JSON on standard output:
     `{"event": "ready", "service": name, "address": "127.0.0.1:7701", "endpoints": {}, "pid": 1}`.
-    A second signal stops without waiting. Invalid settings or a failed start are explained on standard error.
+    A second signal stops without waiting. SIGTERM is a supervisor's, which starts a service again: one that can leave
+    its work to its next process does. SIGINT comes from a person, or from what stops all services. Invalid settings or
+    a failed start are explained on standard error.
 
     Args:
         settings: the service's settings class; read from flags, environment and file.
@@ -282,8 +334,11 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
         logging.configure(loaded.log_level, loaded.log_format)
         if loaded.parent_pid is not None or os.environ.get(PARENT_DEATH_VARIABLE) == "1":
             set_parent_death_signal(loaded.parent_pid)
+        if loaded.state_dir_shared:
+            # Kept until this process ends, however it ends.
+            loaded = loaded.model_copy(update={"state_dir": StateDir(loaded.state_dir).path})
         _log.info("settings", service=name, **loaded.public())
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(_run(loaded, name, build))
     except asyncio.CancelledError:
         sys.stderr.write(f"penstock-{name}: stopped by a signal before it was ready or drained\n")
@@ -352,7 +407,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
             sys.stdout.write(orjson.dumps(ready).decode() + "\n")
             sys.stdout.flush()
             watched.begin()
-            await stop()
+            server.is_replaced = await stop() == signal.SIGTERM
             _log.info("stopping", service=name)
 
 
@@ -397,11 +452,12 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
         drain_s=settings.drain_s,
         stop_s=settings.stop_s,
         limits=Limits(settings.max_streams, settings.max_connections, settings.reader_timeout_s),
+        call_queues=settings.call_queues,
     )
 
 
 class _Signals:
-    """Catches SIGTERM and SIGINT. Entering yields a function that waits for the first of them.
+    """Catches SIGTERM and SIGINT. Entering yields a function that waits for the first of them, and returns it.
 
     A signal that comes before anyone waits (the service is still starting), and any after the first, cancels the task.
     """
@@ -409,24 +465,24 @@ class _Signals:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[signal.Signals] | None = None
 
-    def __enter__(self) -> Callable[[], Awaitable[None]]:
+    def __enter__(self) -> Callable[[], Awaitable[signal.Signals]]:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._caught)
+            self._loop.add_signal_handler(number, self._caught, number)
         return self._wait
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
-    async def _wait(self) -> None:
+    async def _wait(self) -> signal.Signals:
         self._waiter = self._loop.create_future()
-        await self._waiter
+        return await self._waiter
 
-    def _caught(self) -> None:
+    def _caught(self, number: signal.Signals) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(number)
         elif self._task is not None:
             self._task.cancel()
 

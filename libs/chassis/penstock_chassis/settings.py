@@ -50,6 +50,9 @@ _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """Environment variable that names the TOML file; it has one table per service, such as `[sandbox]`."""
 
+CALL_QUEUES = "queues of calls, one call taken from each at a time; the kernel assigns each connection to one of them"
+"""What the setting `call_queues` is."""
+
 
 class NamespaceSettings(BaseModel):
     """A namespace: the tokens of those who work in it, and how much it may hold at once.
@@ -116,10 +119,16 @@ class ServiceSettings(BaseSettings):
     max_connections: int = Field(
         1_000, ge=8, le=1_000_000, description="concurrent connections; at most half of the open-file limit (ulimit -n)"
     )
+    call_queues: int = Field(1, ge=1, le=16, description=CALL_QUEUES)
     reader_timeout_s: float = Field(
         READER_S, ge=1, le=86_400, description="seconds after which a stream whose messages are not read is ended"
     )
     state_dir: Path = Field(Path(), description="directory of this service's state; the default is per user")
+    state_dir_shared: bool = Field(
+        False,
+        description="replicas of this service share state_dir: each takes it, or the first of its subdirectories "
+        "replica-1, replica-2, ... that no other uses",
+    )
     journal_sync: Literal["normal", "full"] = Field(
         "normal", description="full: an acknowledged write also survives a loss of power, at one fsync per commit"
     )

@@ -12,11 +12,15 @@ file as one that read everything and exited.
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import struct
 import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fcntl import ioctl
+from pathlib import Path
 from typing import Final
 
 CUT_S: Final = 20
@@ -29,6 +33,19 @@ _CLOSE: Final = 7
 _CLOSE_WAIT: Final = 8
 _CLOSING: Final = 11
 _WHOLE: Final = frozenset({_ESTABLISHED, _FIN_WAIT1, _FIN_WAIT2, _CLOSE_WAIT, _CLOSING})
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """A name of a Unix socket that fits into the 107 bytes which the kernel takes, however long `path` is.
+
+    It holds inside the block and in this process. OSError if the directory cannot be opened.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def end_if_cut(transport: asyncio.BaseTransport) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,6 +16,7 @@ from pydantic import SecretStr
 
 from penstock.driver.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, terminal_service_pb2_grpc
 from penstock_chassis import times
+from penstock_chassis.aio.pace import Pace
 from penstock_chassis.auth import Owned, Role
 from penstock_chassis.channel import connect
 from penstock_chassis.health import Draining
@@ -27,9 +30,13 @@ from penstock_driver.agents import registry
 from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.clients.gate import GrpcGate
 from penstock_driver.clients.sandboxes import GrpcSandboxes
-from penstock_driver.domain.ports import GateClient, GateReader, Sandboxes
-from penstock_driver.domain.records import new_id
-from penstock_driver.environments.throttle import AdaptiveThrottle, Pace
+from penstock_driver.domain.pauses import PauseLimits
+from penstock_driver.domain.ports import Captures, GateClient, GateReader, Sandboxes
+from penstock_driver.domain.records import Filter, new_id
+from penstock_driver.environments.throttle import AdaptiveThrottle
+from penstock_driver.exports.destination import Destination, described
+from penstock_driver.exports.exporter import BatchLimits, Exporter, Failing
+from penstock_driver.grading.carried import remove_others
 from penstock_driver.placement.everywhere import AllGates, AllSandboxes
 from penstock_driver.placement.fleet import (
     NODE_PATIENCE,
@@ -44,19 +51,27 @@ from penstock_driver.placement.fleet import (
 from penstock_driver.placement.members import PeerAddresses, shown
 from penstock_driver.placement.placement import OnePlace, Placement
 from penstock_driver.placement.services import RunnerServices
+from penstock_driver.rollouts.adoption import SealedSpecs
+from penstock_driver.rollouts.branch_room import BranchRoom
+from penstock_driver.rollouts.branching import Parents
 from penstock_driver.rollouts.event_limits import EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
+from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.regrading import Regrader
 from penstock_driver.rollouts.use_cases import RolloutUseCases
 from penstock_driver.rpc import rollout_service, terminal_service
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
 from penstock_driver.settings import DriverSettings
-from penstock_driver.status import Health
-from penstock_driver.store import records, summaries
+from penstock_driver.status import ExportHealth, Health
+from penstock_driver.store import end_states, exports, records, summaries
+from penstock_driver.store.end_states import Bounds, EndStates
 from penstock_driver.store.event_log import EventLog
+from penstock_driver.store.exports import ExportQueue
 from penstock_driver.store.records import Records
+from penstock_driver.store.seal import Seal
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.terminals import records as terminal_records
 from penstock_driver.terminals.manager import TerminalManager
@@ -66,7 +81,22 @@ MIGRATIONS: Final = (
     *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
     *(summaries.MIGRATION, records.MIGRATION_NAMESPACES, registry.MIGRATION_NAMESPACES),
     records.MIGRATION_HOME,
+    exports.MIGRATION,
+    records.MIGRATION_ADOPTION,
+    records.MIGRATION_PAUSES,
+    records.MIGRATION_BRANCHES,
+    records.MIGRATION_KEPT_SPECS,
+    end_states.MIGRATION,
 )
+EXPORT_THREADS: Final = 2
+CARRIED: Final = "carried"
+END_STATES: Final = "end-states"
+RECORDINGS: Final = "recordings"
+"""Directory in the state directory for agents' work that waits to be graded."""
+_SHORT: Final = 13
+"""Characters of an instance id that tell drivers of one name apart: the letter and 48 bits."""
+CONNECTIONS: Final = 8
+"""To each sandbox service and gate, which take calls from 4 queues: all of them have one as a rule."""
 SETTLE_S: Final = 10.0
 """How long a start waits for the first answers of the other services."""
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
@@ -96,35 +126,53 @@ class Driver:
     records: Records
     event_log: EventLog
     agents: AgentRegistry
+    specs: SealedSpecs
     manager: RolloutManager
+    regrader: Regrader
+    sandboxes: Sandboxes
     terminals: TerminalManager
     rollout_servicer: RolloutServicer
     agent_servicer: AgentServicer
     terminal_servicer: TerminalServicer
     owned: Mapping[str, Owned]
+    exporter: Exporter | None
+    queue: ExportQueue
 
     async def recover(self) -> None:
-        """End or continue what the last driver left, and start recording model calls."""
-        lost = await self.manager.recover()
+        """Go on with what the last process left, and start recording model calls."""
+        self.regrader.recover(self.sandboxes)
+        left = await self.manager.recover()
         if continued := await self.terminals.recover():
             _log.info("terminals of the previous driver continue", count=continued)
         self.manager.watch_calls()
-        if lost:
-            _log.warning("rollouts were running when the previous driver died", count=lost)
+        if left:
+            _log.warning("the driver goes on with rollouts of its last start", count=left)
+
+    async def leave(self, wait_s: float) -> None:
+        """Leave rollouts and episodes to this driver's next process; wait at most so long for what could not go on."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.regrader.aclose())
+            tasks.create_task(self.terminals.leave(wait_s))
+            tasks.create_task(self.manager.leave(wait_s))
 
     async def stop(self) -> None:
         """End all rollouts and episodes, and return when they are released."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.regrader.aclose())
             tasks.create_task(self.terminals.aclose())
             tasks.create_task(self.manager.aclose())
 
     def take(self, takes: bool) -> None:
         """Take new rollouts and terminals, or refuse them."""
-        self.manager.draining = self.terminals.draining = not takes
+        self.manager.drain(on=not takes)
+        self.terminals.draining = not takes
+        if self.exporter is not None:
+            self.exporter.drain(on=not takes)
 
     def running(self) -> int:
-        """How many rollouts and terminals have not ended."""
-        return self.manager.running_count + self.terminals.open_count
+        """How many rollouts and terminals have not ended, or are not exported yet."""
+        exports = 0 if self.exporter is None else self.exporter.pending
+        return self.manager.running_count + self.regrader.running_count + self.terminals.open_count + exports
 
     def registrations(self) -> Sequence[Registration]:
         """The servicers with the generated functions that add them to a server."""
@@ -144,22 +192,57 @@ async def wired(
     settings: DriverSettings,
     clock: Callable[[], float] = times.even_time,
     drivers: Peers | None = None,
+    destination: Destination | None = None,
 ) -> AsyncIterator[Driver]:
     """Wire a driver over a journal and clients of the other services; at the end, write what is still to be written.
 
     `clock` gives monotonic seconds since the epoch. `drivers` are all drivers, where there is a list of them.
+    `destination` is where ended rollouts are exported.
     """
     home = settings.home()
     if drivers is not None:
         home = replace(home, peers=PeerAddresses(drivers, home.peers))
     agents, driver_records = await AgentRegistry.open(journal), Records(journal)
-    event_log, terminal_rows = EventLog(journal), TerminalRecords(journal)
+    seal = Seal.of(settings.state_dir, _text(settings.journal_key) or "")
+    specs = SealedSpecs(seal, agents)
+    event_log = EventLog(journal, exports=destination is not None, kept_spec_bytes=settings.kept_spec_bytes)
+    terminal_rows = TerminalRecords(journal, seal)
+    queue = ExportQueue(journal)
     try:
         instance_id, preflight = await driver_records.instance_id(new_id("d")), Preflight(sandboxes, gate)
+        exporter = None
+        if destination is not None:
+            exporter = await _exporter(
+                destination, queue, driver_records, event_log, gate, settings, f"{home.name}-{instance_id[:_SHORT]}"
+            )
+
+        def ended(rollout_id: str) -> None:
+            RecordingFile(settings.state_dir / RECORDINGS, rollout_id).remove()
+            if exporter is not None:
+                exporter.ended()
+
+        states = await EndStates.open(
+            journal,
+            settings.state_dir / END_STATES,
+            Bounds(
+                settings.kept_end_state_bytes, settings.kept_end_state_bytes_per_namespace, settings.kept_end_state_s
+            ),
+            spool=settings.spool_dir,
+        )
+        regrader = Regrader(
+            driver_records,
+            specs,
+            agents,
+            states,
+            placement,
+            instance_id=instance_id,
+            most=settings.max_regrades,
+        )
         manager = RolloutManager(
             driver_records,
             event_log,
             placement,
+            specs,
             instance_id=instance_id,
             capacity=Capacity(
                 settings.max_running,
@@ -167,7 +250,10 @@ async def wired(
                 EventLimits(settings.max_events, settings.max_event_bytes),
                 settings.quotas(),
                 settings.weights(),
+                PauseLimits(settings.max_pause_s),
             ),
+            on_end=ended,
+            end_states=states,
         )
         terminals = TerminalManager(
             driver_records,
@@ -179,26 +265,76 @@ async def wired(
             max_open=settings.max_terminals,
             clock=clock,
         )
-        service = RolloutUseCases(manager, driver_records, event_log, agents, preflight, gate, home)
+        recordings = settings.state_dir / RECORDINGS
+        room = BranchRoom(settings.max_recording_bytes, driver_records, recordings, manager.is_running)
+        parents = Parents(driver_records, specs, gate, recordings, room)
+        service = RolloutUseCases(
+            manager,
+            driver_records,
+            event_log,
+            agents,
+            preflight,
+            specs,
+            gate,
+            home,
+            parents,
+            exporter,
+            regrader,
+            states,
+        )
         yield Driver(
             home,
             instance_id,
             driver_records,
             event_log,
             agents,
+            specs,
             manager,
+            regrader,
+            sandboxes,
             terminals,
             RolloutServicer(service, manager, driver_records, event_log, Summaries(journal), home),
             AgentServicer(agents, sandboxes),
             TerminalServicer(terminals),
             {**rollout_service.owned(driver_records), **terminal_service.owned(terminal_rows)},
+            exporter,
+            queue,
         )
     finally:
         await event_log.aclose()
 
 
-def runner_services(node: NodeServices, gate: GateServices, settings: DriverSettings) -> RunnerServices:
-    """What the attempts at one sandbox service and one gate share."""
+async def _exporter(
+    destination: Destination,
+    queue: ExportQueue,
+    driver_records: Records,
+    event_log: EventLog,
+    captures: Captures,
+    settings: DriverSettings,
+    name: str,
+) -> Exporter:
+    """An exporter to a destination that can be written. Raises what `Destination.check` raises."""
+    error = await destination.check(name, is_known=await queue.written_before(destination.url))
+    if error is None:
+        await queue.writable(destination.url)
+    return Exporter(
+        queue,
+        driver_records,
+        event_log,
+        captures,
+        destination,
+        driver=name,
+        spool=settings.state_dir / "exports",
+        limits=BatchLimits(settings.export_rollouts, settings.export_bytes, settings.export_wait_s),
+        bodies=settings.export_bodies,
+        failing=None if error is None else Failing(time.time(), described(error)),
+    )
+
+
+def runner_services(
+    node: NodeServices, gate: GateServices, captures: Captures, settings: DriverSettings
+) -> RunnerServices:
+    """What the attempts at one sandbox service and one gate share. `captures` are those of all gates."""
     return RunnerServices(
         node.sandboxes,
         gate.gate,
@@ -208,14 +344,20 @@ def runner_services(node: NodeServices, gate: GateServices, settings: DriverSett
         spool=settings.spool_dir or settings.state_dir,
         max_changes_bytes=settings.max_changes_bytes,
         openings=gate.openings,
+        loadings=gate.loadings,
         is_node_lost=node.is_lost,
         is_gate_lost=gate.is_lost,
+        captures=captures,
+        recordings=settings.state_dir / RECORDINGS,
+        carried=settings.state_dir / CARRIED,
+        recording_wait_s=settings.recording_wait_s,
+        leave_s=settings.leave_s,
     )
 
 
 def one_place(sandboxes: Sandboxes, gate: GateClient, settings: DriverSettings) -> OnePlace:
     """The placement of a driver with one sandbox service and one gate."""
-    return OnePlace(runner_services(NodeServices.of(sandboxes), GateServices(gate), settings))
+    return OnePlace(runner_services(NodeServices.of(sandboxes), GateServices(gate), gate, settings))
 
 
 @asynccontextmanager
@@ -234,23 +376,30 @@ async def other_services(
         return NodeServices.of(sandboxes, peer, sandboxes.load)
 
     def gate_services(peer: Peer) -> GateServices:
-        gate = GrpcGate(peer.channel)
+        gate = GrpcGate(peer.channel, keep_captures=bool(settings.export_url))
         return GateServices(gate, lambda: peer.is_lost, AdaptiveThrottle(waits_out_drains=False), gate.load)
 
     async with AsyncExitStack() as stack:
 
-        async def followed(kind: str, source: str, token: str | None) -> Peers:
+        async def followed(kind: str, source: str, token: str | None, connections: int = CONNECTIONS) -> Peers:
             lists[kind] = await stack.enter_async_context(
-                following(kind, members.parse(source), lambda member: _to(member, token, tls))
+                following(kind, members.parse(source), lambda member: _to(member, token, tls, connections))
             )
             return lists[kind]
 
         if settings.driver_members:
-            await followed("driver", settings.driver_members, _text(settings.operator_token))
+            await followed("driver", settings.driver_members, _text(settings.operator_token), connections=1)
         if not settings.sandbox_members:
-            sandbox = await stack.enter_async_context(connect(settings.sandbox_address, sandbox_token, tls))
-            channel = await stack.enter_async_context(connect(settings.interception_address, gate_token, tls))
-            sandboxes, gate = GrpcSandboxes(sandbox, dial, Pace(settings.node_creates_per_s)), GrpcGate(channel)
+            sandbox = await stack.enter_async_context(
+                connect(settings.sandbox_address, sandbox_token, tls, connections=CONNECTIONS)
+            )
+            channel = await stack.enter_async_context(
+                connect(settings.interception_address, gate_token, tls, connections=CONNECTIONS)
+            )
+            sandboxes, gate = (
+                GrpcSandboxes(sandbox, dial, Pace(settings.node_creates_per_s)),
+                GrpcGate(channel, keep_captures=bool(settings.export_url)),
+            )
             yield sandboxes, gate, one_place(sandboxes, gate, settings)
             return
         nodes = Members[NodeServices](
@@ -267,17 +416,18 @@ async def other_services(
         )
         await nodes.settled(SETTLE_S)
         await gates.settled(SETTLE_S)
-        placement = FleetPlacement(nodes, gates, lambda node, gate: runner_services(node, gate, settings))
-        yield AllSandboxes(nodes), AllGates(gates), placement
+        captures = AllGates(gates)
+        placement = FleetPlacement(nodes, gates, lambda node, gate: runner_services(node, gate, captures, settings))
+        yield AllSandboxes(nodes), captures, placement
 
 
-def _to(member: members.Member, token: str | None, tls: ClientTls | None) -> grpc.aio.Channel:
-    return connect(member.address, token, tls, certified=member.certified)
+def _to(member: members.Member, token: str | None, tls: ClientTls | None, connections: int) -> grpc.aio.Channel:
+    return connect(member.address, token, tls, certified=member.certified, connections=connections)
 
 
 @asynccontextmanager
 async def build(settings: DriverSettings) -> AsyncIterator[Service]:
-    """Open the driver's resources. Rollouts that ran when it last died are ended and released."""
+    """Open the driver's resources. Rollouts that ran when it last died go on."""
     async with AsyncExitStack() as stack:
         lists: dict[str, Peers] = {}
         sandboxes, gate, placement = await stack.enter_async_context(other_services(settings, lists))
@@ -286,16 +436,27 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync, reads_apart=True
             )
         )
+        destination = None
+        if settings.export_url:
+            pool = ThreadPoolExecutor(EXPORT_THREADS, thread_name_prefix="export")
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            destination = await Destination.opened(settings.export_url, pool)
         driver = await stack.enter_async_context(
-            wired(journal, sandboxes, gate, placement, settings, drivers=lists.get("driver"))
+            wired(journal, sandboxes, gate, placement, settings, drivers=lists.get("driver"), destination=destination)
         )
-        health = Health(driver.manager, driver.terminals, placement)
+        exporting = ExportHealth(driver.exporter, (await driver.queue.backlog()).count)
+        health = Health(driver.manager, driver.terminals, placement, exporting, lists.get("driver"), driver.home.name)
         stack.enter_context(health.reported())
 
         async def drain(_seconds: float) -> None:
             await driver.stop()
+            if driver.exporter is not None:
+                await driver.exporter.finish()  # as far as the time for the stop allows
 
         try:
+            running = [record.rollout_id async for record in driver.records.all(Filter(ended=False))]
+            for folder in (CARRIED, RECORDINGS):
+                await asyncio.to_thread(remove_others, settings.state_dir / folder, running)
             await driver.recover()
             # A driver whose journal is broken exits; its next start ends what ran, so no caller waits forever. One that
             # sees no losses any more exits too.
@@ -303,6 +464,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 watching = [
                     whole.create_task(driver.event_log.until_broken()),
                     whole.create_task(placement.follow(), name="losses"),
+                    *([] if driver.exporter is None else [whole.create_task(driver.exporter.run(), name="exports")]),
                     *(whole.create_task(peers.until_broken()) for kind, peers in lists.items() if kind == "driver"),
                 ]
                 yield Service(
@@ -310,8 +472,10 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                     roles=ROLES,
                     draining=Draining(driver.take, driver.running),
                     drain=drain,
+                    leave=driver.leave if settings.on_stop == "leave" else None,
                     troubles=health.troubles,
                     owned=driver.owned,
+                    features=rollout_service.FEATURES,
                     home=driver.home,
                     members=lambda: shown(lists, driver.home.name),
                 )

@@ -25,5 +25,10 @@ TERMINALS: Final = gauge("penstock_driver_terminals", "Terminals that are open")
 QUEUE_SECONDS: Final = histogram(
     "penstock_driver_queue_seconds", "From a rollout's acceptance until it may run: it waits for others to end"
 )
-PEER_UP: Final = gauge("penstock_peer_up", "Members of the other services that answer", "kind")
-PEER_LOST: Final = gauge("penstock_peer_lost", "Members of the other services that do not answer", "kind")
+EXPORTS_PENDING: Final = gauge("penstock_driver_exports_pending", "Ended rollouts that are not stored yet")
+EXPORTS_OLDEST: Final = gauge(
+    "penstock_driver_export_oldest_seconds", "How long the oldest of them has waited; 0 without one"
+)
+EXPORTED: Final = counter("penstock_driver_exported_rollouts_total", "Rollouts that were stored")
+EXPORTED_BYTES: Final = counter("penstock_driver_exported_bytes_total", "Bytes of the files that were sent")
+EXPORT_FAILURES: Final = counter("penstock_driver_export_failures_total", "Failed attempts to store a file")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -11,8 +11,10 @@ from pydantic_settings import SettingsConfigDict
 from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.tls import ClientTls
+from penstock_driver.exports.destination import check_url
 from penstock_driver.grading.grader import DEFAULT_MAX_CHANGES_BYTES
 from penstock_driver.rollouts.event_limits import MAX_BYTES, MAX_EVENTS
+from penstock_driver.store.seal import MIN_KEY, split
 
 
 class DriverSettings(ServiceSettings):
@@ -66,7 +68,24 @@ class DriverSettings(ServiceSettings):
         description="port of the model endpoint on each sandbox's own loopback",
     )
     drain_s: float = Field(
-        10.0, ge=0, le=86_400, description="seconds that a stop waits for rollouts and terminals, and takes no new ones"
+        10.0,
+        ge=0,
+        le=86_400,
+        description="seconds that a stop takes no new rollouts and terminals, and waits for those that run; one that "
+        "leaves them waits only for verifiers in agents' own sandboxes",
+    )
+    on_stop: Literal["leave", "drain"] = Field(
+        "leave",
+        description="what SIGTERM does with rollouts and terminals that run. leave: the next process of this driver "
+        "goes on with them; drain: they have drain_s to end. SIGINT, and a driver that was drained, always drain",
+    )
+    leave_s: float = Field(
+        600.0,
+        ge=1,
+        le=86_400,
+        allow_inf_nan=False,
+        description="seconds that sandboxes which a stop left are kept for the next process of this driver. Gates keep "
+        "the rollouts for their driver_lease_s",
     )
     max_running: int = Field(256, ge=1, le=10_000, description="most concurrent rollouts; more wait")
     max_changes_bytes: int = Field(
@@ -84,10 +103,77 @@ class DriverSettings(ServiceSettings):
     max_event_bytes: int = Field(
         MAX_BYTES, ge=1 << 20, description="most bytes of these events in the journal, for each of the two"
     )
+    recording_wait_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="seconds that a further attempt waits for a gate which is away and has what the last attempt was "
+        "answered; then everything is sampled again",
+    )
     spool_dir: Path | None = Field(
         None, description="directory for temporary files of grading; the state directory when not set"
     )
+    journal_key: SecretStr | None = Field(
+        None,
+        description="secret of at least 32 characters that seals in the journal what rollouts need to go on after a "
+        "restart, their secrets included. Several, separated by commas: the first seals, all open. Unset: the file "
+        "journal.key in the state directory",
+    )
+    max_pause_s: float = Field(
+        86_400.0,
+        ge=1,
+        le=86_400,
+        allow_inf_nan=False,
+        description="most seconds for which a rollout may be paused, in all its pauses together; then it goes on. It "
+        "keeps its slot of max_running, and its sandbox, meanwhile",
+    )
+    kept_spec_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="most bytes of sealed specs of ended rollouts that are kept in the journal, to branch or regrade "
+        "them, of all namespaces together: the oldest of those that have the most go first, and each with its rollout. "
+        "0 = none: only rollouts that run can be branched",
+    )
+    max_recording_bytes: int = Field(
+        16 << 30,
+        ge=1 << 20,
+        description="most bytes that the recorded answers of each namespace's branches that run or wait take on disk; "
+        "more branches are refused. Branches of one request share them",
+    )
+    kept_end_state_bytes: int = Field(
+        1 << 30,
+        ge=0,
+        description="most bytes of end states of ended rollouts, packed, that are kept in the state directory, for "
+        "`penstock regrade`; the least recently used go first, and with their rollout. 0 = none",
+    )
+    kept_end_state_bytes_per_namespace: int | None = Field(
+        None, ge=1, description="most bytes of them of each namespace; unset = as kept_end_state_bytes"
+    )
+    kept_end_state_s: float = Field(
+        604_800.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which an end state that nobody used is removed",
+    )
+    max_regrades: int = Field(
+        16, ge=1, le=1024, description="rollouts that are graded again at once; each has a sandbox meanwhile"
+    )
     max_queued: int = Field(10_000, ge=0, description="most waiting rollouts of each namespace; more are refused")
+
+    export_url: str = Field(
+        "",
+        description="URL of a directory where rollouts are stored as they end: s3://BUCKET/PATH, gs://..., "
+        "file:///PATH; credentials come from the environment (docs/exports.md)",
+    )
+    export_rollouts: int = Field(256, ge=1, le=10_000, description="most rollouts in one exported file")
+    export_bytes: int = Field(
+        64 << 20, ge=1 << 10, le=1 << 30, description="bytes after which an exported file takes no further rollout"
+    )
+    export_wait_s: float = Field(
+        30.0, ge=0, le=3600, allow_inf_nan=False, description="most seconds that an ended rollout waits to be exported"
+    )
+    export_bodies: bool = Field(False, description="export the agents' request bodies too")
 
     max_terminals: int = Field(256, ge=1, le=10_000, description="most open terminal episodes; more are refused")
 
@@ -97,6 +183,19 @@ class DriverSettings(ServiceSettings):
         if value:
             members.parse(value)
         return value
+
+    @field_validator("journal_key")
+    @classmethod
+    def _journal_key_is_long(cls, value: SecretStr | None) -> SecretStr | None:
+        keys = [] if value is None else split(value.get_secret_value())
+        if value is not None and (not keys or min(map(len, keys)) < MIN_KEY):
+            raise ValueError(f"expected at least {MIN_KEY} characters in each key: `openssl rand -hex 32` makes one")
+        return value
+
+    @field_validator("export_url")
+    @classmethod
+    def _export_url_is_valid(cls, value: str) -> str:
+        return check_url(value) if value else value
 
     @model_validator(mode="after")
     def _members_of_both(self) -> Self:

@@ -18,6 +18,7 @@ from penstock_driver.rollouts.event_limits import DEFAULT_LIMITS, EventLimits
 from penstock_driver.rollouts.manager import Capacity, RolloutManager
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.settings import DriverSettings
+from penstock_driver.store.seal import Seal
 from penstock_driver.terminals.manager import TerminalManager
 from penstock_driver.terminals.records import TerminalRecords
 
@@ -38,6 +39,7 @@ class OpenDriver:
             self.parts.records,
             self.parts.event_log,
             one_place(self.sandboxes, self.gate, self.settings),
+            self.parts.specs,
             instance_id=self.parts.instance_id,
             capacity=Capacity(self.settings.max_running, self.settings.max_queued, events),
         )
@@ -46,7 +48,7 @@ class OpenDriver:
         """The terminal episodes as the next driver has them, over the same journal."""
         return TerminalManager(
             self.parts.records,
-            TerminalRecords(self.journal),
+            TerminalRecords(self.journal, Seal.of(self.settings.state_dir)),
             self.sandboxes,
             Preflight(self.sandboxes, self.gate),
             instance_id=self.parts.instance_id,

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc
 import structlog
 
 from penstock_chassis.auth import Role
+from penstock_chassis.channel import connect
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.health import Draining
+from penstock_chassis.membership import members
+from penstock_chassis.membership.peers import Peers, following
 from penstock_chassis.server import Service
+from penstock_chassis.tls import ClientTls
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_codec.tokenizer_files import TokenizerFiles
+from penstock_inference.clients.handing_on import HandingOn
 from penstock_inference.engines.base import Engine, EngineOptions
 from penstock_inference.engines.registry import open_engine
 from penstock_inference.replicas.devices import open_replicas
 from penstock_inference.rpc.inference_service import REGISTER, SERVICE, InferenceServicer
 from penstock_inference.settings import InferenceSettings
 from penstock_inference.weights.adapters import AdapterUploads
+from penstock_inference.weights.kept import KeptPushes
 from penstock_inference.weights.manager import WeightUpdates
 from penstock_inference.weights.model_files import TokenizerDirectory
 from penstock_inference.weights.transfers import Transfers
@@ -50,7 +57,8 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
         engine = await _engine(settings, settings.engine_settings(work_dir))
         stack.push_async_callback(engine.aclose)
         uploads = Uploads(settings.max_update_bytes, settings.update_idle_s)
-        updates = WeightUpdates(engine, uploads, settings.weights_dir, work_dir)
+        kept = await asyncio.to_thread(_kept, settings, work_dir) if settings.pool_members else None
+        updates = WeightUpdates(engine, uploads, settings.weights_dir, work_dir, kept)
         stack.push_async_callback(updates.aclose)
         adapters = AdapterUploads(engine, uploads, settings.adapters_dir, work_dir)
         stack.push_async_callback(adapters.aclose)
@@ -60,12 +68,43 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
             engine, files, codec, updates, adapters, transfers, settings.weights_namespace, settings.quotas()
         )
         stack.enter_context(servicer.health.reported())
+        home = settings.home()
+        if kept is not None:
+            peers = await stack.enter_async_context(_pool(settings))
+            await stack.enter_async_context(_running(HandingOn(home.name, peers, engine, kept, adapters)))
         yield Service(
             registrations=[(servicer, REGISTER)],
             roles=ROLES,
             draining=Draining(servicer.served.take, servicer.served.count),
             troubles=servicer.health.troubles,
+            home=home,
         )
+
+
+@asynccontextmanager
+async def _running(handing_on: HandingOn) -> AsyncIterator[None]:
+    """A service that cannot see the other engines any more ends: the next process can."""
+    async with asyncio.TaskGroup() as whole:
+        work = whole.create_task(handing_on.follow(), name="handing on")
+        yield
+        work.cancel()
+
+
+def _kept(settings: InferenceSettings, work_dir: Path) -> KeptPushes:
+    directory = work_dir / "kept"
+    directory.mkdir()
+    return KeptPushes(directory, 2 * settings.max_update_bytes)
+
+
+def _pool(settings: InferenceSettings) -> AbstractAsyncContextManager[Peers]:
+    secret = settings.pool_token or settings.operator_token
+    tls = None if settings.pool_ca is None else ClientTls(settings.pool_ca)
+
+    def dial(member: members.Member) -> grpc.aio.Channel:
+        token = None if secret is None else secret.get_secret_value()
+        return connect(member.address, token, tls, certified=member.certified)
+
+    return following("inference", members.parse(settings.pool_members), dial)
 
 
 async def _engine(settings: InferenceSettings, options: EngineOptions) -> Engine:

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock_chassis.auth import DEFAULT_NAMESPACE, is_namespace
+from penstock_chassis.membership import members
 from penstock_chassis.settings import ServiceSettings
 from penstock_inference.engines.base import EngineOptions
 
@@ -74,6 +75,17 @@ class InferenceSettings(ServiceSettings):
         None, description="key of the endpoint of the engine openai; sent to its base_url only"
     )
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
+    pool_members: str = Field(
+        "",
+        description="the engines that work together, this one included, as the gates' inference_members has them; each "
+        "hands weights and adapters on to those that come later, and keeps files of at most two full pushes for that",
+    )
+    pool_token: SecretStr | None = Field(
+        None, description="operator token of the other engines; unset = this service's own"
+    )
+    pool_ca: Path | None = Field(
+        None, description="PEM file with the CA of the other engines; unset = plaintext, on loopback only"
+    )
     update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
 
     weights_namespace: str = Field(
@@ -81,6 +93,13 @@ class InferenceSettings(ServiceSettings):
         description="namespace whose callers, beside operators, may change the engine for all: push weights, pause,"
         " sleep, and name adapters by path",
     )
+
+    @field_validator("pool_members")
+    @classmethod
+    def _members_are_valid(cls, value: str) -> str:
+        if value:
+            members.parse(value)
+        return value
 
     @field_validator("weights_namespace")
     @classmethod

@@ -2,15 +2,17 @@
 
 import os
 
-from penstock_chassis.server import run
-from penstock_interception.app import build
-from penstock_interception.settings import InterceptionSettings
+from penstock_chassis import start
 
 
 def main() -> None:
     """Serves until SIGTERM."""
     # For the few new words of a prompt, the tokenizer's own threads need two to five times the CPU, and take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with start.imports():
+        from penstock_chassis.server import run
+        from penstock_interception.app import build
+        from penstock_interception.settings import InterceptionSettings
     run(InterceptionSettings, "interception", build)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
-from pathlib import Path
+from itertools import chain
 
 import aiohttp
+import grpc
 import structlog
 from aiohttp import web
 
@@ -18,11 +20,16 @@ from penstock_chassis.auth import Role
 from penstock_chassis.channel import connect
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.health import NOTICE_S, Draining
+from penstock_chassis.membership import members
+from penstock_chassis.membership.members import Member
 from penstock_chassis.server import Service
 from penstock_chassis.tls import ClientTls
+from penstock_interception.clients.engines.health import EngineHealth
+from penstock_interception.clients.engines.pool import EnginePool, engine_list, one_engine, unreachable
 from penstock_interception.clients.inference import InferenceSource
 from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import CodecChoice, Dialect
+from penstock_interception.domain.kept_captures import CaptureLimits
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.gate.context import GateLimits, LeasingLimits, ToolLimits
 from penstock_interception.ingress.black_box import Passthrough
@@ -39,7 +46,7 @@ from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
 from penstock_interception.rpc.intercept_service import FEATURES, InterceptServicer, register_intercept
 from penstock_interception.rpc.results import JUDGED_ALONE
-from penstock_interception.settings import InterceptionSettings
+from penstock_interception.settings import DEFAULT, InferenceEndpoint, InterceptionSettings
 from penstock_interception.sources.base import ModelSource
 from penstock_interception.sources.registry import Endpoint, Sources
 from penstock_interception.status.health import Health
@@ -47,6 +54,9 @@ from penstock_interception.store.store import CallStore
 
 _log = structlog.get_logger(__name__)
 
+_OWN_ADDRESS = "{address}"
+SETTLE_S = 5.0
+"""How long a start waits for the first answers of listed engines."""
 _GATE = "penstock.interception.v1.RolloutGateService"
 _INTERCEPT = "penstock.interception.v1.InterceptService"
 ROLES = {
@@ -83,15 +93,20 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         tasks = await stack.enter_async_context(_cancelled_at_exit())
         dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Messages(), Responses(), GenerateContent())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
-        sources = await _sources(settings, codecs, http, parse, stack)
+        pools = await _pools(settings, stack)
+        sources = _sources(settings, codecs, http, parse, pools)
         interceptor = Interceptor(
             store, sources, tasks, pool, parse=parse, limits=_limits(settings), closed_kept=settings.closed_kept
         )
         restored = await interceptor.restore()
         _log.info("restored", rollouts=restored)
         tasks.create_task(interceptor.keep_time())
-        health = Health(interceptor.registry, interceptor.clock)
+        for engine_pool in pools.values():
+            tasks.create_task(engine_pool.follow(), name=f"engines of {engine_pool.name}")
+        health = Health(interceptor.registry, interceptor.clock, interceptor.limits.captures)
+        engines = EngineHealth([one for one in pools.values() if one.is_list])
         stack.enter_context(health.gauges())
+        stack.enter_context(engines.gauges())
         stopping = asyncio.Event()
         connections = stack.enter_context(closing(Connections(_connection_limits(settings))))
         ingress = Ingress(
@@ -117,18 +132,26 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             allowed_tools=tuple(settings.host_tools),
             name=home.name,
         )
-        reached = settings.ingress_address or (f"tls:{address}" if settings.ingress_tls_cert else address)
-        gate = RolloutGateServicer(interceptor, dialects, lambda: reached, stopping, home.name)
+        reached = await _reached(settings, address)
+        gate = RolloutGateServicer(
+            interceptor,
+            dialects,
+            lambda: reached,
+            stopping,
+            home.name,
+            lambda: unreachable(pools.values()),
+        )
         yield Service(
             registrations=[
                 (gate, register_gate),
                 (intercept, register_intercept),
             ],
             roles=ROLES,
-            draining=Draining(interceptor.take, lambda: interceptor.registry.open_rollouts, NOTICE_S),
+            draining=Draining(interceptor.take, interceptor.registry.held, NOTICE_S),
             drain=partial(_drain, interceptor, stopping),
             endpoints={"ingress": address},
-            troubles=health.troubles,
+            troubles=lambda patience_s: chain(health.troubles(patience_s), engines.troubles()),
+            members=engines.members,
             features=FEATURES,
             owned={**gate_service.owned(interceptor), **intercept_service.owned(interceptor)},
             home=home,
@@ -148,26 +171,22 @@ def _untouched(http: aiohttp.ClientSession) -> aiohttp.ClientSession:
     )
 
 
-async def _sources(
+def _sources(
     settings: InterceptionSettings,
     codecs: CodecCache,
     http: aiohttp.ClientSession,
     parse: Callable[[Dialect, bytes], ChatRequest],
-    stack: AsyncExitStack,
+    pools: Mapping[str, EnginePool],
 ) -> Sources:
-    inference: dict[str, Callable[[str, CodecChoice], ModelSource]] = {}
-    if settings.inference_address:
-        token = settings.inference_token.get_secret_value() if settings.inference_token else None
-        tls = _tls(settings.inference_ca)
-        channel = await stack.enter_async_context(connect(settings.inference_address, token, tls))
-        inference["default"] = partial(InferenceSource, channel, codecs, parse)
-    for name, endpoint in settings.inference.items():
-        token = endpoint.token.get_secret_value() if endpoint.token else None
-        channel = await stack.enter_async_context(connect(endpoint.address, token, _tls(endpoint.tls_ca)))
-        inference[name] = partial(InferenceSource, channel, codecs, parse)
+    inference: dict[str, Callable[[str, CodecChoice], ModelSource]] = {
+        name: partial(InferenceSource, pool, codecs, parse) for name, pool in pools.items()
+    }
     upstreams = {
         name: Endpoint(
-            upstream.base_url, upstream.api_key.get_secret_value() if upstream.api_key else None, upstream.models
+            upstream.base_url,
+            upstream.api_key.get_secret_value() if upstream.api_key else None,
+            upstream.models,
+            upstream.session_header,
         )
         for name, upstream in settings.upstreams.items()
     }
@@ -182,8 +201,57 @@ async def _sources(
     )
 
 
-def _tls(ca: Path | None) -> ClientTls | None:
-    return None if ca is None else ClientTls(ca)
+async def _reached(settings: InterceptionSettings, listening: str) -> str:
+    """Returns how sandbox services reach the ingress, which listens at host:port.
+
+    This machine's own address stands in the setting where a replica has no other name.
+    """
+    address = settings.ingress_address
+    if not address:
+        return f"tls:{listening}" if settings.ingress_tls_cert else listening
+    host, _, port = address.rpartition(":")
+    if port == "0":
+        address = f"{host}:{listening.rpartition(':')[2]}"
+    return address.replace(_OWN_ADDRESS, await _own_address()) if _OWN_ADDRESS in address else address
+
+
+async def _own_address() -> str:
+    host = socket.gethostname()
+    try:
+        [(*_, found), *_] = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"This machine's name {host} has no address ({error.strerror}): set ingress_address without it.",
+            reason="OWN_ADDRESS_UNKNOWN",
+        ) from error
+    return f"[{found[0]}]" if ":" in str(found[0]) else str(found[0])
+
+
+async def _pools(settings: InterceptionSettings, stack: AsyncExitStack) -> Mapping[str, EnginePool]:
+    """The inference services and pools by name. Waits until the members of lists have been asked once."""
+    default = InferenceEndpoint.model_construct(
+        address="" if settings.inference_members else settings.inference_address,
+        members=settings.inference_members,
+        token=settings.inference_token,
+        tls_ca=settings.inference_ca,
+    )
+    found: dict[str, EnginePool] = {}
+    for name, endpoint in {DEFAULT: default, **settings.inference}.items():
+        token = endpoint.token.get_secret_value() if endpoint.token else None
+        dial = partial(_dial, token, None if endpoint.tls_ca is None else ClientTls(endpoint.tls_ca))
+        if endpoint.members:
+            found[name] = await stack.enter_async_context(engine_list(name, members.parse(endpoint.members), dial))
+        elif endpoint.address:
+            found[name] = await stack.enter_async_context(one_engine(name, Member(name, endpoint.address), dial))
+    async with asyncio.TaskGroup() as settling:
+        for pool in found.values():
+            if pool.is_list:
+                settling.create_task(pool.settled(SETTLE_S))
+    return found
+
+
+def _dial(token: str | None, tls: ClientTls | None, member: Member) -> grpc.aio.Channel:
+    return connect(member.address, token, tls, certified=member.certified)
 
 
 def _limits(settings: InterceptionSettings) -> GateLimits:
@@ -192,7 +260,9 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
         max_open_calls_per_rollout=settings.max_open_calls,
         max_rollout_bytes=settings.max_rollout_bytes,
         rejoin_grace_s=settings.rejoin_grace_s,
+        driver_lease_s=settings.driver_lease_s,
         retention_s=settings.retention_s,
+        captures=CaptureLimits(settings.max_kept_captures, settings.max_kept_bytes, settings.max_kept_s),
         quotas=tuple(settings.quotas().items()),
         leasing=LeasingLimits(resume_window_s=settings.resume_window_s),
         tools=ToolLimits(

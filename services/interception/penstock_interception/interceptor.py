@@ -21,10 +21,12 @@ from penstock_chassis.telemetry import tracing
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
 from penstock_interception import telemetry
+from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.audit import Audit
 from penstock_interception.domain.calls import Answerer, CallRequest, CallState, Dialect, Prompt
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.deadlines import Clock, Deadlines
+from penstock_interception.domain.recordings import Point, RecordedCall
 from penstock_interception.domain.registry import Registry
 from penstock_interception.domain.requests import ChatRequest, Spell, merged_sampling, sampling_within
 from penstock_interception.domain.results import Accepted, Rejection
@@ -34,13 +36,17 @@ from penstock_interception.gate.events import CallEvents
 from penstock_interception.gate.gate import Gate
 from penstock_interception.gate.host_tools.broker import HostToolBroker
 from penstock_interception.graph import Plan
+from penstock_interception.graph.paths import NO_TOKENS
+from penstock_interception.graph.values import IntArray
 from penstock_interception.rollouts.agent_keys import AgentKeys
 from penstock_interception.rollouts.answers import AnswerHandler, judge_trainer
 from penstock_interception.rollouts.conversations import Conversations
 from penstock_interception.rollouts.manager import Rollouts
+from penstock_interception.rollouts.replay import Replays
 from penstock_interception.sources.base import SourceError, answer
 from penstock_interception.sources.registry import Sources
-from penstock_interception.store.commits import nothing_to_write
+from penstock_interception.store.commits import durable, nothing_to_write
+from penstock_interception.store.commits import recorded as written
 from penstock_interception.store.store import CallStore
 
 _log = structlog.get_logger(__name__)
@@ -93,6 +99,7 @@ class Interceptor:
         self.rollouts = Rollouts(
             store, sources, self.registry, self.gate, self.conversations, self.tools, self.agent_keys
         )
+        self.replays = Replays(store, pool, max_bytes=self.limits.max_rollout_bytes)
         self._answers = AnswerHandler(self.registry, self.gate, self.conversations, pool, self.clock)
         self._sources = sources
         self._tasks = tasks
@@ -252,6 +259,19 @@ class Interceptor:
         self._ask(to_source or ())
         return to_source is not None
 
+    async def hold_calls(self, rollout: Rollout, *, held: bool) -> None:
+        """Holds an open rollout's calls, or lets them go; returns when that is on disk.
+
+        Raises FailedPrecondition ROLLOUT_CLOSED, Unavailable JOURNAL_FAILED.
+        """
+        self.gate.check_open(rollout)
+        if held:
+            await durable(self.sessions.hold(rollout))
+            return
+        to_source, written = self.sessions.release(rollout)
+        self._ask(to_source)
+        await durable(written)
+
     # Time ------------------------------------------------------------------------------------------------------------
 
     async def keep_time(self) -> None:
@@ -275,8 +295,11 @@ class Interceptor:
         self._ask(due.to_source)
         for session in due.sessions:
             self.tools.session_gone(session)
+        for driver_id in due.drivers:
+            await self.rollouts.abandon(driver_id)
         for rollout_id in due.rollouts:
             await self._retire(rollout_id)
+        await self.rollouts.discard(due.captures)
 
     async def _retire(self, rollout_id: str) -> None:
         try:
@@ -338,8 +361,86 @@ class Interceptor:
             if digest == plan.prompt_sha256:
                 self.gate.restore_lease(call, plan, sampling, session, lease_id)
                 return
+        recorded = self.replays.take(call, plan)
+        if recorded is not None and recorded.point is Point.SAMPLED:
+            self._sample(call, plan, sampling)
+        elif recorded is not None:
+            self.gate.hold(call, plan, sampling)
+            work = self._tasks.create_task(self._replay(call, recorded, plan, sampling))
+            work.add_done_callback(lambda done: self._replayed(call, recorded, done))
+            call.work = work
+        elif not self._diverges(call, plan):
+            self._sample(call, plan, sampling)
+
+    def _replayed(self, call: Call, recorded: RecordedCall, done: asyncio.Task[bool]) -> None:
+        if done.cancelled() or not done.result():  # cancelled with its call, perhaps before it ran
+            self.replays.give_back(call, recorded)
+
+    def _sample(self, call: Call, plan: Plan, sampling: Sampling) -> None:
+        if budget := self.gate.budgets.charge(call):
+            detail = f"The run's budget {budget} is used up."
+            self.gate.fail(call, Failure("BUDGET_EXHAUSTED", detail, retriable=False))
+            return
         if self.gate.offer(call, plan, sampling) is CallState.DISPATCHED:
             self._ask([call])
+
+    def _diverges(self, call: Call, plan: Plan) -> bool:
+        """Notes where a call differs from what was recorded at its place; returns whether it fails for that."""
+        parent = self.registry.find_call(plan.parent_call_id or "")
+        left = self.replays.left_at(call, plan, parent)
+        if not left:
+            return False
+        conversation = self.conversations[call.rollout.id]
+        before = NO_TOKENS if parent is None else conversation.graph.path(parent.id)
+        fails = self.replays.may_fail(call.rollout)
+        if fails:
+            call.prompt = Prompt.of(plan)
+        self._tasks.create_task(self._note_divergence(call, plan, conversation, left, before, fails=fails))
+        return fails
+
+    async def _note_divergence(
+        self,
+        call: Call,
+        plan: Plan,
+        conversation: Conversation,
+        left: Sequence[RecordedCall],
+        before: IntArray,
+        *,
+        fails: bool,
+    ) -> None:
+        """Notes where a call differs; if it `fails`, afterwards, so that the note is there when its agent ends."""
+        try:
+            await self.replays.diverged(call, plan, conversation, left, before)
+        except Exception:  # noqa: BLE001 - it is a note; in a task group its failure would take the service along
+            _log.exception("a divergence could not be noted", call_id=call.id, rollout_id=call.rollout.id)
+        if fails:
+            detail = "The prompt differs from the recorded one, and the replay is to be exact."
+            self.gate.fail(call, Failure("REPLAY_DIVERGED", detail, retriable=False))
+
+    async def _replay(self, call: Call, recorded: RecordedCall, plan: Plan, sampling: Sampling) -> bool:
+        """Answers a call with a recorded answer; has it sampled if that may not answer it, being too old, say.
+
+        Returns whether the recorded answer is used up; if not, the agent may ask for it again.
+        """
+        try:
+            completion, answerer = await self.replays.answer(call, recorded)
+            is_fit = self.replays.fits(call, completion)
+            outcome = await self._answers.from_source(call, completion, answerer) if is_fit else None
+        except Exception:  # noqa: BLE001 - logged, and the call fails
+            _log.exception("a call could not be replayed", call_id=call.id, rollout_id=call.rollout.id)
+            self.gate.fail(call, Failure("INTERNAL"))
+            return False
+        if isinstance(outcome, Accepted):
+            await asyncio.wait([outcome.committed])
+            return written(outcome.committed)
+        if call.state.terminal or call.claimed:
+            return False
+        if outcome is not None:
+            _log.warning("a recorded answer was refused", call_id=call.id, reason=outcome.reason.name)
+            self.replays.refused(call, recorded)
+        call.work = None
+        self._sample(call, plan, sampling)
+        return outcome is not None
 
     def _refuse(self, call: Call, error: Exception) -> None:
         if isinstance(error, CodecError | PenstockError):

@@ -21,6 +21,17 @@ REJECTED: Final = counter("penstock_gate_rejected_results_total", "Results of tr
 TOKENS: Final = counter("penstock_gate_tokens_total", "Tokens of delivered calls", "kind")
 BUDGET_STOPS: Final = counter("penstock_gate_budget_stops_total", "Rollouts that a used-up budget stopped", "budget")
 ROLLOUTS: Final = gauge("penstock_gate_rollouts", "Rollouts that are not closed", "mode")
+KEPT_CAPTURES: Final = gauge(
+    "penstock_gate_kept_captures", "Captures of closed rollouts that their driver has yet to export"
+)
+KEPT_CAPTURE_BYTES: Final = gauge(
+    "penstock_gate_kept_capture_bytes", "Bytes of those captures in the gate's journal, about"
+)
+DISCARDED_CAPTURES: Final = counter(
+    "penstock_gate_discarded_captures_total",
+    "Captures that were deleted before their driver had exported them, by the limit that they were beyond",
+    "limit",
+)
 SESSIONS: Final = gauge("penstock_gate_sessions", "Trainers' sessions", "state")
 CREDITS: Final = gauge("penstock_gate_credit_calls", "Calls that the connected sessions may hold at once")
 CREDITS_USED: Final = gauge("penstock_gate_credit_used_calls", "Calls that the connected sessions hold")
@@ -29,4 +40,19 @@ NEEDED_POLICY: Final = gauge(
 )
 NEWEST_POLICY: Final = gauge(
     "penstock_gate_newest_policy_version", "Newest policy version that a trainer has announced"
+)
+ENGINE_RUNNING: Final = gauge(
+    "penstock_gate_engine_running_requests",
+    "Requests that an engine of a list answers, of all callers",
+    "pool",
+    "engine",
+)
+ENGINE_WAITING: Final = gauge(
+    "penstock_gate_engine_waiting_requests", "Requests that wait at an engine of a list", "pool", "engine"
+)
+ENGINE_POLICY: Final = gauge(
+    "penstock_gate_engine_policy_version", "Policy version of an engine of a list", "pool", "engine"
+)
+ENGINE_MOVES: Final = counter(
+    "penstock_gate_engine_moves_total", "Calls that left an engine of a list for another one", "why"
 )

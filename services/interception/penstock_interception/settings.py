@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis.settings import ServiceSettings, is_loopback, refuse_blank
+from penstock_chassis.membership import members
+from penstock_chassis.membership.session_header import checked_name
+from penstock_chassis.settings import CALL_QUEUES, ServiceSettings, is_loopback, refuse_blank
 from penstock_interception.sources.registry import check_url
+
+DEFAULT: Final = "default"
+"""Name of the inference service that has no name of its own."""
+
+
+def _checked_members(value: str) -> str:
+    if value:
+        members.parse(value)
+    return value
 
 
 class UpstreamSettings(BaseModel):
@@ -22,6 +33,15 @@ class UpstreamSettings(BaseModel):
     models: tuple[str, ...] = Field(
         ("*",), min_length=1, description="models that may be requested, in every mode; * and ? match any characters"
     )
+
+    session_header: str = Field(
+        "", description="name of a header that carries the session's id, for a router in front; empty sends none"
+    )
+
+    @field_validator("session_header")
+    @classmethod
+    def _a_header(cls, value: str) -> str:
+        return checked_name(value)
 
     @field_validator("api_key")
     @classmethod
@@ -43,7 +63,8 @@ class InferenceEndpoint(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    address: str = Field(description="host:port")
+    address: str = Field("", description="host:port")
+    members: str = Field("", description="several instead of one; as inference_members")
     token: SecretStr | None = Field(None, description="its operator or trainer token")
     tls_ca: Path | None = Field(None, description="PEM file with the CA of its certificate; unset = plaintext")
 
@@ -52,6 +73,17 @@ class InferenceEndpoint(BaseModel):
     def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
         return refuse_blank(value)
 
+    @field_validator("members")
+    @classmethod
+    def _is_a_list(cls, value: str) -> str:
+        return _checked_members(value)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if bool(self.address) == bool(self.members):
+            raise ValueError("set either address or members")
+        return self
+
 
 class InterceptionSettings(ServiceSettings):
     """Read from flags, `PENSTOCK_INTERCEPTION_*` and the table `[interception]`."""
@@ -59,16 +91,23 @@ class InterceptionSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_INTERCEPTION_")
 
     port: int = Field(7703, ge=0, le=65535, description="gRPC port; 0 lets the kernel choose")
+    call_queues: int = Field(4, ge=1, le=16, description=CALL_QUEUES)
     ingress_host: str = Field("127.0.0.1", description="address of the ingress, for agents' requests")
     ingress_port: int = Field(7780, ge=0, le=65535, description="HTTP port of the ingress; 0 lets the kernel choose")
     ingress_address: str = Field(
         "",
-        description="how the sandbox service reaches the ingress: host:port, or tls:host:port where it serves TLS; "
-        "empty = where it listens",
+        description="how the sandbox service reaches the ingress: host:port, or where it serves TLS tls:host:port or "
+        "tls:name@host:port with the name in its certificate; {address} in it is this machine's own; port 0 = where it "
+        "listens on that host; empty = where it listens",
     )
     ingress_tls_cert: Path | None = Field(None, description="PEM certificate of the ingress, for a wide bind")
     ingress_tls_key: Path | None = Field(None, description="PEM private key of the ingress")
     inference_address: str = Field("127.0.0.1:7704", description='the default inference service; "" = none')
+    inference_members: str = Field(
+        "",
+        description="several inference services as the default one, instead of inference_address: "
+        "static:NAME=HOST:PORT,..., dns:HOST:PORT or file:/PATH (docs/guides/replicas.md); all accept inference_token",
+    )
     inference_token: SecretStr | None = Field(
         None, description="operator or trainer token of the default inference service"
     )
@@ -105,8 +144,34 @@ class InterceptionSettings(ServiceSettings):
         30.0, ge=0, description="seconds that a call stays open after its agent's last connection"
     )
     resume_window_s: float = Field(30.0, ge=0, description="seconds in which a lost session can be resumed")
+    driver_lease_s: float = Field(
+        60.0,
+        ge=1,
+        le=3600,
+        description="seconds that a driver which is not connected keeps its open rollouts; then they are closed, and "
+        "their agent keys are void",
+    )
     heartbeat_s: float = Field(15.0, gt=0, description="interval of heartbeats on trainers' streams")
-    retention_s: float = Field(24 * 3600.0, ge=0, description="seconds that a closed rollout's capture is kept")
+    retention_s: float = Field(
+        24 * 3600.0,
+        ge=0,
+        description="seconds that a closed rollout's capture is kept; longer while its driver has yet to export it",
+    )
+    max_kept_captures: int = Field(
+        50_000,
+        ge=1,
+        description="most captures that are kept for their drivers' exports; beyond it, those of lost drivers are "
+        "discarded after retention_s, and further rollouts of drivers that export are refused (CAPTURES_FULL)",
+    )
+    max_kept_bytes: int = Field(
+        32 << 30, ge=1, description="most bytes of such captures in the journal, as max_kept_captures"
+    )
+    max_kept_s: float = Field(
+        7 * 24 * 3600.0,
+        ge=0,
+        description="seconds after a rollout's end at which its capture is discarded though its driver has not "
+        "exported it; never before retention_s",
+    )
     closed_kept: int = Field(
         256, ge=0, description="closed rollouts whose calls stay in memory; those of others are on disk"
     )
@@ -126,6 +191,18 @@ class InterceptionSettings(ServiceSettings):
     )
     tool_timeout_s: float = Field(600.0, gt=0, description="time limit of a host tool call, in seconds")
     codec_threads: int = Field(2, ge=1, le=64, description="threads for long prompts and answers")
+
+    @field_validator("inference_members")
+    @classmethod
+    def _members_are_valid(cls, value: str) -> str:
+        return _checked_members(value)
+
+    @field_validator("inference")
+    @classmethod
+    def _default_has_its_own_settings(cls, value: dict[str, InferenceEndpoint]) -> dict[str, InferenceEndpoint]:
+        if DEFAULT in value:
+            raise ValueError("the default inference service has the settings inference_address or inference_members")
+        return value
 
     @model_validator(mode="after")
     def _safe_ingress(self) -> Self:

@@ -29,6 +29,9 @@ from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.domain.backend import ENTRY_POINTS, Backend
 from penstock_sandbox.domain.records import MIGRATIONS, SnapshotRecords
+from penstock_sandbox.egress.service import Egress, EgressOptions
+from penstock_sandbox.images.registry import RegistryOptions
+from penstock_sandbox.images.store import ImageOptions
 from penstock_sandbox.rpc.file_service import FileServicer
 from penstock_sandbox.rpc.process_service import ProcessServicer
 from penstock_sandbox.rpc.sandbox_service import SandboxServicer
@@ -86,8 +89,11 @@ _OF_SANDBOXES = (
 )
 """Methods whose request names a sandbox. DeleteSandbox and ForkSandboxes are not among them: deleting an unknown
 sandbox succeeds, and a repeated fork may name one that is gone."""
-_IN_STREAMS = ("ProcessService/WriteStdin", "FileService/WriteFile", "FileService/WriteTree")
-"""Methods whose first message names a sandbox."""
+_IN_STREAMS = (
+    *("ProcessService/WatchProcesses", "ProcessService/WriteStdin"),
+    *("FileService/WriteFile", "FileService/WriteTree"),
+)
+"""Methods of which messages name a sandbox: the first, of WatchProcesses any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,32 @@ class App:
     spool: Path
 
 
+def _trust(settings: SandboxSettings) -> Path:
+    """Where the egress proxy's certificate is: in the local backend's directory, whose parts it can mount."""
+    return settings.state_dir / "local" / "egress"
+
+
+async def _opened_egress(settings: SandboxSettings, stack: AsyncExitStack) -> Egress | None:
+    if not settings.egress_hosts:
+        return None
+    egress = Egress(
+        EgressOptions(
+            folder=settings.state_dir / "egress",
+            trust=_trust(settings),
+            private=settings.egress_private_addresses,
+            netrc=settings.egress_netrc,
+            ca=settings.egress_ca,
+            tokens={host: token.get_secret_value() for host, token in settings.egress_tokens.items()},
+            store_bytes=settings.egress_store_bytes,
+            max_object_bytes=settings.egress_max_object_bytes,
+            timeout_s=settings.egress_timeout_s,
+        )
+    )
+    stack.push_async_callback(egress.aclose)
+    await egress.open()
+    return egress
+
+
 def local_backend(settings: SandboxSettings) -> Backend:
     return LocalBackend(
         LocalOptions(
@@ -112,6 +144,23 @@ def local_backend(settings: SandboxSettings) -> Backend:
             min_free=Use(settings.min_free_bytes, settings.min_free_inodes),
             extra_read_only=settings.extra_read_only,
             allow_open_network=settings.allow_open_network,
+            allowlists=bool(settings.egress_hosts),
+            extra_ca=_trust(settings) / "ca.pem" if settings.egress_hosts else None,
+            images=ImageOptions(
+                RegistryOptions(
+                    settings.image_mirrors,
+                    {host: text.get_secret_value() for host, text in settings.image_credentials.items()},
+                    frozenset(settings.image_plain_http),
+                ),
+                most_bytes=settings.local_image_bytes,
+                most_image_bytes=settings.local_max_image_bytes,
+                pull_timeout_s=settings.image_pull_timeout_s,
+                prefetch=settings.image_prefetch,
+                # Neither a sandbox's user nor the toolboxes' installer.
+                unpack_as=settings.first_uid + settings.uid_count + 1 if os.geteuid() == 0 else None,
+            ),
+            image=settings.local_image,
+            allowed_images=settings.local_allowed_images,
             staged=dict(runtimes.mountable()),
         )
     )
@@ -128,6 +177,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
         journal = await stack.enter_async_context(
             await Journal.open(settings.state_dir / "journal.sqlite", MIGRATIONS, sync=settings.journal_sync)
         )
+        egress = await _opened_egress(settings, stack)
         backends = {point.name: point.load()(settings) for point in entry_points(group=ENTRY_POINTS)}
         if settings.default_backend not in backends:
             raise FailedPrecondition(
@@ -143,6 +193,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
         toolboxes = Toolboxes(
             settings.state_dir / "local" / "toolboxes",
             Installer(settings.first_uid + settings.uid_count if os.geteuid() == 0 else None),
+            settings.toolbox_cache_bytes,
         )
         await asyncio.to_thread(toolboxes.open)
         stack.push_async_callback(toolboxes.aclose)
@@ -164,12 +215,14 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 max_queued=settings.max_queued,
                 queue_timeout_s=settings.queue_timeout_s,
                 upstream_ca=str(settings.upstream_ca or ""),
+                egress_hosts=settings.egress_hosts,
                 min_free_bytes=settings.min_free_bytes,
                 min_free_inodes=settings.min_free_inodes,
                 max_resources=settings.max_resources,
                 quotas=settings.quotas(),
             ),
             home=settings.home(),
+            egress=egress,
         )
         await sandboxes.open()
         stack.push_async_callback(sandboxes.aclose)
@@ -180,6 +233,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
             SnapshotRecords(journal),
             settings.max_lease_s,
             settings.snapshot_cache_bytes,
+            min(settings.snapshot_cache_count, max(1, settings.uid_count // 2)),
             keep=settings.keep_snapshots,
         )
         await snapshots.open()

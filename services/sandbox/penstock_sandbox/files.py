@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
+from typing import BinaryIO, Final, cast
 
 from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted
 from penstock_chassis.validation import invalid_field
@@ -23,6 +25,8 @@ CHUNK = 256 * 1024
 DEFAULT_TREE_BYTES = DEFAULT_BYTES
 # Below this size a thread costs more than it saves the event loop.
 _HASHED_AT_ONCE = 32 * 1024
+_SMALL_ARCHIVE: Final = 64 * 1024
+"""An archive of at most so many bytes is never on disk: making and removing the file costs more than all else."""
 
 
 def absolute(handle: SandboxHandle, path: str) -> str:
@@ -109,12 +113,28 @@ async def write(
     raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")
 
 
+async def read_first(handle: SandboxHandle, path: str, most: int) -> tuple[bytes, int]:
+    """Returns the first bytes of a file, ``most`` of them, and its size. Follows no link."""
+    content = bytearray()
+    async with handle.open_read(absolute(handle, path), follow_symlink=False) as (info, reader):
+        while len(content) < most and (data := await reader.read(len(content), most - len(content))):
+            content += data
+    return bytes(content), info.size
+
+
 async def write_whole(handle: SandboxHandle, path: str, content: bytes, mode: int) -> None:
     """Writes a small file from memory."""
     async with handle.open_write(path, mode) as writer:
         for start in range(0, len(content), CHUNK):
             await writer.write(content[start : start + CHUNK])
         await writer.commit()
+
+
+def _in_memory(spool: Path) -> BinaryIO:
+    """Opens a file without a disk, where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("penstock-archive"), "w+b")
+    return cast("BinaryIO", tempfile.TemporaryFile(dir=spool))
 
 
 def tree_limit(asked: int | None) -> int:
@@ -162,11 +182,15 @@ async def write_tree(
     layer: bool = False,
 ) -> tuple[int, int]:
     """Unpacks a tar from chunks, after it is complete and checked."""
-    upload = Upload()
-    with tempfile.TemporaryFile(dir=spool) as archive:
+    upload, small = Upload(), bytearray()
+    with ExitStack() as held:
+        archive: BinaryIO | None = None
         async for chunk in chunks:
             if chunk is None:
                 upload.check(expected[0] if expected else b"")
+                if archive is None:
+                    archive = held.enter_context(_in_memory(spool))
+                    archive.write(small)
                 archive.flush()
                 return await handle.write_tree(absolute(handle, path), archive.fileno(), layer=layer)
             if upload.size + len(chunk) > MAX_ARCHIVE_BYTES:
@@ -174,5 +198,11 @@ async def write_tree(
                     f"the archive is larger than {MAX_ARCHIVE_BYTES} bytes", reason="TREE_TOO_LARGE"
                 )
             async with upload.adding(chunk):
+                if archive is None and len(small) + len(chunk) <= _SMALL_ARCHIVE:
+                    small += chunk
+                    continue
+                if archive is None:
+                    archive = held.enter_context(tempfile.TemporaryFile(dir=spool))
+                    chunk = bytes(small) + chunk
                 await asyncio.to_thread(archive.write, chunk)
     raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")

@@ -8,7 +8,8 @@ from typing import Literal, TypeVar
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis.settings import ServiceSettings
+from penstock.values import hosts
+from penstock_chassis.settings import CALL_QUEUES, ServiceSettings
 from penstock_sandbox.domain.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
 from penstock_sandbox.domain.paths import hidden_by
 
@@ -19,6 +20,7 @@ class SandboxSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_SANDBOX_")
 
     port: int = Field(7701, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
+    call_queues: int = Field(4, ge=1, le=16, description=CALL_QUEUES)
     default_backend: str = Field("local", description="backend of specs that name none")
     max_sandboxes: int = Field(512, ge=1, description="most concurrent sandboxes")
     owner_label: str = Field(
@@ -43,6 +45,18 @@ class SandboxSettings(ServiceSettings):
         ge=0,
         description="bytes of snapshots to keep; the least recently used are evicted first, but none in use",
     )
+    snapshot_cache_count: int = Field(
+        2048,
+        ge=1,
+        description="number of snapshots to keep, at most half of `uid_count`, since on the backend local each holds a "
+        "user; evicted as for snapshot_cache_bytes",
+    )
+    toolbox_cache_bytes: int = Field(
+        20 * 1024**3,
+        ge=0,
+        description="bytes of toolboxes to keep, those of agents and of tasks' packages; the least recently used are "
+        "evicted first, but none in use",
+    )
     keep_snapshots: bool = Field(
         False,
         description="keep snapshots (docker, e2b) when this service is stopped, for its next start on the same "
@@ -50,11 +64,44 @@ class SandboxSettings(ServiceSettings):
     )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
-        description="patterns (with * and ?) of host:port, tls:host:port or unix:/path that a sandbox's one endpoint "
-        "may lead to",
+        description="patterns (with * and ?) of host:port, tls:host:port, tls:name@host:port (the name in its "
+        "certificate) or unix:/path that a sandbox's one endpoint may lead to",
     )
     upstream_ca: Path | None = Field(
         None, description="PEM file with the CA of tls: upstreams; unset = the system's roots"
+    )
+    egress_hosts: tuple[str, ...] = Field(
+        (),
+        description='what allow-lists of sandboxes may name: "name", "*.name" (every name below), CIDR blocks, or "*" '
+        "for any; empty = no sandbox gets an allow-list; needs the extra egress",
+    )
+    egress_private_addresses: tuple[str, ...] = Field(
+        (), description="CIDR blocks of addresses that are not public and that the egress proxy may connect to"
+    )
+    egress_netrc: Path | None = Field(
+        None,
+        description="file in netrc's format with the logins that the egress proxy adds to HTTPS requests; no sandbox "
+        "sees them",
+    )
+    egress_tokens: dict[str, SecretStr] = Field(
+        {},
+        description="JSON: bearer token by host, as registries of npm and others expect it, instead of a login; added "
+        "and hidden as those of egress_netrc",
+    )
+    egress_ca: Path | None = Field(
+        None, description="PEM file with the CA of the hosts that the egress proxy asks; unset = the system's roots"
+    )
+    egress_store_bytes: int = Field(
+        20 * 1024**3,
+        ge=1024**2,
+        description="bytes of recorded responses to keep; the least recently used recordings are evicted first, but "
+        "none used within an hour",
+    )
+    egress_max_object_bytes: int = Field(
+        2 * 1024**3, ge=1024, description="most bytes of one response through the egress proxy"
+    )
+    egress_timeout_s: float = Field(
+        300.0, gt=0, le=3600, description="seconds that a response may take that the egress proxy fetches"
     )
     allow_open_network: bool = Field(
         False, description="offer sandboxes that share this host's network: no isolation from it"
@@ -156,6 +203,33 @@ class SandboxSettings(ServiceSettings):
         ge=60,
         description="longest life of a sandbox that the E2B account allows, in seconds (3600 on some plans)",
     )
+    kubernetes_warm_pool: str = Field(
+        "", description="SandboxWarmPool from which sandboxes that name no image are claimed; empty = no such backend"
+    )
+    kubernetes_allowed_warm_pools: tuple[str, ...] = Field(
+        (), description="patterns (with * and ?) of more warm pools that a spec may name as its image"
+    )
+    kubernetes_namespace: str = Field("", description="namespace of the warm pools; empty = this service's own")
+    kubernetes_keys: Path | None = Field(
+        None, description="directory with service.pem and pod.crt, which the template's pods know"
+    )
+    kubernetes_config: Path | None = Field(
+        None, description="kubeconfig file; unset = the pod's account in a cluster, else KUBECONFIG"
+    )
+    kubernetes_context: str = Field("", description="context of the kubeconfig; empty = its current one")
+    kubernetes_port: int = Field(7790, ge=1, le=65535, description="port of the template's entrypoint")
+    kubernetes_creates_per_s: float = Field(
+        10.0, ge=0, description="most sandboxes that this service claims in a second; 0 = no limit"
+    )
+    kubernetes_ready_timeout_s: float = Field(
+        180.0, gt=0, description="seconds that the cluster may take to make a sandbox ready"
+    )
+    kubernetes_delete_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds that the cluster may take to end a pod, before the deletion is reported as "
+        "pending; it goes on",
+    )
     docker_host: str = Field("", description="address of the Docker daemon (unix, tcp or ssh URL); empty = DOCKER_HOST")
     docker_image: str = Field(
         "python:3.13-slim-bookworm", description="image of Docker sandboxes whose spec names none"
@@ -192,6 +266,36 @@ class SandboxSettings(ServiceSettings):
         description="bytes that images prepared for sandboxes may add to the daemon's; the least recently used are "
         "evicted first, but none in use",
     )
+    local_image: str = Field(
+        "host",
+        description="image of specs that name none on the backend local; host = this machine's own programs, read-only",
+    )
+    local_allowed_images: tuple[str, ...] = Field(
+        ("*",), description="patterns (with * and ?) of the images that a spec may name on the backend local"
+    )
+    local_image_bytes: int = Field(
+        40 * 1024**3,
+        ge=0,
+        description="bytes of unpacked images to keep for the backend local; the least recently used are evicted "
+        "first, but none in use",
+    )
+    local_max_image_bytes: int = Field(
+        20 * 1024**3, ge=1024**2, description="most bytes that an image of the backend local may unpack to"
+    )
+    image_mirrors: dict[str, str] = Field(
+        {}, description='JSON: URL of a mirror by registry, such as {"docker.io": "https://mirror.example"}; local only'
+    )
+    image_credentials: dict[str, SecretStr] = Field(
+        {},
+        description='JSON: "user:password" by host of a registry or mirror; those of Docker Hub are docker.io\'s; '
+        "local only",
+    )
+    image_plain_http: tuple[str, ...] = Field(
+        (), description="hosts (host:port) of registries that are asked without TLS; local only"
+    )
+    image_prefetch: tuple[str, ...] = Field(
+        (), description="images that are pulled when the service starts; local only"
+    )
     image_pull_timeout_s: float = Field(600.0, gt=0, description="seconds that pulling an image may take")
 
     @field_validator("default_memory_bytes", "default_pids", "default_disk_bytes", "default_inodes")
@@ -200,6 +304,16 @@ class SandboxSettings(ServiceSettings):
         least = _LEAST[str(info.field_name)]
         if 0 < value < least:
             raise ValueError(f"must be at least {least}, or 0 for no limit")
+        return value
+
+    @field_validator("egress_hosts", "egress_private_addresses")
+    @classmethod
+    def _patterns(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for pattern in value:
+            if info.field_name == "egress_private_addresses" and hosts.block(pattern) is None:
+                raise ValueError(f"{pattern!r} is no CIDR block")
+            if pattern != hosts.ANY and not hosts.is_pattern(pattern):
+                raise ValueError(f'{pattern!r} must be "name", "*.name" (in lower case), a CIDR block or "*"')
         return value
 
     @field_validator("extra_read_only")
@@ -212,6 +326,22 @@ class SandboxSettings(ServiceSettings):
                 raise ValueError(
                     f"{path} cannot be mounted into sandboxes, which have their own {own}: use another path"
                 )
+        return value
+
+    @field_validator("image_credentials")
+    @classmethod
+    def _user_and_password(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for host, credentials in value.items():
+            if ":" not in credentials.get_secret_value():
+                raise ValueError(f"the value for {host} must be user:password")
+        return value
+
+    @field_validator("image_mirrors")
+    @classmethod
+    def _urls(cls, value: dict[str, str]) -> dict[str, str]:
+        for registry, url in value.items():
+            if not url.startswith(("https://", "http://")):
+                raise ValueError(f"the value for {registry} must be a URL with https:// or http://")
         return value
 
     @property

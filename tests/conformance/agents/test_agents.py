@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.installed_agents import ON_DEMAND
 from tests.support.policy import calling, sampled
 from tests.support.services.stack import Running
 
@@ -11,7 +12,10 @@ from penstock.agents.smoke_test import Reply, run_trial
 from penstock.client import Completion, LogprobsMode, ModelCall
 from penstock_driver.agents.registry import built_in_specs
 
-AGENTS = [spec.name for spec in built_in_specs()]
+AGENTS = [
+    pytest.param(spec.name, marks=pytest.mark.on_demand(ON_DEMAND[spec.name])) if spec.name in ON_DEMAND else spec.name
+    for spec in built_in_specs()
+]
 """What comes with the driver: a new file there is covered without a line here."""
 
 

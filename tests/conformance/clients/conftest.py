@@ -81,7 +81,15 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             "nobody": f"127.0.0.1:{nobody.getsockname()[1]}",
         }
         odds = {"odd": odd, "odd-tls": tls, "home": home, "tls-home": tls_home, "stranger": stranger}
-        yield World(running, services, proxies, odd, addresses, files, odds)
+        for name, credentials, listed in (
+            ("odd-listing", None, odd.homes["far"]),
+            ("odd-listing-tls", _credentials(authority), tls_home_address),
+        ):
+            odds[name], addresses[name] = await stack.enter_async_context(odd_driver(credentials))
+            odds[name].drivers = {"listed": listed}
+        world = World(running, services, proxies, odd, addresses, files, odds, tmp_path_factory.mktemp("fleet"))
+        stack.push_async_callback(world.close)
+        yield world
 
 
 def _credentials(authority: trustme.CA) -> grpc.ServerCredentials:

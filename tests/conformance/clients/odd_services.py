@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+from penstock.ops.v1 import operations_service_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -22,11 +23,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class OddDriver:
     """Knows some rollouts, each of which stands for a way to answer; `attempts` counts how often each was asked for.
 
-    A rollout `X at NAME` is elsewhere, if `homes` has an address of this name. `tokens` has each request's token.
+    A rollout `X at NAME` is elsewhere, if `homes` has an address of this name. With `drivers` it lists these by name.
+    `tokens` has each request's token.
     """
 
     def __init__(self) -> None:
         self.homes: dict[str, str] = {}
+        self.drivers: dict[str, str] = {}
         self.tokens: list[str] = []
         self.attempts: Counter[str] = Counter()
         self.abandoned = asyncio.Event()
@@ -88,6 +91,20 @@ class OddDriver:
         event.ended.SetInParent()
         yield rollout_service_pb2.WatchRolloutResponse(event=event)
 
+    async def get_server_info(
+        self, request: operations_service_pb2.GetServerInfoRequest, context: Context
+    ) -> operations_service_pb2.GetServerInfoResponse:
+        """The drivers that it lists; an older one does not know the question."""
+        if not self.drivers:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        members = [
+            operations_service_pb2.Member(
+                service="driver", name=name, address=address, state=operations_service_pb2.MEMBER_STATE_UP
+            )
+            for name, address in self.drivers.items()
+        ]
+        return operations_service_pb2.GetServerInfoResponse(members=members)
+
     async def _send_home(self, name: str, context: Context) -> None:
         self.tokens.append(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
         home = name.partition(" at ")[2]
@@ -123,6 +140,15 @@ def _handlers(driver: OddDriver) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("penstock.driver.v1.RolloutService", handlers)
 
 
+def _operations(driver: OddDriver) -> grpc.GenericRpcHandler:
+    handler: Any = grpc.unary_unary_rpc_method_handler(
+        driver.get_server_info,
+        operations_service_pb2.GetServerInfoRequest.FromString,
+        lambda answer: answer.SerializeToString(),
+    )
+    return grpc.method_handlers_generic_handler("penstock.ops.v1.OperationsService", {"GetServerInfo": handler})
+
+
 async def fail(context: Context, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
     """Ends the call with this status."""
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -139,7 +165,7 @@ async def odd_driver(credentials: grpc.ServerCredentials | None = None) -> Async
     """Serves it; gives it and its address."""
     driver = OddDriver()
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((_handlers(driver),))
+    server.add_generic_rpc_handlers((_handlers(driver), _operations(driver)))
     port = (
         server.add_insecure_port("127.0.0.1:0")
         if credentials is None

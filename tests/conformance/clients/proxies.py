@@ -6,6 +6,8 @@ import asyncio
 from contextlib import suppress
 from typing import Final, Self
 
+from tests.support.endpoints.token_endpoint import unused_port
+
 _CHUNK: Final = 65536
 
 
@@ -18,7 +20,7 @@ class Proxy:
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
-        self._port = 0
+        self._port = unused_port()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._heard = asyncio.Event()
@@ -58,7 +60,6 @@ class Proxy:
         self._heard.set()
         if self._server is None:
             self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-            self._port = self._server.sockets[0].getsockname()[1]
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._upstream.rpartition(":")

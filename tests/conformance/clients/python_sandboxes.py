@@ -46,7 +46,9 @@ async def sandbox_create(subject: Subject, given: Json) -> Json:
 
 
 async def sandbox_attach(subject: Subject, given: Json) -> Json:
-    return {"sandbox_id": (await subject.client(given).sandboxes.attach(given["sandbox_id"])).sandbox_id}
+    found = await subject.client(given).sandboxes.attach(given["sandbox_id"])
+    subject.kept("sandboxes")[found.sandbox_id] = found
+    return {"sandbox_id": found.sandbox_id}
 
 
 async def sandbox_list(subject: Subject, given: Json) -> Json:

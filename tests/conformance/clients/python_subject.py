@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from penstock.client import (
     Verifier,
     connect,
 )
+from penstock.client.transport.endpoints import resolve
 
 Json = dict[str, Any]
 
@@ -208,7 +210,8 @@ class Subject:
         tls = None if "tls" not in given else Tls(ca=Path(given["tls"]["ca"]))
         if "connection_file" in given:
             target = Path(given["connection_file"])
-        ps = connect(target, given.get("token"), tls=tls, namespace=given.get("namespace"))
+        where = resolve(target, given.get("token"), tls, given.get("namespace"))
+        ps = connect(where if given.get("discover", True) else replace(where, discover=False))
         self._clients[given["client"]] = await self._stack.enter_async_context(ps)
 
     async def close(self, given: Json) -> None:
@@ -216,7 +219,9 @@ class Subject:
 
     async def create_rollout(self, given: Json) -> Json:
         spec = given["spec"]
-        handle = await self._clients[given["client"]].rollouts.create(_task(spec), spec["agent"], **_options(spec))
+        handle = await self._clients[given["client"]].rollouts.create(
+            _task(spec), spec["agent"], rollout_id=given.get("rollout_id", ""), **_options(spec)
+        )
         self._rollouts[handle.rollout_id] = handle
         return {"rollout_id": handle.rollout_id}
 
@@ -257,6 +262,24 @@ class Subject:
     async def delete(self, given: Json) -> None:
         handle = await self._group(given) if "group_id" in given else await self._rollout(given)
         await handle.delete()
+
+    async def branch(self, given: Json) -> Json:
+        handle = await self._rollout(given)
+        options = {name: given[name] for name in ("answer", "seed", "train_prefix", "replay") if name in given}
+        group = await handle.branch(given["call"], given["n"], **options)
+        self._groups[group.group_id] = group
+        return {"group_id": group.group_id, "rollout_ids": list(group.rollout_ids)}
+
+    async def pause_rollouts(self, given: Json) -> Json | None:
+        if "group_id" in given:
+            await (await self._group(given)).pause("conformance", max_duration=given.get("max_duration_s"))
+            return None
+        handle = await self._rollout(given)
+        return {"frozen": await handle.pause("conformance", max_duration=given.get("max_duration_s"))}
+
+    async def resume_rollouts(self, given: Json) -> None:
+        handle = await self._group(given) if "group_id" in given else await self._rollout(given)
+        await handle.resume()
 
     async def serve(self, given: Json) -> None:
         handle = await self._group(given) if "group_id" in given else await self._rollout(given)
@@ -359,6 +382,9 @@ _COMMANDS: Final[Mapping[str, Callable[[Subject, Json], Awaitable[Json | None]]]
     "results": Subject.results,
     "cancel": Subject.cancel,
     "delete": Subject.delete,
+    "branch": Subject.branch,
+    "pause_rollouts": Subject.pause_rollouts,
+    "resume_rollouts": Subject.resume_rollouts,
     "serve": Subject.serve,
     "intercept": Subject.intercept,
     "next_call": Subject.next_call,

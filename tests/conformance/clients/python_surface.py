@@ -41,7 +41,9 @@ async def terminal_answer(subject: Subject, given: Json) -> Json:
 
 
 async def terminal_get(subject: Subject, given: Json) -> Json:
-    seen = (await _ps(subject, given).terminals.attach(given["terminal_id"])).info
+    found = await _ps(subject, given).terminals.attach(given["terminal_id"])
+    subject.kept("terminals")[found.terminal_id] = found
+    seen = found.info
     return {"step_count": seen.step_count, "ended": seen.ended}
 
 
@@ -204,13 +206,15 @@ async def extend_leases(subject: Subject, given: Json) -> Json:
 
 
 async def watch_rollouts(subject: Subject, given: Json) -> Json:
-    """Until all that there are were given."""
+    """Until all that there are were given, or until a driver is away."""
     found: list[str] = []
+    away: tuple[str, ...] = ()
     async for changes in _ps(subject, given).rollouts.watch(run_id=given["run_id"]):
         found += [item.rollout_id for item in changes.rollouts]
-        if changes.complete:
+        away = changes.away
+        if changes.away if given.get("until_away") else changes.complete:
             break
-    return {"rollout_ids": sorted(found)}
+    return {"rollout_ids": sorted(found), "away": list(away)}
 
 
 async def export(subject: Subject, given: Json) -> Json:

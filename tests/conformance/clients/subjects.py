@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from tests.support.services.builds import once_a_run
 
 from clients import nodejs
 from tools import golang
@@ -21,14 +22,24 @@ GUARD_S: Final = 60.0
 """How long anything may take: against hangs, no expectation."""
 
 
-def _typescript() -> Sequence[str]:
+def build_typescript() -> None:
+    """Compiles the TypeScript client with its tests and its subject, strictly."""
     folder = ROOT / "clients" / "typescript"
-    prepared = nodejs.environment()
-    built = subprocess.run(
-        ["npm", "run", "--silent", "build"], cwd=folder, env=prepared, capture_output=True, text=True
-    )
-    assert built.returncode == 0, f"the TypeScript client does not build:\n{built.stdout}{built.stderr}"
-    return (sys.executable, "-m", "clients.nodejs", "node", str(folder / "dist" / "test" / "subject.js"))
+
+    def build() -> None:
+        prepared = nodejs.environment()
+        built = subprocess.run(
+            ["npm", "run", "--silent", "build"], cwd=folder, env=prepared, capture_output=True, text=True
+        )
+        assert built.returncode == 0, f"the TypeScript client does not build:\n{built.stdout}{built.stderr}"
+
+    once_a_run(build, folder / "node_modules" / ".built-for-tests")
+
+
+def _typescript() -> Sequence[str]:
+    build_typescript()
+    subject = ROOT / "clients" / "typescript" / "dist" / "test" / "subject.js"
+    return (sys.executable, "-m", "clients.nodejs", "node", str(subject))
 
 
 def _go() -> Sequence[str]:
@@ -46,8 +57,12 @@ def _go() -> Sequence[str]:
         str(program),
         "./internal/subject",
     ]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, f"the Go client does not build:\n{built.stdout}{built.stderr}"
+
+    def build() -> None:
+        built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert built.returncode == 0, f"the Go client does not build:\n{built.stdout}{built.stderr}"
+
+    once_a_run(build, golang.HOME / ".built-for-tests")
     return (str(program),)
 
 

@@ -14,8 +14,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.requirement("R20", "R29", "R82")
-@pytest.mark.parametrize("language", SUBJECTS)
-@pytest.mark.parametrize("case", load(), ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("case", "language"),
+    [
+        pytest.param(case, language, id=f"{case.name.replace(' ', '-')}-{language}")
+        for language in SUBJECTS
+        for case in load()
+    ],
+)
 async def test_a_client_does_what_the_case_says(
     world: World, subject_of: Callable[[str], Awaitable[Subject]], language: str, case: Case
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import secrets
 import struct
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.conformance.clients.cases import Case, differences
+from tests.conformance.clients.fleet import DRIVERS, Fleet
 from tests.conformance.clients.odd_services import OddDriver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.python_subject import observed_result
 from tests.conformance.clients.subjects import Subject
+from tests.integration.driver.stack import TOKEN
 from tests.support.endpoints import mcp_agent
 from tests.support.policy import bash, sampled
 from tests.support.services.restarting import RestartableStack
@@ -58,8 +61,25 @@ class World:
     """That a case may name: `ca`, `other-ca`, `connection`, `open-connection`, `stale-connection`."""
     odds: Mapping[str, OddDriver]
     """Odd drivers: `odd`, `odd-tls`, and those to which they send callers."""
+    folder: Path
     _estranged: set[ServiceName] = field(default_factory=set)
     """Services that were restarted with another trainer's token."""
+    _fleet: Fleet | None = None
+    used_fleet: bool = False
+    """Whether the case that runs has used it."""
+
+    async def fleet(self) -> Fleet:
+        """The services of which there are several, which are started with the first case of them."""
+        if self._fleet is None:
+            engine = self.running.stack.address("inference")
+            self._fleet = await Fleet.start(self.folder, engine, self.stack.trainer_token)
+        self.used_fleet = True
+        return self._fleet
+
+    async def close(self) -> None:
+        """Ends what was started here."""
+        if self._fleet is not None:
+            await self._fleet.stop()
 
     async def restart(self, service: ServiceName, token: str) -> None:
         """Starts a service that was killed; with another trainer's token than before where `token` is not `good`."""
@@ -79,6 +99,9 @@ class World:
         self._estranged.clear()
         for proxy in self.proxies.values():
             await proxy.heal()
+        if self._fleet is not None and self.used_fleet:
+            await self._fleet.heal()
+        self.used_fleet = False
         for odd in self.odds.values():
             odd.attempts.clear()
             odd.tokens.clear()
@@ -107,6 +130,8 @@ class Execution:
     _agent: tuple[str, str] = ("", "")
     """Where this runner is an agent, and its token there."""
     _asking: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    _fleet: Fleet | None = None
+    """What the case's clients are connected to, where that is the many services."""
     _delivered: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """By call, the command that delivered what was accepted: token ids and logprobs in hexadecimal."""
 
@@ -122,8 +147,13 @@ class Execution:
             assert not found, f"{told}:\n" + "\n".join(found)
 
     async def _step(self, step: Mapping[str, Any]) -> list[str]:
+        if "at" in step and step.get("do") == "connect":
+            self._fleet = await self.world.fleet()
         if "runner" in step:
-            return await self._act(step["runner"], self._resolved(step))
+            given = self._resolved(step)
+            if self._fleet is not None:
+                return await self._act_on_fleet(step["runner"], given)
+            return await self._act(step["runner"], given)
         if "await" in step:
             _, command, answer = self._started.pop(step["await"])
         else:
@@ -171,7 +201,11 @@ class Execution:
     def _command(self, step: Mapping[str, Any]) -> dict[str, Any]:
         name = step["do"]
         command = {"do": name, "client": "main", "session": "main", **self._resolved(step)}
-        if name == "connect":
+        if name == "connect" and "at" in command:
+            assert self._fleet is not None
+            command["addresses"] = self._fleet.addresses(command.pop("at"))
+            command["token"] = TOKEN
+        elif name == "connect":
             self._place(command)
         elif name == "deliver":
             _encode(command)
@@ -263,6 +297,51 @@ class Execution:
                 raise AssertionError(f"the runner has no {action}")
         return []
 
+    async def _act_on_fleet(self, action: str, given: Mapping[str, Any]) -> list[str]:
+        """What the runner does itself where there are many services."""
+        assert self._fleet is not None
+        fleet = self._fleet
+        match action:
+            case "network":
+                await getattr(fleet.proxies[given["service"]], given["state"])()
+            case "state":
+                await fleet.state(given["service"], given["state"])
+            case "kill":
+                await fleet.kill(given["service"])
+            case "restart":
+                await fleet.restart(given["service"])
+            case "move":
+                await fleet.move(given["service"])
+            case "drain":
+                await fleet.drain(given["service"])
+            case "gates":
+                await fleet.list_gates(given["listed"])
+            case "homes":
+                homes = {name.split(".")[1] for name in given["ids"]}
+                return list(differences(given["services"], len(homes), f"homes {homes}"))
+            case "ranked":
+                for name in given["rollout_ids"]:
+                    await fleet.has(max(DRIVERS, key=lambda driver: _rank(name, driver)), name)
+            case "agent-opens":
+                await fleet.open(given["at"], given["run_id"])
+            case "agent-asks-model":
+                fleet.ask(given["at"], f"{given['as']} {self.label}")
+            case "agent-has-answer":
+                await fleet.answered(f"{given['as']} {self.label}")
+            case "calls":
+
+                async def reached() -> bool:
+                    return bool(await fleet.calls(given["at"]) == given["states"])
+
+                await eventually_async(reached, f"{given['at']} has {given['states']}")
+            case "held":
+                await fleet.holds(given["at"])
+            case "tools-at":
+                await fleet.offers(given["at"], given["run_id"], given["names"])
+            case _:
+                raise AssertionError(f"the runner has no {action} where there are many services")
+        return []
+
     async def _open_at_the_gate(self, run_id: str) -> None:
         """A rollout at the gate alone, whose agent is this runner: it calls tools."""
         service = self.world.running.ps._services["interception"]
@@ -327,6 +406,11 @@ class Execution:
             versions = {at: item[0] for item in sample["versions"] for at in range(item[1], item[2])}
             wanted = [sent.get("policy_version")] * (end - start)
             yield from differences(wanted, [versions.get(at) for at in range(start, end)], f"versions of {call_id}")
+
+
+def _rank(name: str, driver: str) -> str:
+    """By which every client chooses the driver of an id that it chose."""
+    return hashlib.sha256(f"{name}\0{driver}".encode()).hexdigest()
 
 
 def _encode(command: dict[str, Any]) -> None:

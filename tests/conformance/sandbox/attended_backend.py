@@ -23,7 +23,7 @@ from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.spawner import seccomp
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
-from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, SandboxSpec
+from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, RepeatablePart, SandboxSpec
 from penstock_sandbox.guest_client import launch
 from penstock_sandbox.guest_client.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
 from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
@@ -58,8 +58,9 @@ class AttendedBackend(Backend):
         self._toolboxes.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o711)
         await self._local.open()
-        # Its handles are the attendant's, which freeze nothing.
-        self.capabilities = dataclasses.replace(self._local.capabilities, pause=False, live_fork=False)
+        # Its handles are the attendant's, which freeze nothing and start processes beside the helper.
+        same = frozenset({RepeatablePart.HOSTNAME, RepeatablePart.MACHINE_ID})
+        self.capabilities = dataclasses.replace(self._local.capabilities, pause=False, live_fork=False, repeatable=same)
         self.unavailable_reason = self._local.unavailable_reason
         self._program = launch.write_program(self._folder)
         (self._folder / "calls").write_bytes(seccomp.program(allocates=True) or b"")

@@ -23,9 +23,12 @@ from penstock_chassis.errors import PenstockError
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every test that uses a service is run on each of them, or on those that `--backend` names."""
+    """Every test that uses a service is run on each that is not on demand, or on those that `--backend` names."""
     if "service" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--backend") or [name for name in SERVICES if not SERVICES[name].on_demand]
+        full = metafunc.config.getoption("--full")
+        names = metafunc.config.getoption("--backend") or [
+            name for name in SERVICES if full or not SERVICES[name].on_demand
+        ]
         unknown = [name for name in names if name not in SERVICES]
         if unknown:
             raise pytest.UsageError(f"--backend: there is no {', '.join(unknown)}; there are {', '.join(SERVICES)}")
@@ -34,19 +37,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what a service leaves out; the run's end says which and why (`tests/conftest.py`)."""
-    left_out = []
+    left_out = set[pytest.Item]()
     for item in items:
         call = getattr(item, "callspec", None)
         name = call.params.get("service") if call is not None else None
-        named = bool(config.getoption("--backend"))
+        named = bool(config.getoption("--backend")) or config.getoption("--full")
         if (
             isinstance(name, str)
             and name in SERVICES
-            and getattr(item, "originalname", "") in SERVICES[name].leaves_out(named=named)
+            and not SERVICES[name].runs(getattr(item, "originalname", ""), named=named)
         ):
-            left_out.append(item)
+            left_out.add(item)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
@@ -79,6 +82,9 @@ class Box:
         cwd: str = "",
         timeout_s: float | None = None,
         output_limit: int | None = None,
+        kill_all_after: bool = False,
+        result_file: str = "",
+        files: Mapping[str, bytes] | None = None,
     ) -> ps.RunResult:
         """Run a small command."""
         request = ps.RunRequest(
@@ -86,7 +92,11 @@ class Box:
             command=command(*argv, shell=shell, env=env, secret_env=secret_env, cwd=cwd, timeout_s=timeout_s),
             stdin=stdin,
             output_limit_bytes=output_limit,
+            kill_all_after=kill_all_after,
+            files=[ps.InitialFile(path=path, content=content) for path, content in (files or {}).items()],
         )
+        if result_file:
+            request.result_file.path, request.result_file.max_bytes = result_file, 4
         return (await self.service.processes.Run(request, timeout=120)).result
 
     async def out(self, shell: str, **options: Any) -> str:
@@ -97,7 +107,8 @@ class Box:
 
     async def start(self, process_id: str, *argv: str, shell: str | None = None, **options: Any) -> ps.Process:
         """Start a process."""
-        given = {key: options.pop(key) for key in ("stdin", "pty", "output_limit_bytes") if key in options}
+        names = ("stdin", "pty", "output_limit_bytes", "kill_all_after", "files")
+        given = {key: options.pop(key) for key in names if key in options}
         request = ps.StartProcessRequest(
             sandbox_id=self.id, process_id=process_id, command=command(*argv, shell=shell, **options), **given
         )

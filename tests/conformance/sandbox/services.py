@@ -1,8 +1,8 @@
 """The services under the suite: a real `penstock-sandbox` process for each way of running it.
 
 To put a backend under the suite, add a line to SERVICES: a name, and the settings that make it the default backend.
-`pytest --backend NAME` (which may be given more than once) runs the suite on those alone. What a backend does not
-declare (`needs`) is not left out: its refusal is proven instead.
+`pytest --backend NAME` (which may be given more than once) runs the whole suite on those alone, `--full` on every one.
+What a backend does not declare (`needs`) is not left out: its refusal is proven instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from tests.conformance.sandbox.forms import ISOLATION, MANY, OWN_FILE_SYSTEM, SHORT
+from tests.support.agent_sandbox import running as agent_sandbox
 from tests.support.docker import dockerd
 from tests.support.e2b_cloud import running as e2b_cloud
 from tests.support.hf_jobs.client import hf_jobs
+from tests.support.images import base_image
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -48,15 +51,24 @@ class Variant:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Tests that are not run on it, and why, which every run says at its end. Never what it should refuse (`needs`)."""
     left_out_unless_named: Mapping[str, str] = field(default_factory=dict)
-    """The same, where `--backend` does not name it: what is slow on it and not its own business."""
+    """The same, where neither `--backend` nor `--full` asks: what is slow on it and not its own business."""
+    short_form: frozenset[str] = frozenset()
+    """Where it is not empty and neither `--backend` nor `--full` asks: the only tests that are run on it (forms.py).
+    For one that serves its sandboxes as another does, so that the rest would show the same again."""
     on_demand: str = ""
-    """Why it is run only when `--backend` names it; every run says so at its end."""
+    """Why it is run only when `--backend` or `--full` asks; every run says so at its end."""
     surroundings: Callable[[], AbstractAsyncContextManager[Mapping[str, str]]] | None = None
     """What must run beside the service while it does, such as a stand-in; yields further environment variables."""
 
     def leaves_out(self, *, named: bool) -> Mapping[str, str]:
-        """The tests that are not run on it, and why; `named` is whether `--backend` names it."""
+        """The tests that are not run on it, and why; `named` is whether somebody asks for all of it."""
         return self.left_out if named else {**self.left_out, **self.left_out_unless_named}
+
+    def runs(self, test: str, *, named: bool) -> bool:
+        """Whether a test is run on it."""
+        if not named and self.short_form and test not in self.short_form:
+            return False
+        return test not in self.leaves_out(named=named)
 
 
 _ATTENDED = {"attended": "tests.conformance.sandbox.attended_backend:AttendedBackend"}
@@ -64,10 +76,6 @@ _OWNER_OUTSIDE = {
     "test_a_file_is_read_with_the_rights_of_the_sandboxs_user": "its attendant acts, from outside, as the owner of the "
     "sandbox's user namespace, whom the kernel lets read its first process; no backend of the product does"
 }
-_MANY = dict.fromkeys(
-    ("test_fifty_sandboxes_at_once_all_work", "test_a_create_waits_for_a_place_until_its_deadline_is_near"),
-    "what the service does by itself, whatever its backend: most of a minute here, and it runs on six others",
-)
 
 
 @asynccontextmanager
@@ -86,28 +94,39 @@ SERVICES: Mapping[str, Variant] = {
     "local": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}),
     # As most people run it: not root, no control groups of its own.
     "local-ordinary-user": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}, ordinary_user=True),
-    "attended": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, plugins=_ATTENDED, left_out=_OWNER_OUTSIDE),
+    # The same on an image, from a registry on loopback.
+    "local-image": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"},
+        short_form=SHORT,
+        surroundings=base_image.pulled,
+    ),
+    "local-image-ordinary-user": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"},
+        ordinary_user=True,
+        short_form=SHORT | ISOLATION,
+        surroundings=base_image.pulled,
+    ),
+    # The example of docs/guides/your-own-backend.md.
+    "attended": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"},
+        plugins=_ATTENDED,
+        left_out=_OWNER_OUTSIDE,
+        short_form=SHORT - {*_OWNER_OUTSIDE},
+    ),
     "attended-armoured": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended-armoured"},
         plugins={"attended-armoured": "tests.conformance.sandbox.attended_backend:ArmouredBackend"},
         left_out=_OWNER_OUTSIDE,
-        left_out_unless_named=_MANY,
+        on_demand="its pipe is that of e2b and hf-hub, which run",
     ),
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"},
         ordinary_user=True,
         plugins=_ATTENDED,
-        left_out_unless_named=_MANY,
+        on_demand="no backend of the product; attended runs, and local as an ordinary user",
     ),
     # Unmodified SDKs against a stand-in of Hugging Face's Jobs (tests/support/hf_jobs says what that does not show).
-    "hf-hub": Variant(
-        _HF,
-        left_out_unless_named={
-            **_MANY,
-            "test_a_hundred_megabytes_go_in_and_come_out": "a request for every piece: most of a minute",
-        },
-        surroundings=_hf_jobs,
-    ),
+    "hf-hub": Variant(_HF, short_form=SHORT, surroundings=_hf_jobs),
     "hf-sandbox": Variant(
         {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
         on_demand="seconds for each sandbox and each request: more than half an hour in all",
@@ -115,64 +134,49 @@ SERVICES: Mapping[str, Variant] = {
             "test_a_hundred_megabytes_go_in_and_come_out": "a request for every piece: minutes, and the call gives two",
             "test_fifty_sandboxes_at_once_all_work": "eight are made at a time, in seconds each: more than a minute",
             "test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too": "requests for each 256 KiB: "
-            "more than the ten seconds that its client waits",
+            "more than the minute that its client waits",
             "test_every_port_of_loopback_but_the_endpoint_is_closed": "the SDK's own server listens on port "
             "8000 of every job; it asks for a token",
         },
         surroundings=_hf_jobs,
     ),
     # The unmodified SDK against a stand-in of E2B's cloud, or E2B itself (see tests/support/e2b_cloud/running.py).
-    "e2b": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "e2b"}, surroundings=e2b_cloud.beside),
+    "e2b": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "e2b"},
+        left_out_unless_named=dict.fromkeys(MANY, "most of it is the stand-in's work; it runs on local"),
+        surroundings=e2b_cloud.beside,
+    ),
+    # The unmodified client against a stand-in of a cluster with agent-sandbox (see tests/support/agent_sandbox).
+    "kubernetes": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "kubernetes"}, short_form=SHORT, surroundings=agent_sandbox.beside
+    ),
     # A real engine, entered by the service, and by a container beside each sandbox.
-    "docker": Variant(dockerd.settings("direct"), surroundings=dockerd.running),
-    "docker-sidecar": Variant(dockerd.settings("sidecar"), surroundings=dockerd.running),
+    "docker": Variant(
+        dockerd.settings("direct"),
+        left_out_unless_named=dict.fromkeys(MANY, "most of it is the engine's work; it runs on local"),
+        surroundings=dockerd.running,
+    ),
+    "docker-sidecar": Variant(dockerd.settings("sidecar"), short_form=SHORT | ISOLATION, surroundings=dockerd.running),
     # The same engine with gVisor as the runtime: served from inside.
     "docker-gvisor": Variant(
         dockerd.gvisor_settings(),
-        left_out_unless_named={
-            **dict.fromkeys(
-                (
-                    "test_fifty_sandboxes_at_once_all_work",
-                    "test_lists_are_by_label_and_in_pages_newest_first",
-                    "test_a_create_waits_for_a_place_until_its_deadline_is_near",
-                    "test_a_lease_ends_with_the_sandboxs_life_and_the_answer_says_so",
-                ),
-                "many sandboxes of a second each, for what is the service's own business",
-            ),
-            **dict.fromkeys(
-                (
-                    "test_a_repeated_fork_gives_the_same_children",
-                    "test_failed_setup_names_its_command_and_leaves_nothing",
-                    "test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused",
-                ),
-                "images of the daemon's, as with every runtime",
-            ),
-            **dict.fromkeys(
-                (
-                    "test_sparse_eight_terabyte_file_is_refused_unread",
-                    "test_a_file_within_the_bound_comes_in_pieces",
-                    "test_thousands_of_entries_cost_no_memory_of_the_services",
-                    "test_many_diffs_of_one_sandbox_hold_nobody_up",
-                    "test_abandoned_diff_stops_its_work",
-                    "test_a_hundred_megabytes_go_in_and_come_out",
-                    "test_an_archive_of_thousands_of_entries_is_unpacked",
-                ),
-                "what the service and its guest hold of much at once: the same programs as in the attended backends",
-            ),
-        },
+        short_form=SHORT | ISOLATION | OWN_FILE_SYSTEM,
         surroundings=dockerd.running_gvisor,
     ),
 }
 
 
-def not_run(asked: Sequence[str]) -> list[str]:
-    """What a run leaves out and why, a line each; `asked` are the services that `--backend` names."""
-    lines = [] if asked else [f"{name}: {one.on_demand}" for name, one in SERVICES.items() if one.on_demand]
-    for name in asked or [name for name in SERVICES if not SERVICES[name].on_demand]:
+def not_run(asked: Sequence[str], *, full: bool = False) -> list[str]:
+    """What a run leaves out and why, a line each; `asked` and `full` are what `--backend` and `--full` say."""
+    named = bool(asked) or full
+    lines = [] if named else [f"{name}: {one.on_demand}" for name, one in SERVICES.items() if one.on_demand]
+    for name in asked or [name for name in SERVICES if full or not SERVICES[name].on_demand]:
         reasons: dict[str, list[str]] = {}
-        for test, why in SERVICES[name].leaves_out(named=bool(asked)).items():
+        for test, why in SERVICES[name].leaves_out(named=named).items():
             reasons.setdefault(why, []).append(test)
         lines += [f"{name}: {why} ({', '.join(tests)})" for why, tests in reasons.items()]
+        if SERVICES[name].short_form and not named:
+            lines.append(f"{name}: all but a short form of {len(SERVICES[name].short_form)} tests (forms.py)")
     return lines
 
 

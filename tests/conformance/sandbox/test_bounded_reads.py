@@ -61,14 +61,14 @@ async def test_sparse_eight_terabyte_file_is_refused_unread(box: Box) -> None:
 @needs("diff")
 async def test_a_file_within_the_bound_comes_in_pieces(box: Box) -> None:
     """Whatever its size, the service holds a few pieces of it."""
-    await box.out("truncate -s 300M sparse")
+    await box.out("truncate -s 150M sparse")
     peak = Peak(box.service.process.pid)
     size = 0
     request = ss.DiffSandboxRequest(sandbox_id=box.id)
     async for event in box.service.sandboxes.DiffSandbox(request, timeout=120):
         assert len(event.tar_chunk) <= 256 * 1024
         size += len(event.tar_chunk)
-    assert size > 300 * MIB
+    assert size > 150 * MIB
     assert peak.grown() < ROOM
 
 
@@ -138,7 +138,7 @@ async def test_a_file_that_grows_while_it_is_read_comes_as_it_was(box: Box) -> N
 @needs("diff")
 async def test_abandoned_diff_stops_its_work(box: Box) -> None:
     """A caller that is cancelled leaves no thread behind, and the service nothing open."""
-    await box.out("truncate -s 900M sparse")
+    await box.out("truncate -s 200M sparse")
     before = descriptors(box.service)
     for _ in range(8):
         call: Any = box.service.sandboxes.DiffSandbox(ss.DiffSandboxRequest(sandbox_id=box.id), timeout=60)
@@ -172,7 +172,7 @@ def descriptors(service: Running) -> int:
 async def test_sandbox_deleted_during_a_read_is_reported_gone(make_box: MakeBox, service: Running) -> None:
     """Never as a diff that looks whole."""
     box = await make_box()
-    await box.out("truncate -s 900M sparse")
+    await box.out("truncate -s 200M sparse")
     events = aiter(service.sandboxes.DiffSandbox(ss.DiffSandboxRequest(sandbox_id=box.id), timeout=60))
     assert (await anext(events)).tar_chunk
     await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=60)

@@ -46,7 +46,7 @@ async def upstream(handler: Handler = _echo, host: str = "127.0.0.1") -> AsyncIt
 DIAL = "exec 3<>/dev/tcp/{host}/{port} || exit 9; "
 TALK = """python3 -c '
 import socket, sys
-s = socket.create_connection(("127.0.0.1", 4000), 10)
+s = socket.create_connection(("127.0.0.1", 4000), 60)
 s.sendall(sys.stdin.buffer.read()); s.shutdown(socket.SHUT_WR)
 while d := s.recv(65536): sys.stdout.buffer.write(d)
 '"""
@@ -93,7 +93,7 @@ async def test_absent_upstream_is_a_broken_connection(make_box: MakeBox) -> None
 
 LEAVE = """python3 -c '
 import socket
-s = socket.create_connection(("127.0.0.1", 4000), 10)
+s = socket.create_connection(("127.0.0.1", 4000), 60)
 s.sendall(b"ask")
 n = 0
 while n < {count}: n += len(s.recv(min(60, {count} - n)))

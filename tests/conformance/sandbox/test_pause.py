@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, MakeBox, failure
 from tests.conformance.sandbox.needs import needs
 from tests.conformance.sandbox.services import Running
+from tests.support.waiting import eventually
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -136,6 +137,27 @@ async def test_process_of_a_paused_sandbox_is_killed_while_others_stay_frozen(
     await resume(box)
     left = await box.out("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     assert "4910" not in left and "4911" not in left and "4912" not in left and "4913" in left
+
+
+@pytest.mark.requirement("R37", "R131")
+async def test_held_timeouts_stand_still_on_every_backend(make_box: MakeBox, capabilities: sb.Capabilities) -> None:
+    """Also those of what is started meanwhile, where nothing can be frozen; their rest runs afterwards."""
+    box: Box = await make_box()
+    await box.start("timed", "sleep", "4914", timeout_s=0.5)
+    for _ in range(2):
+        request = ss.PauseSandboxRequest(sandbox_id=box.id, hold_timeouts=True)
+        answer = await box.service.sandboxes.PauseSandbox(request, timeout=30)
+        assert answer.timeouts_only != capabilities.pause
+    if not capabilities.pause:
+        await box.start("later", "sleep", "4915", timeout_s=0.2)
+    other: Box = await make_box()
+    await other.out("sleep 1")
+    listed = await box.service.processes.ListProcesses(ps.ListProcessesRequest(sandbox_id=box.id), timeout=30)
+    assert not any(process.HasField("exit") for process in listed.processes if process.process_id in ("timed", "later"))
+    await resume(box)
+    assert (await box.finish("timed"))[2].reason == ps.EXIT_REASON_TIMED_OUT
+    if not capabilities.pause:
+        assert (await box.finish("later"))[2].reason == ps.EXIT_REASON_TIMED_OUT
 
 
 @pytest.mark.requirement("R50", "R61")
@@ -338,11 +360,7 @@ def _layers(service: Running) -> set[str]:
 
 async def _until_gone(service: Running, before: set[str]) -> None:
     """The copy's removal follows its last holder's end; it takes a moment."""
-    for _ in range(500):
-        if _layers(service) <= before:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"still there: {_layers(service) - before}")
+    await eventually(lambda: _layers(service) <= before, "the copy is removed")
 
 
 def _running(argument: str) -> list[int]:

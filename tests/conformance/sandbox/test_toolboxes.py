@@ -49,6 +49,29 @@ async def test_a_python_that_a_toolbox_asks_for_runs(service: Running, make_box:
     assert await box.out("tool") == "42"
 
 
+@pytest.mark.requirement("R151")
+@needs("toolboxes")
+async def test_packages_for_the_sandboxs_python_are_found_and_cannot_be_changed(
+    service: Running, make_box: MakeBox
+) -> None:
+    """By every python3 of the sandbox, behind what a command sets itself; programs are in PATH."""
+    spec = tb.ToolboxSpec(
+        name="packages",
+        files=[
+            tb.ToolboxFile(path="python/packaged.py", content=b"print('packaged')\n"),
+            tb.ToolboxFile(path="python/bin/packaged-program", content=b"#!/bin/sh\necho program\n", mode=0o755),
+        ],
+        python_target=tb.PythonTarget(version="3.12", platform="manylinux_2_36_x86_64"),
+    )
+    toolbox = await prepare(service, spec)
+    box = await make_box(toolbox_ids=[toolbox.toolbox_id])
+    assert await box.out("packaged-program; python3 -m packaged") == "program\npackaged"
+    mine = await box.run(shell="echo $PYTHONPATH; python3 -m packaged", env={"PYTHONPATH": "src"})
+    assert mine.stdout == f"src:{toolbox.mount_path}/python\npackaged\n".encode()
+    for attack in ("echo > PLACE/packaged.py", "rm -f PLACE/packaged.py", "touch PLACE/json.py", "mv PLACE PLACE.gone"):
+        assert (await box.run(shell=attack.replace("PLACE", f"{toolbox.mount_path}/python"))).exit.code != 0, attack
+
+
 @pytest.mark.requirement("R66")
 async def test_toolboxes_are_listed_with_what_they_are(service: Running) -> None:
     made = await prepare(service, tb.ToolboxSpec(name="listed", files=[script("#!/bin/sh\n")]))

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from tests.support.endpoints.token_endpoint import unused_port
 
 from penstock.client import Completion, ModelCall, UnknownCall, connect
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2_grpc
@@ -26,7 +27,7 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = [0, 0]
+        self._ports = [unused_port(), unused_port()]
         self._process: asyncio.subprocess.Process | None = None
         self.address = ""
         self.ingress = ""
@@ -50,7 +51,6 @@ class Gate:
         assert self._process.stdout is not None
         ready = json.loads(await self._process.stdout.readline())
         self.address, self.ingress = ready["address"], ready["endpoints"]["ingress"]
-        self._ports = [int(where.rpartition(":")[2]) for where in (self.address, self.ingress)]
 
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:

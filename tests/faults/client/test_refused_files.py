@@ -19,7 +19,6 @@ from tests.support.absent import absent
 from tests.support.disks.failing_files import Files, failing
 from tests.support.disks.refused_writes import sweep
 
-from penstock.analysis.export_columns import Table
 from penstock.analysis.export_files import Format, new_file
 from penstock.cli.commands import credentials
 from penstock.client.errors import AlreadyExists, ConfigurationError
@@ -31,6 +30,7 @@ from penstock.client.transport.endpoints import Endpoints, read_connection, writ
 from penstock.client.types.results import Ended, Outcome, RolloutEvent
 from penstock.client.types.trajectories import Reward
 from penstock.evaluation import Attempt, Book, Evaluation, read_attempts, read_config
+from penstock.tables.columns import Table
 
 CODES = pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "io error"])
 TORN = pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])

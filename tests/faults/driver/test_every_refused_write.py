@@ -390,7 +390,7 @@ class Remains:
         for rollout_id in ("owed", "runs", "runs-too"):
             await scenario.wait(rollout_id)
         for rollout_id in ("runs", "runs-too"):
-            assert scenario.outcomes[rollout_id].failure.reason == "DRIVER_RESTARTED"
+            assert scenario.outcomes[rollout_id].failure.reason == "SANDBOX_LOST"
         await scenario.open("opening")
         await scenario.step("open", "two", command="echo b")
         await scenario.step("open", "end", answer="done")
@@ -399,7 +399,7 @@ class Remains:
         told = await scenario.terminal("busy")
         assert told.failure.reason in ("CLOSED", "JOURNAL_FAILED"), told
         await eventually_async(lambda: _ended(scenario, "answered"), "the answered one has ended")
-        assert (await scenario.terminal("answered")).failure.reason == "DRIVER_RESTARTED"
+        assert (await scenario.terminal("answered")).failure.reason == "GRADING_INTERRUPTED"
         await scenario.clear()
 
 

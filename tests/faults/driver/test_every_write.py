@@ -1,15 +1,17 @@
 """kill -9 of the driver at every write of its journal, under one fixed scenario: nothing is forgotten, nothing leaks.
 
-The scenario: an agent is registered; a rollout with setup, verifier and an artifact is created, watched and awaited; it
-is deleted. The client comes back as its library does. Sandbox service and gate are the real ones and stay. Each write
-is the last one before its commit, when the driver has gone on meanwhile, and those that a client waits for also after
-it, before the client hears of it. The enumeration ends by itself, with the first write that is not reached.
+The scenario: an agent is registered; a rollout with setup, verifier and an artifact is created, watched, awaited and
+graded again; it is deleted. The client comes back as its library does. Sandbox service and gate are the real ones and
+stay. Each write is the last one before its commit, when the driver has gone on meanwhile, and those that a client waits
+for also after it, before its answer to the client. The enumeration ends by itself, with the first write that is not
+reached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,15 +34,22 @@ from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import connect
 from penstock_codec import tiny_tokenizer
 
+pytestmark = pytest.mark.timeout(1200)  # a guard: a service is killed at each of its writes
+
 HANGS_S = 120.0
-AWAITED = ("INSERT INTO requests", "INSERT INTO agent_specs", "UPDATE rollouts SET phase = ?, end_time", "DELETE")
+AWAITED = (
+    *("INSERT INTO requests", "INSERT INTO agent_specs", "UPDATE rollouts SET phase = ?, end_time", "DELETE"),
+    *("INSERT OR REPLACE INTO end_states", "UPDATE rollouts SET grades"),
+)
 """How the writes begin that a client waits for."""
 SETUP, VERIFY = "echo kiwi > note.txt", 'cmp note.txt out.txt && echo 1 > "$PENSTOCK_REWARD_FILE"'
 
+AGENT_LINES = 5
 AGENT = agent_pb2.AgentSpec(
     name="copier",
     version="1",
-    argv=["/bin/sh", "-c", "cp note.txt out.txt"],
+    argv=["/bin/sh", "-c", f"cat > order.txt; cp note.txt out.txt; seq {AGENT_LINES}; test $(cat order.txt) = copy"],
+    events=agent_pb2.EventMapping(source=agent_pb2.EventMapping.SOURCE_STDOUT_LINES),
     instruction=agent_pb2.InstructionDelivery(method=agent_pb2.InstructionDelivery.METHOD_STDIN),
     files=[agent_pb2.ConfigFile(path="endpoint", text="{{base_url}} {{api_key}}")],
     dialects=[trajectory_pb2.DIALECT_CHAT_COMPLETIONS],
@@ -60,9 +69,18 @@ SPEC = rollout_pb2.RolloutSpec(
     source=interception_pb2.ModelSource(tokenizer=interception_pb2.ModelSource.Tokenizer(name="tiny")),
 )
 
+IN_PLACE = rollout_pb2.RolloutSpec()
+"""The same, graded in the agent's own sandbox, where a verifier that was cut off costs the attempt."""
+IN_PLACE.CopyFrom(SPEC)
+IN_PLACE.task.keep_diff = True
+IN_PLACE.task.verifier.fresh_fork = False
+IN_PLACE.task.verifier.restore.append("note.txt")
+IN_PLACE.max_attempts = 2
+IN_PLACE.keep_end_state = True
 
-def driver_of(warm: Warm, directory: Path, services: tuple[Process, Process]) -> Mortal:
-    """A driver between the two."""
+
+def driver_of(warm: Warm, directory: Path, services: tuple[Process, Process], **more: str) -> Mortal:
+    """A driver between the two, with `more` settings."""
     sandbox, interception = services
     return Mortal(
         warm,
@@ -73,10 +91,11 @@ def driver_of(warm: Warm, directory: Path, services: tuple[Process, Process]) ->
         sandbox_token=TOKEN,
         interception_address=interception.address,
         interception_token=TOKEN,
+        **more,
     )
 
 
-async def play(driver: Mortal) -> list[str]:
+async def play(driver: Mortal, spec: rollout_pb2.RolloutSpec) -> list[str]:
     """The scenario; what of the promises does not hold."""
     found: list[str] = []
     async with connect(driver.address, TOKEN) as channel:
@@ -84,7 +103,7 @@ async def play(driver: Mortal) -> list[str]:
         rollouts: Any = pb_grpc.RolloutServiceStub(channel)
         register = agent_service_pb2.RegisterAgentRequest(spec=AGENT)
         await insisting(lambda: agents.RegisterAgent(register, wait_for_ready=True))
-        create = pb.CreateRolloutRequest(request_id="once", spec=SPEC, rollout_id="r")
+        create = pb.CreateRolloutRequest(request_id="once", spec=spec, rollout_id="r")
         await insisting(lambda: rollouts.CreateRollout(create, wait_for_ready=True))
 
         async def watch(after: int) -> list[rollout_pb2.RolloutEvent]:
@@ -97,7 +116,11 @@ async def play(driver: Mortal) -> list[str]:
         while ended is None or not ended.HasField("outcome"):
             ended = (await insisting(lambda: rollouts.WaitRollout(wait, timeout=60, wait_for_ready=True))).rollout
         events = await insisting(lambda: watch(0))
+        regrade = pb.RegradeRolloutRequest(rollout_id="r", name="again")
+        grade = (await insisting(lambda: rollouts.RegradeRollout(regrade, timeout=60, wait_for_ready=True))).grade
         again = (await insisting(lambda: rollouts.CreateRollout(create, wait_for_ready=True))).rollout
+        if list(again.grades) != [grade] or grade.reward != ended.outcome.reward or again.outcome != ended.outcome:
+            found.append(f"it was graded again as {again.grades}")
         if again.rollout_id != "r":
             found.append(f"the same request made {again.rollout_id}")
         found += _told(ended, events)
@@ -116,13 +139,20 @@ def _told(ended: rollout_pb2.Rollout, events: list[rollout_pb2.RolloutEvent]) ->
         found.append("not one end, at the end")
     outcome = ended.outcome
     if outcome.HasField("failure"):
-        failure = outcome.failure
-        if (failure.reason, failure.caused_by) != ("DRIVER_RESTARTED", rollout_pb2.PARTY_DRIVER):
-            found.append(f"it failed by {failure}")
-        if outcome.HasField("reward"):
-            found.append("rewarded after a failure of the driver")
-    elif outcome.reward.value != 1.0:
+        found.append(f"it failed by {outcome.failure}")
+    if outcome.reward.value != 1.0:
         found.append(f"it completed with {outcome.reward}")
+    losses = [event.attempt_failed.failure.reason for event in events if event.HasField("attempt_failed")]
+    if set(losses) - ({"GRADING_INTERRUPTED"} if ended.spec.max_attempts > 1 else set()):
+        found.append(f"attempts were lost: {losses}")
+    if ended.attempts != 1 + len(losses):
+        found.append(f"it took {ended.attempts} attempts")
+    kinds = Counter(event.WhichOneof("event") for event in events)
+    artifacts = 1 + ended.spec.task.keep_diff
+    if ended.attempts == 1 and (kinds["agent_exited"], kinds["artifact"], kinds["agent_event"]) != (
+        *(1, artifacts, AGENT_LINES),
+    ):
+        found.append(f"its events are {kinds}")
     return found
 
 
@@ -155,7 +185,7 @@ def services(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
     """A sandbox service and a gate, which no scenario harms."""
     tokenizer = tmp_path / "tiny"
     tiny_tokenizer.build(["copy"]).write(tokenizer)
-    settings = {"ingress_port": "0", "inference_address": "", "tokenizers": json.dumps({"tiny": str(tokenizer)})}
+    settings = {"inference_address": "", "tokenizers": json.dumps({"tiny": str(tokenizer)})}
     interception = Process("interception", tmp_path, settings)
     interception.start()
     sandbox = Process("sandbox", tmp_path, {"allowed_upstreams": json.dumps([interception.endpoints["ingress"]])})
@@ -165,11 +195,12 @@ def services(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
     interception.stop()
 
 
-@pytest.mark.requirement("R25", "R49", "R50", "R62")
-async def test_kill_at_any_write_neither_loses_leaks_nor_ends_a_rollout_twice(
-    warm: Warm, services: tuple[Process, Process], tmp_path: Path
+@pytest.mark.requirement("R25", "R49", "R50", "R62", "R127", "R140")
+@pytest.mark.parametrize("spec", [SPEC, IN_PLACE], ids=["graded in a fork", "graded in place"])
+async def test_kill_at_any_write_neither_loses_leaks_nor_repeats_a_rollout(
+    warm: Warm, services: tuple[Process, Process], tmp_path: Path, spec: rollout_pb2.RolloutSpec
 ) -> None:
-    """It completed, or the driver was restarted; nothing of it is left anywhere."""
+    """It completed in one attempt, with each event once; nothing of it is left anywhere."""
     failed: dict[str, list[str]] = {}
     seen: set[str] = set()
     at, reached = 0, True
@@ -183,7 +214,7 @@ async def test_kill_at_any_write_neither_loses_leaks_nor_ends_a_rollout_twice(
             found = ["it hangs"]
             with suppress(TimeoutError):
                 async with asyncio.timeout(HANGS_S):
-                    found = await play(driver)
+                    found = await play(driver, spec)
             found += await leaked(services)
             reached = driver.died
             write = next(iter(driver.writes()[at - 1 :]), [])
@@ -196,5 +227,8 @@ async def test_kill_at_any_write_neither_loses_leaks_nor_ends_a_rollout_twice(
             committed = True
     assert not failed
     assert at > 8
-    for kind in ("INSERT INTO requests", "INSERT INTO events", "UPDATE rollouts SET phase", "DELETE FROM rollouts"):
+    for kind in (
+        *("INSERT INTO requests", "INSERT INTO events", "UPDATE rollouts SET phase", "DELETE FROM rollouts"),
+        *("INSERT OR REPLACE INTO end_states", "UPDATE end_states", "UPDATE rollouts SET grades"),
+    ):
         assert any(statement.startswith(kind) for statement in seen), (kind, seen)

@@ -21,7 +21,7 @@ from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy
 from penstock_sandbox.host.upstream import connect
 
 ROOT = Path(__file__).parents[3]
-_LIMIT_S = 120
+_LIMIT_S = 240
 _SERVER = """
 import socket
 with socket.create_server(("0.0.0.0", 7780)) as listener:

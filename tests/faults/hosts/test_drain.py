@@ -1,6 +1,6 @@
 """Services are drained and restarted one after another while rollouts run: no rollout fails, and none is repeated.
 
-Two sandbox services and two gates share this machine, with one driver.
+Two sandbox services, two gates and two drivers share this machine, with one engine.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ import pytest
 import pytest_asyncio
 import tomlkit
 from tests.hosts import model
-from tests.support import toolboxes
+from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.services.stack import disjoint_uids
 from tests.support.waiting import eventually_async
 
-from penstock.client import Mode, Penstock, RolloutResult, connect
+from penstock.client import CallFinished, Mode, Penstock, RolloutResult, connect
 from penstock.client.transport.endpoints import SERVICES
 from penstock.local.stack import LocalStack
 
@@ -38,18 +37,9 @@ _UIDS = 512
 _DRAIN_S = 300.0
 
 
-def _ports(count: int) -> list[int]:
-    """Ports that are free now, each another one."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 @dataclass
 class Pairs:
-    """A stack, and beside its sandbox service n0 and its gate g0 a second one of each: n1 and g1."""
+    """A stack, and beside its sandbox service n0, its gate g0 and its driver d0 a second one of each: n1, g1, d1."""
 
     stack: LocalStack
     ps: Penstock
@@ -59,7 +49,7 @@ class Pairs:
     processes: dict[str, asyncio.subprocess.Process]
 
     async def start(self, name: str) -> None:
-        """Start n1 or g1; return when it is ready."""
+        """Start n1, g1 or d1; return when it is ready."""
         kind = _KINDS[name[0]]
         config = self.folder / f"{name}.toml"
         config.write_text(tomlkit.dumps({kind: self.tables[name]}))
@@ -138,7 +128,7 @@ async def _is_long(results: Sequence[RolloutResult]) -> bool:
     return len(results) >= _AT_ONCE
 
 
-_KINDS = {"n": "sandbox", "g": "interception"}
+_KINDS = {"n": "sandbox", "g": "interception", "d": "driver", "e": "inference"}
 
 
 def _bare() -> dict[str, str]:
@@ -163,32 +153,33 @@ async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pairs
     folder = tmp_path_factory.mktemp("pairs")
     folder.chmod(0o755)
     model.write(folder)
-    n0, n1, g0, g1, in0, in1 = _ports(6)
-    address = {name: f"127.0.0.1:{port}" for name, port in {"n0": n0, "n1": n1, "g0": g0, "g1": g1}.items()}
+    names = ("n0", "n1", "g0", "g1", "d0", "d1")
+    *ports, in0, in1 = (unused_port() for _ in range(len(names) + 2))
+    port = dict(zip(names, ports, strict=True))
+    address = {name: f"127.0.0.1:{number}" for name, number in port.items()}
     uids = disjoint_uids()
     sandbox = {
         "drain_s": _DRAIN_S,
         "allowed_upstreams": [f"127.0.0.1:{in0}", f"127.0.0.1:{in1}"],
         "uid_count": _UIDS,
     }
+    driver = {
+        f"{_KINDS[letter]}_members": f"static:{letter}0={address[f'{letter}0']},{letter}1={address[f'{letter}1']}"
+        for letter in "ngd"
+    } | {"drain_s": _DRAIN_S}
     settings: dict[str, dict[str, Any]] = {
         "sandbox": {**sandbox, "name": "n0", "first_uid": uids},
         "interception": {"name": "g0", "drain_s": _DRAIN_S},
-        "driver": {
-            "sandbox_members": f"static:n0={address['n0']},n1={address['n1']}",
-            "interception_members": f"static:g0={address['g0']},g1={address['g1']}",
-        },
+        "driver": {**driver, "name": "d0"},
     }
     stack = LocalStack(
         model_dir=folder / "model",
         engine="scripted",
         engine_options={"script": str(folder / "script.yaml")},
         state_dir=folder / "state",
-        ports={"sandbox": n0, "interception": g0, "ingress": in0},
+        ports={"sandbox": port["n0"], "interception": port["g0"], "driver": port["d0"], "ingress": in0},
         settings=settings,
     )
-    toolboxes.bring(stack.state_dir / "sandbox")
-    toolboxes.bring(folder / "n1")
     async with AsyncExitStack() as closing:
         await closing.enter_async_context(stack)
         own = {"operator_token": stack.operator_token, "parent_pid": os.getpid()}
@@ -197,19 +188,28 @@ async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pairs
                 **own,
                 **sandbox,
                 "name": "n1",
-                "port": n1,
+                "port": port["n1"],
                 "state_dir": str(folder / "n1"),
                 "first_uid": uids + _UIDS,
             },
             "g1": {
                 **own,
                 "name": "g1",
-                "port": g1,
+                "port": port["g1"],
                 "ingress_port": in1,
                 "state_dir": str(folder / "g1"),
                 "drain_s": _DRAIN_S,
                 "inference_address": stack.address("inference"),
                 "inference_token": stack.operator_token,
+            },
+            "d1": {
+                **own,
+                **driver,
+                "name": "d1",
+                "port": port["d1"],
+                "state_dir": str(folder / "d1"),
+                "sandbox_token": stack.operator_token,
+                "interception_token": stack.operator_token,
             },
         }
         made = Pairs(stack, await closing.enter_async_context(connect(stack.endpoints)), folder, address, tables, {})
@@ -224,20 +224,73 @@ async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pairs
 
 
 async def test_a_drained_sandbox_service_ends_its_rollouts_and_gets_no_more(pairs: Pairs) -> None:
+    """It is given by its name in the driver's list, of which the connection has one member of each kind."""
     async with pairs.load() as results:
         busy, other = sorted(("n0", "n1"), key=lambda name: name != _home(results[0]))
-        code, output = await pairs.cli("drain", pairs.address[busy], "--wait")
+        code, output = await pairs.cli("drain", busy, "--wait")
         assert (code, busy in output and "is drained" in output) == (0, True), output
         after = [await pairs.one(number) for number in range(2)]
     check([*results, *after])
     assert {_home(item) for item in after} == {other}
-    for name in ("n0", pairs.address["n1"]):
+    for name in ("sandbox/n0", pairs.address["n1"]):
         code, output = await pairs.cli("drain", name, "--undo")
         assert (code, "takes new work again" in output) == (0, True), output
-    assert not (await pairs.ps.operations.status("sandbox")).troubles
+    told = {trouble.reason for trouble in (await pairs.ps.operations.status("sandbox")).troubles}
+    assert told <= {"LOOP_LAG"}
 
 
-@pytest.mark.parametrize("names", [("n0", "n1"), ("g0", "g1")], ids=["sandbox services", "gates"])
+@pytest.mark.requirement("R128")
+async def test_an_attempt_replays_at_another_gate_while_its_own_drains(pairs: Pairs) -> None:
+    """Its sandbox is lost after the first answer: the next attempt is at the other gate, and asks nothing again."""
+    handle = await pairs.ps.rollouts.create(model.task(0, 10.0), "shell", mode=Mode.TRANSPARENT_PROXY, max_attempts=2)
+    async for event in handle.events():
+        if isinstance(event.payload, CallFinished):
+            break
+    home = (await handle.refresh()).home
+    assert home is not None
+    code, output = await pairs.cli("drain", home.gate)
+    assert code == 0, output
+    try:
+        sandbox = await pairs.ps.sandboxes.attach(home.sandbox_id)
+        await sandbox.delete()
+        result = await handle.result()
+    finally:
+        code, output = await pairs.cli("drain", home.gate, "--undo")
+        assert code == 0, output
+    assert result.rollout.attempts == 2 and result.rollout.home is not None
+    assert result.reward is not None and result.reward.value == 1.0, result.outcome
+    assert result.rollout.home.gate != home.gate
+    trajectory = await handle.trajectory()
+    assert [one.replayed_from is not None for one in trajectory.calls] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["g1", "d1"])
+async def test_any_member_of_the_driver_s_lists_is_drained_by_name(pairs: Pairs, name: str) -> None:
+    kind = _KINDS[name[0]]
+    code, output = await pairs.cli("drain", name)
+    assert (code, f"{kind} service {name} takes no new work" in output) == (0, True), output
+
+    async def is_listed_as(state: str) -> bool:
+        members = await pairs.ps.operations.members("interception" if kind == "interception" else "driver")
+        return [one.state for one in members if one.name == name] == [state]
+
+    await eventually_async(lambda: is_listed_as("draining"), f"{name} drains")
+    code, output = await pairs.cli("drain", f"{kind}/{name}", "--undo")
+    assert code == 0, output
+    await eventually_async(lambda: is_listed_as("up"), f"{name} takes work again")
+
+
+async def test_a_name_that_nobody_has_is_refused_with_those_there_are(pairs: Pairs) -> None:
+    code, output = await pairs.cli("drain", "n7")
+    assert code == 2
+    for name in pairs.address:
+        assert f"{_KINDS[name[0]]}/{name}" in output
+
+
+@pytest.mark.requirement("R117")
+@pytest.mark.parametrize(
+    "names", [("n0", "n1"), ("e0",), ("g0", "g1"), ("d0", "d1")], ids=["sandbox services", "engine", "gates", "drivers"]
+)
 async def test_a_restart_of_each_service_in_turn_fails_no_rollout(pairs: Pairs, names: Sequence[str]) -> None:
     async with pairs.load() as results:
         for name in names:

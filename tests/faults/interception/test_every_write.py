@@ -19,6 +19,7 @@ import aiohttp
 import numpy as np
 import pytest
 from tests.support.endpoints.mcp_agent import post, tool_call
+from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.services.dying import BACK_OFF_S, Mortal, Warm, insisting
 
 from penstock.analysis import export, verify_chain
@@ -37,13 +38,23 @@ from penstock_codec.tokenizer_files import TokenizerFiles
 
 TOKEN = "operator-token-of-this-test"
 QUESTIONS = ("list the files", "and the directories")
+pytestmark = pytest.mark.timeout(1200)  # a guard: a service is killed at each of its writes
+
 HANGS_S = 60.0
 
 
 def gate_in(warm: Warm, directory: Path, tokenizer: Path) -> Mortal:
     """A gate with an ingress, and without an engine."""
     tokenizers = json.dumps({"tiny": str(tokenizer)})
-    return Mortal(warm, "interception", directory, TOKEN, ingress_port="0", tokenizers=tokenizers, inference_address="")
+    return Mortal(
+        warm,
+        "interception",
+        directory,
+        TOKEN,
+        ingress_port=str(unused_port()),
+        tokenizers=tokenizers,
+        inference_address="",
+    )
 
 
 class Scenario:
@@ -89,7 +100,7 @@ class Scenario:
             try:
                 return await session.offer_tools([HostTool(name="work", function=work)])
             except PenstockError as error:
-                if error.reason not in ("UNREACHABLE", "SESSION_UNKNOWN", "UNAVAILABLE"):
+                if error.reason not in ("UNREACHABLE", "SESSION_UNKNOWN", "TRANSPORT_UNAVAILABLE"):
                     raise
                 await asyncio.sleep(BACK_OFF_S)
 

@@ -16,6 +16,7 @@ import aiohttp
 import grpc
 import numpy as np
 import pytest
+from tests.support.endpoints.token_endpoint import unused_port
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -43,8 +44,8 @@ class Victim:
             "PENSTOCK_INTERCEPTION_STATE_DIR": str(directory / "state"),
             "PENSTOCK_INTERCEPTION_TOKENIZERS": json.dumps({"tiny": str(tokenizer)}),
             "PENSTOCK_INTERCEPTION_INFERENCE_ADDRESS": "",
-            "PENSTOCK_INTERCEPTION_PORT": "0",
-            "PENSTOCK_INTERCEPTION_INGRESS_PORT": "0",
+            "PENSTOCK_INTERCEPTION_PORT": str(unused_port()),
+            "PENSTOCK_INTERCEPTION_INGRESS_PORT": str(unused_port()),
         }
         self._process: asyncio.subprocess.Process | None = None
         self.address = ""
@@ -65,8 +66,6 @@ class Victim:
             if line.startswith(b'{"event":"ready"'):
                 ready = json.loads(line)
                 self.address, self.ingress = ready["address"], ready["endpoints"]["ingress"]
-                self._environment["PENSTOCK_INTERCEPTION_PORT"] = self.address.rpartition(":")[2]
-                self._environment["PENSTOCK_INTERCEPTION_INGRESS_PORT"] = self.ingress.rpartition(":")[2]
                 return
         raise AssertionError((self._directory / "service.log").read_text())
 

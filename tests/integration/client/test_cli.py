@@ -11,8 +11,10 @@ from typing import Any
 
 import orjson
 import pytest
+import yaml
 from aiohttp import web
 from tests.support.endpoints.token_endpoint import VOCAB, token_endpoint, unused_port
+from tests.support.services.processes import argv_of, children_of
 from tests.support.terminal.commandline import json_lines
 from tests.support.waiting import eventually_async
 
@@ -82,6 +84,7 @@ async def test_a_rollout_is_shown_live_and_its_trajectory_is_saved(
     for said in ("== running", "calls: bash", "completed", "reward 1", "2 calls", "saved in runs/rollouts/shell-copy"):
         assert said in out, out
     (folder,) = (tmp_path / "runs" / "rollouts").iterdir()
+    assert f"rollout: {folder.name}" in err
     turns = [orjson.loads(line) for line in (folder / "turns.jsonl").read_bytes().splitlines()]
     assert [turn["state"] for turn in turns] == ["delivered", "delivered"]
     assert turns[0]["request_body"]
@@ -368,6 +371,29 @@ async def test_a_new_agents_file_is_certified_before_anything_is_registered(
     assert "copied" not in out, (out, err)
 
 
+@pytest.mark.requirement("R66", "R128")
+async def test_an_agent_that_does_not_repeat_itself_is_told_why(connection: dict[str, str], tmp_path: Path) -> None:
+    """`agents check --run --replay` loses its sandbox at the last call; one that tells its model the time parts."""
+    code, _, err = await penstock("agents", "check", "shell", "--replay", environment=connection)
+    assert code == 2 and "give --run too" in err
+    code, out, err = await penstock("agents", "check", "shell", "--run", "--replay", environment=connection)
+    assert code == 0 and "replay ok in a fresh sandbox it made the same 2 calls" in " ".join(out.split()), (out, err)
+    code, text, err = await penstock("agents", "show", "shell", environment=connection)
+    spec = yaml.safe_load(text)
+    shown = 'date "+Now it is %F %T.%N" >>"$0"; exec "$@"'
+    spec |= {"name": "dated", "argv": ["sh", "-c", shown, "{{instruction_path}}", *spec["argv"]]}
+    file = tmp_path / "dated.yaml"
+    file.write_text(yaml.safe_dump(spec, sort_keys=False))
+    code, out, err = await penstock("agents", "check", str(file), "--run", "--replay", "--json", environment=connection)
+    told = [orjson.loads(line) for line in out.splitlines()]
+    assert code == 1 and told[-1]["step"] == "replay" and told[-1]["outcome"] == "failed", (out, err)
+    replay = told[-1]["replay"]
+    assert (replay["calls"], replay["replayed"], replay["reached"]) == (2, 0, False)
+    first = replay["divergences"][0]
+    assert (first["call"], first["cause"]) == (0, "DATE") and first["token"] > 0
+    assert "Now it is" in first["recorded"] and "Now it is" in first["new"] and first["recorded"] != first["new"]
+
+
 async def test_export_writes_a_file(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:
     """Trajectories leave as rows."""
     await penstock(
@@ -415,7 +441,7 @@ async def test_a_state_directory_that_is_named_is_the_one_that_is_used(
 async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path: Path) -> None:
     """A line when it died, a line when it is back; `doctor --live` knows."""
     state = str(tmp_path / "state")
-    up = await start("up", "--free-ports", "--state-dir", state)
+    up = await start("up", "--free-ports", "--state-dir", state, "--set", f"sandbox.port={unused_port()}")
     assert up.stdout is not None and up.stderr is not None
     async for line in up.stdout:
         if line.startswith(b"ingress"):
@@ -438,10 +464,7 @@ async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path
 
 def _children(pid: int, module: str) -> list[int]:
     """The child processes that run a module."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [
-        int(child) for child in found if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-    ]
+    return [child for child in children_of(pid) if module.encode() in argv_of(child)]
 
 
 async def test_piped_output_is_not_cut(connection: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from penstock.client.transport.endpoints import write_connection
 async def test_attacks_on_a_deployment_are_reported_as_table_and_json(tmp_path: Path) -> None:
     """What was tried and what came of it; exit code 0 when nothing is broken, and a wrong name is refused."""
     file = tmp_path / "connection.json"
-    async with running(tmp_path) as stack:
+    async with running(tmp_path, agents=False) as stack:
         write_connection(file, stack.stack.endpoints, pid=os.getpid())
         environment = {"PENSTOCK_CONNECTION": str(file)}
 

@@ -32,6 +32,7 @@ from penstock.client import (
     Penstock,
     PenstockError,
     Prompt,
+    ReplayOrigin,
     Role,
     RolloutClosed,
     SandboxSpec,
@@ -218,6 +219,16 @@ async def test_gate_serves_an_agent_of_ones_own(ps: Penstock, calls: Calls) -> N
         assert (await rollout.close("DONE")).state == "closed"
         ended = [event async for event in events][-1]
         assert isinstance(ended, RolloutClosed) and ended.reason == "DONE"
+    async with await ps.gate.open() as second, aiohttp.ClientSession() as http:
+        assert (await ps.gate.hold_calls(second.rollout_id)).held
+        assert not (await ps.gate.hold_calls(second.rollout_id, held=False)).held
+        assert await ps.gate.load_recording(second.rollout_id, rollout.rollout_id) == 1
+        url, headers = f"{second.base_url()}/chat/completions", {"authorization": f"Bearer {second.token}"}
+        async with http.post(url, json=body, headers=headers) as answered:
+            assert answered.status == 200
+        assert (await second.refresh()).totals.replayed == 1
+        (again,) = (await second.capture()).calls
+        assert again.replayed_from == ReplayOrigin(rollout.rollout_id, 1, call.call_id)
     await rollout.delete()
     with pytest.raises(NotFound):
         await ps.gate.get(rollout.rollout_id)
@@ -263,11 +274,20 @@ async def test_rollouts_groups_agents_and_terminals_are_reached(ps: Penstock, ca
     async with aclosing(ps.rollouts.watch(run_id="every-rpc")) as changes:
         await anext(changes)
     assert [item async for item in ps.rollouts.export(run_id="every-rpc")]
+    with pytest.raises(FailedPrecondition, match="ended"):
+        await rollout.pause()
+    await rollout.resume()
+    branches = await rollout.branch(1)
+    assert (await branches.wait()).ended
+    assert (await rollout.regrade()).reward == (await rollout.result()).reward
     await rollout.delete()
     group = await ps.groups.create(TASK, "shell", 1, mode="transparent_proxy")
     await ps.groups.attach(group.group_id)
     assert group.group_id in [item.group_id async for item in ps.groups.list()]
     assert [event async for event in group.events()] and (await group.wait()).ended
+    with pytest.raises(FailedPrecondition, match="ended"):
+        await group.pause()
+    await group.resume()
     await group.cancel()
     await group.delete()
     assert calls.of("RolloutService") == expected("RolloutService")

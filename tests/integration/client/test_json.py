@@ -56,6 +56,7 @@ async def ground(stack: LocalStack, model_dir: Path, tmp_path_factory: pytest.Te
         task = Task.load(folder / "task.yaml")
         handle = await ps.rollouts.create(task, "shell", rollout_id="ended", run_id="json", mode=Mode.TRANSPARENT_PROXY)
         await handle.result()
+        await ps.rollouts.create(task, "shell", rollout_id="waiting")  # for a trainer, which never comes
         await write(ps.rollouts.export(run_id="json"), folder / "turns.jsonl", table="turns")
     environment = {"PENSTOCK_CONNECTION": str(folder / "connection.json"), "E2B_API_KEY": "", "HF_TOKEN": ""}
     made = Ground(folder, environment, model_dir)
@@ -87,11 +88,23 @@ def _real(ground: Ground) -> str:
     return "real.jsonl"
 
 
+def _graded_again(ground: Ground) -> str:
+    assert ground.run("regrade", "json")[0] == 0
+    return "json"
+
+
 RUNS: dict[str, Callable[[Ground], list[str]]] = {
     "rollout": lambda _: ["rollout", "--agent", "shell", "--task", "task.yaml"],
+    "branch": lambda _: ["branch", "ended", "0"],
+    "pause": lambda _: ["pause", "waiting"],
+    "resume": lambda _: ["resume", "ended"],
+    "cancel": lambda _: ["cancel", "ended"],
     "watch": lambda _: ["watch", "--once", "--run", "json"],
     "replay": lambda _: ["replay", "ended", "--tokens"],
     "diff": lambda _: ["diff", "ended", "turns.jsonl"],
+    "regrade": lambda _: ["regrade", "json"],
+    "rewards diff": lambda ground: ["rewards", "diff", _graded_again(ground)],
+    "scan": lambda _: ["scan", "turns.jsonl"],
     "terminal": lambda _: ["terminal", "task.yaml"],
     "agents": lambda _: ["agents"],
     "agents list": lambda _: ["agents", "list"],
@@ -99,10 +112,12 @@ RUNS: dict[str, Callable[[Ground], list[str]]] = {
     "agents new": lambda _: ["agents", "new", "fresh"],
     "agents check": lambda ground: ["agents", "check", _agent_file(ground)],
     "agents register": lambda ground: ["agents", "register", _agent_file(ground)],
+    "tasks new": lambda _: ["tasks", "new", "a-task"],
     "tasks check": lambda _: ["tasks", "check", "task.yaml"],
     "tasks import": lambda ground: ["tasks", "import", "swe", _record(ground), "imported"],
     "tasks build": lambda _: ["tasks", "build", "task.yaml"],
     "tasks prove": lambda _: ["tasks", "prove", "task.yaml"],
+    "tasks assay": lambda _: ["tasks", "assay", "task.yaml", "--solutions", "1", "--mutants", "1", "--no-attacks"],
     "eval run": lambda _: ["eval", "run", "task.yaml", "--agent", "shell", "--out", "another"],
     "eval show": lambda _: ["eval", "show", "evaluation"],
     "eval diff": lambda _: ["eval", "diff", "evaluation", "evaluation"],
@@ -130,7 +145,7 @@ def test_json_is_all_that_a_command_prints(name: str, ground: Ground) -> None:
     code, out, err = ground.run(*RUNS[name](ground), "--json", keys="cp note.txt out.txt\n")
     assert code in (console.OK, console.FAILED), err
     lines = json_lines(name, out)
-    assert lines or name == "tasks build", "of a task without an image there is none"
+    assert lines or name in ("tasks build", "scan"), "there is no image, and nothing to find"
     assert "Traceback" not in err
 
 

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from tests.integration.client.conftest import TASK
 from tests.integration.client.test_cli import start
+from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.terminal import ptys
 from tests.support.terminal.commands import invoke
 
@@ -46,12 +47,11 @@ class Door:
         self._to = int(port)
         self._server: asyncio.Server | None = None
         self._carrying: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self.port = 0
+        self.port = unused_port()
 
     async def open(self) -> None:
         """Lets through from now on, always at the same port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Cuts everything."""
@@ -112,10 +112,11 @@ async def test_watch_shows_a_broken_connection_and_resumes(
     try:
         async with ptys.penstock("watch", "--run", "broken", environment=connection, cwd=tmp_path) as terminal:
             await terminal.shows("live", f"127.0.0.1:{door.port}", "completed")
+            # Before it looks again: an attempt with the first token would come through an open door.
+            write_connection(file, replace(through, token="0" * 64), pid=os.getpid())
             await door.close()
             shown = await terminal.shows("waiting", f"Cannot reach the driver service at 127.0.0.1:{door.port}")
             assert "completed" in shown, "what was known stays"
-            write_connection(file, replace(through, token="0" * 64), pid=os.getpid())
             await door.open()
             await terminal.shows("waiting", "the token is invalid")
             await group_of(ps, 1, "broken", "broken-2")

@@ -566,7 +566,7 @@ def test_an_observers_token_shows_all_that_a_page_reads_and_starts_nothing() -> 
         return "observer" in roles.get(name, roles.get(name.partition("/")[0], ()))
 
     closed = {name.partition("/")[2] for name in ALLOWED if not may_observe(name)}
-    changing = {"CreateRollout", "CreateGroup", "CancelRollout", "CancelGroup"}
+    changing = {"CreateRollout", "CreateGroup", "BranchRollout", "CancelRollout", "CancelGroup"}
     assert closed == changing | {"CheckSource", "DiffSandbox"}
 
 

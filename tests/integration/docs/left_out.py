@@ -21,7 +21,9 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "export": "sets a variable for what follows",
     "go": "changes a module of the reader's; tests/integration/go builds what the guide shows",
     "grep": "reads the logs of the reader's services",
-    "jq": "likewise",
+    "helm": "asks a cluster; tests/unit/deploy renders the chart, tests/kubernetes applies it",
+    "jq": "reads the logs of the reader's services",
+    "kubectl": "asks a cluster",
     "less": "waits for a reader",
     "mkdir": "makes a directory for the command after it",
     "mkfs.ext4": "makes a file system on a volume of the reader's",
@@ -50,11 +52,21 @@ COMMANDS: Final[Mapping[str, str]] = {
     "penstock demo": "trains for minutes; tests/e2e/test_demo.py trains two steps",
     "penstock dashboard": "runs until it is stopped; tests/integration/dashboard serves it",
     "penstock watch": "goes on until its reader leaves; tests/integration/client/test_watch.py",
-    "penstock replay": "of the reader's rollouts; tests/integration/client/test_replay.py",
+    "penstock replay": "of the reader's rollouts; tests/integration/client/commands/test_replay.py",
+    "penstock branch": "likewise; tests/integration/client/commands/test_branch_command.py",
     "penstock diff": "likewise",
+    "penstock regrade": "of the reader's run; tests/integration/client/test_regrade.py",
+    "penstock rewards diff": "likewise",
+    "penstock export rows.parquet --run-id RUN": "likewise",
     "penstock openenv serve": "runs until it is stopped; tests/integration/openenv runs it",
+    "penstock drain penstock-sandbox-1": "names a pod of a cluster; tests/faults/hosts/test_drain.py drains",
     "penstock tasks import": "tests/integration/evaluation imports tasks of each format",
-    "penstock tasks prove": "starts services of its own; tests/integration/evaluation proves tasks",
+    "penstock tasks prove": "starts services of its own, or asks the package index; tests/integration/evaluation "
+    "proves tasks, and runs the commands of the guide to pytest",
+    "penstock tasks assay": "dozens of rollouts; tests/integration/evaluation/test_assay.py runs it",
+    "penstock scan": "of the reader's rollouts; tests/integration/evaluation/test_assay.py runs it",
+    "penstock rollout --agent opencode --task tasks/greet --require-assay": "wants the lines of an assay; likewise",
+    "penstock eval run tasks --agent opencode --require-assay": "likewise",
     "penstock agents check mine.yaml --install": "the package is an example's, which npm has not; "
     "tests/conformance/agents installs and runs agents",
     "penstock agents check mine.yaml --run": "likewise",
@@ -62,6 +74,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "model that the demo trained; tests/e2e/test_demo.py trains it and tries this",
     "penstock rollout --agent opencode --task examples/grpo/task.yaml --model-dir": "starts services of its own, and a "
     "real agent; tests/e2e/test_agents.py runs it with a script",
+    "penstock rollout --agent opencode --task fix-slug": "asks the package index; tests/integration/evaluation runs it",
     "penstock eval show runs/evals/first": "of that evaluation",
     "penstock eval report runs/evals/first": "of that evaluation",
     "penstock doctor --attack --class": "tens of rollouts; tests/security/test_redteam.py runs every attack",
@@ -72,6 +85,7 @@ COMMANDS: Final[Mapping[str, str]] = {
 """Commands of `penstock` that are not run, by how they begin."""
 
 BLOCKS: Final[Mapping[str, str]] = {
+    "Assays.load(": "wants the lines of an assay; tests/integration/evaluation/test_assay.py makes and loads them",
     'select(classes=["survive"])': "tens of rollouts on Docker; tests/security/test_redteam.py runs every attack",
     "GenericEnvClient(base_url=ADDRESS": "the `openenv` package has its own environment: tests/integration/openenv",
     "MCPToolClient(base_url=ADDRESS": "the `openenv` package has an environment of its own: tests/integration/openenv",

@@ -217,8 +217,19 @@ async def names(stand: Stand, page: str) -> AsyncIterator[dict[str, Any]]:
         match page:
             case "docs/guides/your-own-trainer.md":
                 found |= await _trainer(stand, stack)
+            case "docs/guides/replicas.md":
+                found |= {"version": await _next_version(stand), "weights": weights()}
             case "docs/guides/failures.md":
                 await stack.enter_async_context(_answering(stand.ps))
+            case "docs/guides/branches.md":
+                parent = await stand.ps.rollouts.create(task, "shell", mode="transparent_proxy", source=Inference())
+                await parent.result()
+                found["parent"] = parent
+            case "docs/guides/regrade.md":
+                ended = await stand.ps.rollouts.create(
+                    task, "shell", run_id="my-run", mode="transparent_proxy", source=Inference()
+                )
+                found["rollout_id"] = (await ended.result()).rollout_id
             case "docs/guides/gap.md":
                 found |= await _gap(stand)
             case "docs/guides/rewards.md":
@@ -259,13 +270,18 @@ async def _trainer(stand: Stand, stack: AsyncExitStack) -> dict[str, Any]:
     results = await _results(stand, "learned-from")
     return {
         "session": session,
-        "version": 1,
+        "version": await _next_version(stand),
         "weights": weights(),
         "group": SimpleNamespace(results=_given(results)),
         "corpus": SimpleNamespace(search=None),
         "path": stand.model,
         "run_my_agent": _no_agent,
     }
+
+
+async def _next_version(stand: Stand) -> int:
+    """The pages share an engine."""
+    return (await stand.ps.inference.info()).policy_version + 1
 
 
 async def _no_agent(base_url: str, api_key: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import pytest_asyncio
 import typer
@@ -21,12 +22,17 @@ import yaml
 from tests.integration.docs import left_out
 from tests.integration.docs.blocks import ALL, KINDS, Block, Command, commands, unfenced
 from tests.integration.docs.stand import Stand, names, prepare, standing
+from tests.support.charts import render
+from tests.support.endpoints.package_index import NPM_LOCK
 from tests.unit.docs.pages import ROOT
 from tests.unit.docs.test_commands import PAGES
 
+from penstock.analysis.scan import load_rules
 from penstock.cli.main import app
 from penstock.client import Task
 from penstock.client.wire.agents import load_spec
+from penstock.tasks.scaffold import files
+from penstock.tasks.verifiers import load_verifiers
 from penstock_inference.engines.scripted.script import Script
 
 SHELL = [command for block in ALL if block.kind in {"sh", "console"} for command in commands(block)]
@@ -170,21 +176,32 @@ def test_a_file_that_a_page_shows_is_read_by_its_own_parser(block: Block, stand:
     """A key that was renamed is renamed on the pages, too."""
     stage = stand.folder / "files"
     stage.mkdir(exist_ok=True)
-    for name in ("check.py", "mine.sh"):
+    for name in ("check.py", "check.sh", "mine.sh"):
         (stage / name).write_text("#!/bin/sh\n", encoding="utf-8")
     (stage / "repository").mkdir(exist_ok=True)
+    (stage / "requirements.txt").write_text(files()["requirements.txt"], encoding="utf-8")
+    (stage / "package-lock.json").write_text(NPM_LOCK, encoding="utf-8")
     file = stage / "file.yaml"
     file.write_text(block.text, encoding="utf-8")
     match block.kind:
         case "yaml task":
             assert Task.load(file).instruction
+        case "yaml verifier":
+            assert load_verifiers(file)
         case "yaml agent":
             assert load_spec(file).argv
+        case "yaml rules":
+            assert load_rules(file)
         case "yaml script":
             assert Script.parse(block.text).turns
         case "yaml compose":
             services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
             assert set(yaml.safe_load(block.text)["services"]) <= set(services)
+        case "yaml values":
+            assert render(yaml.safe_load(block.text)).manifests
+        case "yaml kubernetes":
+            for manifest in yaml.safe_load_all(block.text):
+                kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
         case "json":
             json.loads(block.text)
         case "toml":

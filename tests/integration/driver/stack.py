@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+
+from tests.support.endpoints.token_endpoint import unused_port
 
 TOKEN = "operator-token-of-this-test"
 
@@ -20,8 +23,13 @@ class Process:
 
     def __init__(self, name: str, directory: Path, settings: Mapping[str, str]) -> None:
         self.name = name
+        self.python = sys.executable
+        """Whose environment has the service."""
         self.log = directory / f"{name}.log"
-        self._settings = {"operator_token": TOKEN, "state_dir": str(directory / name), "port": "0", **settings}
+        own = {"operator_token": TOKEN, "state_dir": str(directory / name), "port": str(unused_port())}
+        if name == "interception":
+            own["ingress_port"] = str(unused_port())
+        self._settings = {**own, **settings}
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
         self.endpoints: dict[str, str] = {}
@@ -33,18 +41,22 @@ class Process:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"penstock_{self.name}"], env=environment, stdout=subprocess.PIPE, stderr=log
+                [self.python, "-m", f"penstock_{self.name}"], env=environment, stdout=subprocess.PIPE, stderr=log
             )
         assert self._process.stdout
         line = self._process.stdout.readline()
         assert line, f"{self.name} did not start: {self.log.read_text()[-4000:]}"
         ready = json.loads(line)
         self.address, self.endpoints = ready["address"], ready["endpoints"]
-        self._settings["port"] = self.address.rpartition(":")[2]
 
     def set(self, setting: str, value: str) -> None:
         """Changes a setting for the next start."""
         self._settings[setting] = value
+
+    def move(self, directory: Path) -> None:
+        """Takes its state elsewhere, after a kill: the next start has another address."""
+        shutil.move(self._settings["state_dir"], directory)
+        self._settings |= {"state_dir": str(directory), "port": str(unused_port())}
 
     def kill(self) -> None:
         """kill -9."""
@@ -52,12 +64,17 @@ class Process:
         self._process.kill()
         self._process.wait()
 
-    def stop(self) -> int:
-        """SIGTERM, and its exit status."""
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """SIGTERM, or another signal, and its exit status."""
+        self.signal(number)
+        assert self._process
+        return self._process.wait(60)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to a process that runs."""
         assert self._process
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(60)
+            self._process.send_signal(number)
 
 
 class Stack:
@@ -74,11 +91,10 @@ class Stack:
         self.interception = Process(
             "interception",
             directory,
-            {"ingress_port": "0", "inference_address": "", "tokenizers": json.dumps(dict(tokenizers)), **settings},
+            {"inference_address": "", "tokenizers": json.dumps(dict(tokenizers)), **settings},
         )
         self.interception.start()
         ingress = self.interception.endpoints["ingress"]
-        self.interception.set("ingress_port", ingress.rpartition(":")[2])  # the same when it is started again
         self.sandbox = Process(
             "sandbox", directory, {"allowed_upstreams": json.dumps([ingress]), **settings, **sandbox}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from typing import Final
 
 import aiohttp
 import pytest
+from playwright.async_api import expect
 from tests.integration.driver.stack import TOKEN, Process
 from tests.integration.driver.test_service import echo_agent
 from tests.support.policy import Trainer
 from tests.support.services.stack import disjoint_uids
+from tests.support.terminal.browser import chromium, dashboard, looking
 from tests.support.waiting import eventually_async
 
 from penstock.client import (
@@ -32,6 +35,26 @@ from penstock.client import (
 
 TASK: Final = Task(task_id="echo", instruction="hello there")
 SOURCE: Final = Tokenizer("tiny")
+ASKS_WITHOUT_END: Final = """
+import json, os, urllib.error, urllib.request
+with open(os.environ["HOME"] + "/echo.json") as file:
+    settings = json.load(file)
+number = 0
+while True:
+    number += 1
+    body = {"model": "any", "messages": [{"role": "user", "content": str(number)}]}
+    request = urllib.request.Request(settings["url"] + "/chat/completions", json.dumps(body).encode())
+    request.add_header("content-type", "application/json")
+    request.add_header("authorization", "Bearer " + settings["key"])
+    try:
+        urllib.request.urlopen(request).read()
+    except urllib.error.HTTPError as refused:
+        print(refused.read().decode(), flush=True)
+        break
+"""
+
+
+ASKS_THRICE: Final = ASKS_WITHOUT_END.replace("while True:", "while number < 3:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +104,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Iter
 
     try:
         tokenizers = json.dumps({"tiny": str(tokenizer_dir)})
-        gates = []
-        for name in ("g0", "g1"):
-            gate = start("interception", name, ingress_port="0", inference_address="", tokenizers=tokenizers)
-            gate.set("ingress_port", gate.endpoints["ingress"].rpartition(":")[2])
-            gates.append(gate)
+        gates = [start("interception", name, inference_address="", tokenizers=tokenizers) for name in ("g0", "g1")]
         ingresses = [gate.endpoints["ingress"] for gate in gates]
         sandbox = start("sandbox", "n0", allowed_upstreams=json.dumps(ingresses), first_uid=str(disjoint_uids()))
         listed = directory / "drivers.json"
@@ -175,8 +194,8 @@ async def test_an_id_that_a_client_chose_is_found_and_is_at_one_driver(fleet: Fl
         await both_are_known(at_1)
         await at_0.agents.register(echo_agent())
         homes = set()
-        for _ in range(12):
-            chosen = f"mine-{secrets.token_hex(8)}"
+        for number in range(4):  # of which both drivers get some, since the ids are the same in each run
+            chosen = f"mine-{number}"
             await at_0.rollouts.create(TASK, "echo", source=SOURCE, rollout_id=chosen)
             handle = await at_1.rollouts.attach(chosen)
             await handle.result()
@@ -199,6 +218,61 @@ async def test_budgets_of_a_run_are_counted_at_one_gate(fleet: Fleet) -> None:
         ended = [(await handle.result()).rollout.home for handle in made]
         assert {home.driver for home in ended if home is not None} == {"d0", "d1"}
         assert len({home.gate for home in ended if home is not None}) == 1
+
+
+@pytest.mark.requirement("R122")
+async def test_a_budget_of_a_run_ends_it_at_exactly_that_many_calls(fleet: Fleet) -> None:
+    """Rollouts of both drivers ask without end, four at once. PENSTOCK_TEST_BUDGET=1000 is the whole test."""
+    most, run = int(os.environ.get("PENSTOCK_TEST_BUDGET", "60")), secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.alone(0) as g0, fleet.alone(1) as g1:
+        await both_are_known(ps)
+        await ps.agents.register(echo_agent(name="asker", argv=["python3", "-c", ASKS_WITHOUT_END]))
+        async with ps.intercept(run_id=run, credits=8, policy_version=3) as session:
+            trainer = Trainer(session, lambda prompt: "an answer")
+            training = asyncio.create_task(trainer.run())
+            made = [
+                await ps.rollouts.create(
+                    TASK, "asker", source=SOURCE, run_id=run, run_budgets=RunBudgets(max_calls=most)
+                )
+                for _ in range(4)
+            ]
+            ended = [(await handle.result()).rollout for handle in made]
+            session.finish()
+            await training
+        homes = [rollout.home for rollout in ended if rollout.home is not None]
+        assert {home.driver for home in homes} == {"d0", "d1"}
+        (gate,) = {home.gate for home in homes}
+        at = {"g0": g0, "g1": g1}[gate]
+        delivered = [(await at.gate.get(rollout.rollout_id)).totals.delivered for rollout in ended]
+        assert (sum(delivered), len(trainer.answers)) == (most, most)
+
+
+@pytest.mark.requirement("R129")
+async def test_branches_are_at_their_parent_s_driver_whoever_asks(fleet: Fleet) -> None:
+    """By each driver's address, of parents at both drivers; at whichever gate, only what is their own is sampled."""
+    run = secrets.token_hex(4)
+    async with fleet.at(0) as ps, fleet.at(1) as other:
+        await both_are_known(ps)
+        await both_are_known(other)
+        await ps.agents.register(echo_agent(name="thrice", argv=["python3", "-c", ASKS_THRICE]))
+        async with ps.intercept(run_id=run, credits=8, policy_version=3) as session:
+            trainer = Trainer(session, lambda prompt: "an answer")
+            training = asyncio.create_task(trainer.run())
+            parents = [await ps.rollouts.create(TASK, "thrice", source=SOURCE, run_id=run) for _ in range(2)]
+            for parent in parents:
+                await parent.result()
+            before = len(trainer.answers)
+            groups = [await at.rollouts.branch(parent.rollout_id, 1, 2) for at in (ps, other) for parent in parents]
+            ended = [one for group in groups for one in await group.results(samples_only=False)]
+            session.finish()
+            await training
+    assert before == 6 and len(trainer.answers) == before + 2 * len(ended)
+    for group, parent in zip(groups, parents * 2, strict=True):
+        assert group.group_id.split(".")[1] == parent.rollout_id.split(".")[1]
+    for one in ended:
+        assert one.trajectory is not None
+        assert [call.replayed_from is None for call in one.trajectory.calls] == [False, True, True]
+        assert [call.branch_point for call in one.trajectory.calls] == [False, True, False]
 
 
 async def test_a_lost_driver_is_named_and_avoided(fleet: Fleet) -> None:
@@ -290,3 +364,45 @@ async def test_a_pause_holds_both_gates(fleet: Fleet) -> None:
             session.finish()
             await training
         assert sorted(call.rollout_id for call in trainer.calls) == sorted(rollout.rollout_id for rollout in opened)
+
+
+async def test_dashboard_shows_rollouts_and_services_of_both_drivers(fleet: Fleet) -> None:
+    """One table has the rollouts of all drivers; a rollout's page is read from the driver that has it."""
+    run = secrets.token_hex(4)
+    async with fleet.at(0) as ps:
+        await both_are_known(ps)
+        await ps.agents.register(echo_agent())
+        homes: dict[str, str] = {}
+        count = 0
+        while homes.keys() != {"d0", "d1"}:  # a chosen id decides
+            made = await ps.rollouts.create(TASK, "echo", source=SOURCE, run_id=run, rollout_id=secrets.token_hex(8))
+            await made.result()
+            home = (await ps.rollouts.attach(made.rollout_id)).info.home
+            assert home is not None
+            homes[home.driver] = made.rollout_id
+            count += 1
+    where = Endpoints(
+        driver=fleet.drivers[0].address,
+        interception=fleet.gates[0].address,
+        sandbox=fleet.sandbox.address,
+        inference="",
+    )
+    async with dashboard(where) as address, chromium() as browser:
+        async with looking(browser, address, TOKEN, f"/?q=run:{run}") as page:
+            await expect(page.locator(".rollouts .line")).to_have_count(count)
+            for driver, rollout_id in homes.items():
+                line = page.locator(".rollouts .line", has_text=rollout_id)
+                await expect(line).to_contain_text(f"at {driver}")
+            await page.goto(f"{address}#/?q=run:{run}%20driver:d1")
+            await expect(page.locator(".rollouts .line", has_text=homes["d1"])).to_be_visible()
+            await expect(page.locator(".rollouts .line", has_text=homes["d0"])).to_have_count(0)
+        # A link has no driver's name: whichever has the rollout is found.
+        async with looking(browser, address, TOKEN, f"/rollouts/{homes['d1']}") as page:
+            await expect(page.get_by_role("heading", level=1)).to_contain_text(homes["d1"])
+            await expect(page.locator(".chip", has_text="completed").first).to_be_visible()
+        async with looking(browser, address, TOKEN, "/services") as page:
+            table = page.get_by_role("table", name="All services")
+            for name in ("d0", "d1", "g0", "g1", "n0"):
+                line = table.get_by_role("row").filter(has=page.get_by_role("cell", name=name, exact=True))
+                await expect(line).to_contain_text("up")
+                await expect(line).to_contain_text("late")  # its own status was read

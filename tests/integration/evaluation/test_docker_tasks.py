@@ -25,7 +25,10 @@ PYTEST = ("iniconfig", "packaging", "pluggy", "pygments", "pytest")
 async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 6, point 6: a Harbor task from its Dockerfile, a record with the repository that its image has."""
+    """Issue 6, point 6: a Harbor task from its Dockerfile, records of three formats with the repository of their image.
+
+    Issue 12, point 6: SWE-smith's is broken by its patch, and R2E-Gym's tests are its own.
+    """
     engine = await asyncio.to_thread(dockerd.engine)
     monkeypatch.setenv("DOCKER_HOST", engine.host)
     told: list[str] = []
@@ -52,6 +55,9 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
     image = Task(task_id="of-the-record", instruction="x", build=context)
     (tmp_path / "records.json").write_text(json.dumps([foreign_tasks.record(base)]))
     found += import_tasks("swe", tmp_path / "records.json", tmp_path / "tasks", choices)
+    for form, record in (("swe-smith", foreign_tasks.smith_record()), ("r2e-gym", foreign_tasks.r2e_record())):
+        (tmp_path / f"{form}.json").write_text(json.dumps(record))
+        found += import_tasks(form, tmp_path / f"{form}.json", tmp_path / "tasks", choices)
 
     tasks = [with_image(Task.load(item.folder)) for item in found if item.folder is not None]
     for _ in range(2):
@@ -74,6 +80,8 @@ async def test_tasks_with_images_score_1_with_their_solution_and_0_without(
     assert [(proof.task_id, proof.solution, proof.nothing, proof.holds) for proof in proofs] == [
         ("sum-built", 1.0, 0.0, True),
         ("kiwi__sums-1", 1.0, 0.0, True),
+        ("kiwi__sums.0badc0de.lm_rewrite__1", 1.0, 0.0, True),
+        ("sums-0123456789ab", 1.0, 0.0, True),
     ], [proof.problems for proof in proofs]
 
 

@@ -28,7 +28,7 @@ def run(*command: str, cwd: Path = golang.ROOT, env: Mapping[str, str] | None = 
     done = subprocess.run(
         command, cwd=cwd, env=env or golang.environment(), capture_output=True, text=True, timeout=240, check=False
     )
-    assert (done.returncode, done.stderr) == (0, ""), f"{command} ended with {done.returncode}:\n{done.stderr}"
+    assert (done.returncode, done.stderr) == (0, ""), f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 

@@ -25,7 +25,8 @@ from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect
-from penstock_chassis.server import Server
+from penstock_chassis.operations import Operations
+from penstock_chassis.server import Server, watched_by
 from penstock_codec import Codec, tiny_tokenizer
 from penstock_codec.tokenizer_files import TokenizerFiles
 from penstock_interception.app import build
@@ -270,7 +271,10 @@ async def running(made: InterceptionSettings, codec: Codec) -> AsyncIterator[Ser
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(build(made))
         tokens = {Role.OPERATOR: OPERATOR, Role.TRAINER: TRAINER, Role.OBSERVER: OBSERVER}
-        server = await stack.enter_async_context(Server(service, Authenticator(tokens), stop_s=0.0))
+        watched = Operations("interception", service.troubles, members=service.members, draining=service.draining)
+        server = await stack.enter_async_context(
+            Server(watched_by(watched, service), Authenticator(tokens), stop_s=0.0)
+        )
         channel = await stack.enter_async_context(connect(server.address, TRAINER))
         made_service = Service(channel, server.address, codec, stack)
         made_service.ingress = service.endpoints["ingress"]

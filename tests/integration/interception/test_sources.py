@@ -247,6 +247,20 @@ async def test_upstream_failure_reaches_the_agent_without_the_upstreams_text(ser
     assert caught.value.status_code == 503 and "key" not in caught.value.response.text
 
 
+@pytest.mark.requirement("R117")
+@pytest.mark.parametrize("mode", [PROXY, interception_pb2.MODE_BLACK_BOX])
+async def test_a_router_before_an_upstream_hears_the_session(start: Any, mode: interception_pb2.Mode) -> None:
+    """Each attempt is one; what the agent itself sends under that name does not count."""
+    async with upstream(lambda _request, _body: said("hello")) as (url, seen):
+        service = await start(upstreams={"routed": {"base_url": url, "session_header": "X-Session-Id"}})
+        source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(name="routed", model="m"))
+        rollout = await service.open("r", mode=mode, source=source, attempt=2)
+        client = rollout.client(default_headers={"x-session-id": "mine"})
+        await client.chat.completions.create(model="m", messages=ASK)
+    ((headers, _),) = seen
+    assert [value for name, value in headers.items() if name.lower() == "x-session-id"] == ["r#2"]
+
+
 async def test_black_box_passes_bytes_through_unread_and_counts(service: Any) -> None:
     """Black box: the bytes reach the agent, hop and credential headers do not travel, nothing is captured."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import orjson
 import pytest
 from tests.integration.operations.conftest import Stack
+from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.waiting import eventually_async
 
 from penstock.cli.commands.doctor.live import Diagnosis, examine
@@ -182,10 +182,9 @@ async def test_a_disk_that_is_nearly_full(stack: Stack) -> None:
 
 async def test_a_service_that_is_away_and_a_token_that_is_refused(stack: Stack) -> None:
     """Both are told in words, and what the others say is told all the same."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    nobody = f"127.0.0.1:{unused_port()}"
     diagnosis = await examine(replace(stack.services.endpoints, sandbox=nobody), 0.0, 0)
-    (trouble,) = diagnosis.troubles
+    (trouble,) = (trouble for trouble in diagnosis.troubles if trouble.reason != "LOOP_LAG")
     assert (trouble.service, trouble.reason) == ("sandbox", "SERVICE_UNREACHABLE") and "start it" in trouble.advice
     assert len(diagnosis.services) == 3
     diagnosis = await examine(replace(stack.services.endpoints, token="wrong"), 0.0, 0)
@@ -204,7 +203,7 @@ async def test_doctor_prints_text_and_json_and_sets_its_exit_code(stack: Stack, 
         code, said = await doctor(connection, "--json", "--patience", "0", "--min-free-gb", "0")
     report = orjson.loads(said)
     assert code == 1 and report["healthy"] is False and len(report["services"]) == 4
-    assert report["troubles"][0]["reason"] == "TRAINER_ABSENT"
+    assert [trouble["reason"] for trouble in report["troubles"] if trouble["grave"]] == ["TRAINER_ABSENT"]
 
 
 async def doctor(connection: Path, *options: str) -> tuple[int | None, str]:

@@ -14,14 +14,19 @@ import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from email.message import Message
+from importlib import metadata as installed
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from tests.support import ruby
+from tests.support.wheels import install
 
 from clients import nodejs
+from tools import dist as published
 from tools import golang, names, sbom
 
 pytestmark = pytest.mark.timeout(900)  # a guard: the first test of each fixture builds or installs
@@ -31,6 +36,9 @@ LICENCE: Final = (ROOT / "LICENSE").read_bytes()
 TASK: Final = ROOT / "examples" / "grpo" / "task.yaml"
 MESSAGE: Final = ROOT / "examples" / "ruby" / "task.json"
 """A task of the demo in the JSON form of its message."""
+MODELS: Final = published.MODEL.with_name("tiny-model-cache")
+"""What the small model is taken from where it is not trained."""
+KEPT_MODELS: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "tiny-model"
 COUNT: Final = 2
 """Rollouts in each language."""
 
@@ -45,9 +53,21 @@ def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that is published."""
+    """Everything that is published.
+
+    Its small model is trained once a machine and version of what it is made from, of which its file's name is a digest.
+    """
     folder = tmp_path_factory.mktemp("packages") / "dist"
+    MODELS.mkdir(parents=True, exist_ok=True)
+    for kept in KEPT_MODELS.glob("*.safetensors"):
+        shutil.copyfile(kept, MODELS / kept.name)
     run(sys.executable, "-m", "tools.dist", folder)
+    for made in MODELS.iterdir():
+        if not (kept := KEPT_MODELS / made.name).exists():
+            KEPT_MODELS.mkdir(parents=True, exist_ok=True)
+            partial = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, partial)
+            partial.rename(kept)
     return folder
 
 
@@ -147,17 +167,78 @@ def test_sums_and_the_bill_of_materials_cover_every_archive(dist: Path) -> None:
     }
 
 
+def needed(dist: Path, extra: str) -> set[str]:
+    """What the client with an extra brings beside our wheels: by their metadata, and by that of what is installed.
+
+    AssertionError where something has not the version that is asked for.
+    """
+    ours: dict[str, list[str]] = {}
+    for text in map(metadata_of, wheels(dist)):
+        ours[canonicalize_name(text["Name"])] = text.get_all("Requires-Dist", [])
+    waiting, seen = [("penstock", extra)], set[tuple[str, str]]()
+    while waiting:
+        name, wanted = waiting.pop()
+        if (name, wanted) in seen:
+            continue
+        seen.add((name, wanted))
+        lines = ours[name] if name in ours else installed.requires(name) or []
+        for requirement in map(Requirement, lines):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
+                other = canonicalize_name(requirement.name)
+                assert other in ours or requirement.specifier.contains(installed.version(other), prereleases=True), (
+                    f"{name} needs {requirement}, and {installed.version(other)} is installed"
+                )
+                waiting += [(other, further) for further in ("", *requirement.extras)]
+    return {name for name, _ in seen} - ours.keys()
+
+
+def hiding(names: set[str]) -> str:
+    """A `sitecustomize` for which these modules are not installed."""
+    return f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Shown(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in {sorted(names)!r} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Shown
+"""
+
+
 @pytest.fixture(scope="module")
-def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An environment with `penstock[local]` from the wheels, and what these need from the index."""
+def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheels, in which those of the installed packages can be imported that they need.
+
+    What they do not name is not there, as after `pip install penstock[local]`, which is a test on demand.
+    """
     folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", folder)
-    pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    python = install(dist, folder)
+    brought = needed(dist, "local")
+    (packages,) = folder.glob("lib/python*/site-packages")
+    hidden = {
+        module
+        for module, owners in installed.packages_distributions().items()
+        if not brought.intersection(map(canonicalize_name, owners)) and not module.startswith("penstock")
+    }
+    (packages / "sitecustomize.py").write_text(hiding(hidden))
+    assert {"pytest", "mypy"} <= hidden and not {"grpc", "jax"} & hidden
+    absent = [str(python), "-c", "import pytest"]
+    assert subprocess.run(absent, capture_output=True, check=False).returncode, "what is not needed can be imported"
+    return folder
+
+
+@pytest.mark.requirement("R116")
+@pytest.mark.on_demand("pip installs the wheels and all that they need from an index: their metadata are checked")
+def test_pip_installs_wheels_and_what_they_need(dist: Path, tmp_path: Path) -> None:
+    """Into an empty environment, where everything fits together."""
+    run(sys.executable, "-m", "venv", tmp_path / "made")
+    pip: list[str | Path] = [tmp_path / "made/bin/python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
     local: list[str | Path] = [f"{path}[local]" if path.name.startswith("penstock-") else path for path in wheels(dist)]
-    run(*pip, "install", "--no-compile", "-c", ROOT / "constraints.txt", *local, cwd=folder)
-    run(*pip, "check", cwd=folder)
-    yield folder
-    shutil.rmtree(folder)  # a gigabyte
+    run(*pip, "install", "--no-compile", "-c", ROOT / "constraints.txt", *local, cwd=tmp_path)
+    run(*pip, "check", cwd=tmp_path)
+    run(tmp_path / "made/bin/penstock", "--help", cwd=tmp_path)
 
 
 @pytest.fixture(scope="module")

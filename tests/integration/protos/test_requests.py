@@ -37,6 +37,7 @@ _NEGATIVE: Final = Duration(seconds=-1)
 CREATES: Final[Mapping[str, Callable[[], Message]]] = {
     "penstock.driver.v1.RolloutService/CreateRollout": lambda: driver.CreateRolloutRequest(request_id="i"),
     "penstock.driver.v1.RolloutService/CreateGroup": lambda: driver.CreateGroupRequest(request_id="i", size=-1),
+    "penstock.driver.v1.RolloutService/BranchRollout": lambda: driver.BranchRolloutRequest(request_id="i", count=-1),
     "penstock.driver.v1.TerminalService/OpenTerminal": lambda: terminals.OpenTerminalRequest(
         request_id="i", max_steps=-1
     ),
@@ -61,6 +62,7 @@ CREATES_ON_SOME_ENGINES: Final = {"penstock.inference.v1.InferenceService/StartT
 
 REPEATABLE: Final = {
     "penstock.driver.v1.AgentService": "RegisterAgent",
+    "penstock.driver.v1.RolloutService": "RegradeRollout",
     "penstock.interception.v1.InterceptService": "RegisterTools",
     "penstock.inference.v1.InferenceService": "InitTransfer TransferTensors UpdateWeights LoadAdapter ReportGap",
     "penstock.sandbox.v1.SandboxService": "PrepareSnapshot",
@@ -73,13 +75,15 @@ REPEATABLE: Final = {
 DOES_NOT_CREATE: Final = {
     "penstock.driver.v1.AgentService": "ListAgents GetAgent DeleteAgent CheckAgent",
     "penstock.driver.v1.RolloutService": (
-        "GetRollout ListRollouts WatchRollout WatchRollouts WaitRollout CancelRollout DeleteRollout GetGroup "
-        "ListGroups WatchGroup WaitGroup CancelGroup DeleteGroup GetTrajectory ExportTrajectories"
+        "GetRollout ListRollouts WatchRollout WatchRollouts WaitRollout PauseRollout ResumeRollout CancelRollout "
+        "DeleteRollout GetGroup ListGroups WatchGroup WaitGroup PauseGroup ResumeGroup CancelGroup DeleteGroup "
+        "GetTrajectory ExportTrajectories"
     ),
     "penstock.driver.v1.TerminalService": "Step CloseTerminal GetTerminal",
     "penstock.interception.v1.InterceptService": "Intercept LeaseCalls CompleteCalls ListCalls GetCall",
     "penstock.interception.v1.RolloutGateService": (
-        "CheckSource CloseRollout DeleteRollout RevokeTokens GetRollout ListRollouts GetCapture WatchCalls WatchGate"
+        "CheckSource LoadRecording HoldCalls CloseRollout DeleteRollout RevokeTokens GetRollout ListRollouts "
+        "GetCapture WatchCalls WatchGate"
     ),
     "penstock.inference.v1.InferenceService": (
         "GetInfo GetTokenizer Score Abort Pause Resume Sleep Wake FinishTransfer UnloadAdapter ListAdapters Render "
@@ -93,7 +97,8 @@ DOES_NOT_CREATE: Final = {
     ),
     "penstock.sandbox.v1.ToolboxService": "ListToolboxes DeleteToolbox",
     "penstock.sandbox.v1.ProcessService": (
-        "WatchProcess WriteStdin SignalProcess KillProcess ResizePty GetProcess ListProcesses WaitProcess Run"
+        "WatchProcess WatchProcesses WriteStdin SignalProcess KillProcess ResizePty GetProcess ListProcesses "
+        "WaitProcess Run"
     ),
     "penstock.sandbox.v1.FileService": "ReadFile ReadTree Stat List Remove",
 }

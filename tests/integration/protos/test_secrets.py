@@ -33,6 +33,7 @@ from penstock.driver.v1 import agent_pb2, rollout_pb2
 from penstock.driver.v1 import agent_service_pb2 as agents
 from penstock.interception.v1 import interception_pb2 as common
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
+from penstock.sandbox.v1 import process_service_pb2 as processes
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import redacted
 from penstock.values.secrets import MASK, carries_secrets, is_secret
@@ -114,7 +115,7 @@ def _filled(field: FieldDescriptor, value: str) -> Message:
     if field.is_repeated:
         getattr(message, field.name)["NAME"] = value
     else:
-        setattr(message, field.name, value)
+        setattr(message, field.name, value.encode() if field.type == FieldDescriptor.TYPE_BYTES else value)
     return message  # type: ignore[no-any-return]
 
 
@@ -166,7 +167,7 @@ def test_secrets_of_messages_inside_and_unknown_fields_are_masked() -> None:
 async def debugging(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """A stack that logs all it can."""
     settings = {service: {"log_level": "debug"} for service in rpcs.SERVICES}
-    async with running(tmp_path_factory.mktemp("debugging"), settings) as started:
+    async with running(tmp_path_factory.mktemp("debugging"), settings, agents=False) as started:
         yield started
 
 
@@ -176,7 +177,7 @@ async def test_no_log_and_no_output_shows_a_secret_of_a_real_request(debugging: 
     """Through requests that succeed, that are refused, and that fail in a sandbox; by RPC, client and command line."""
     secrets = {
         name: f"canary-{uuid.uuid4().hex}"
-        for name in ("CallerEndpoint.api_key", "Command.secret_env", "Stdio.secret_env")
+        for name in ("CallerEndpoint.api_key", "Command.secret_env", "InitialFile.content", "Stdio.secret_env")
     }
     shown: list[str] = []
 
@@ -210,6 +211,12 @@ async def test_no_log_and_no_output_shows_a_secret_of_a_real_request(debugging: 
     with pytest.raises(PenstockError) as refused:
         await sandbox.run(dataclasses.replace(command, timeout=-1))
     shown.append(f"{refused.value!r}{refused.value.violations}")
+    initial = processes.InitialFile(path="kept", content=secrets["InitialFile.content"].encode())
+    for path in ("kept", "/proc/kept"):
+        initial.path = path
+        running_it = processes.RunRequest(sandbox_id=sandbox.sandbox_id, process_id=uuid.uuid4().hex, files=[initial])
+        running_it.command.argv.args.append("true")
+        assert bool(await call("sandbox", "penstock.sandbox.v1.ProcessService/Run", running_it)) is (path == "kept")
     await sandbox.delete()
     await call("driver", "penstock.driver.v1.AgentService/RegisterAgent", agents.RegisterAgentRequest(spec=QUIET))
     servers = [McpServer(name="tools", args=["true"], secret_env={"KEY": secrets["Stdio.secret_env"]})]

@@ -509,13 +509,13 @@ async def test_a_creation_that_is_given_up_leaves_nothing_at_e2b(world: World) -
     before = {one["sandboxID"] for one in await cloud.sandboxes()}
     asked = len(await cloud.requests("POST /v2/sandboxes"))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
-    call = service.sandboxes.CreateSandbox(request)
+    creating = asyncio.ensure_future(service.sandboxes.CreateSandbox(request))
 
     async def begun() -> bool:
         return len(await cloud.requests("POST /v2/sandboxes")) > asked
 
     await eventually_async(begun, "the creation reaches E2B")
-    call.cancel()
+    creating.cancel()
 
     async def gone() -> bool:
         return {one["sandboxID"] for one in await cloud.sandboxes()} <= before

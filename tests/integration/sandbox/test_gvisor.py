@@ -13,6 +13,7 @@ import pytest_asyncio
 from tests.support.docker import dockerd
 from tests.support.docker.backend import backend, create, run
 from tests.support.hoppers import kill_each_chain
+from tests.support.waiting import eventually_async
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_sandbox.backends.docker.cleanup import leftovers
@@ -185,10 +186,10 @@ async def test_no_chain_of_forks_outlives_the_kill_of_its_tree_on_gvisor(tmp_pat
 
 
 async def _until_sleeping(handle: SandboxHandle, count: int) -> None:
-    for _ in range(200):
-        if (await run(handle, "pgrep", "-cx", "sleep"))[1].split() == [str(count)]:
-            return
-    raise AssertionError(await run(handle, "ps", "ax"))
+    async def sleep() -> bool:
+        return (await run(handle, "pgrep", "-cx", "sleep"))[1].split() == [str(count)]
+
+    await eventually_async(sleep, f"{count} processes sleep")
 
 
 @pytest.mark.requirement("R43", "R55", "R93")

@@ -15,6 +15,7 @@ import pytest_asyncio
 from pydantic import ValidationError
 from tests.conformance.sandbox.conftest import Box
 from tests.conformance.sandbox.services import start
+from tests.support.services.processes import argv_of, children_of
 from tests.support.services.restarting import descendants
 
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
@@ -53,23 +54,16 @@ def _descriptors() -> int:
     user may not look into a door.
     """
     spawners = [
-        child for child in _children(os.getpid()) if b"penstock_sandbox.backends.local.spawner" in _command(child)
+        child
+        for child in children_of(os.getpid())
+        if any(b"penstock_sandbox.backends.local.spawner" in one for one in argv_of(child))
     ]
     assert spawners
     found = 0
     for pid in [*spawners, *(below for spawner in spawners for below in descendants(spawner))]:
-        with suppress(PermissionError):
+        with suppress(PermissionError, FileNotFoundError, ProcessLookupError):
             found += len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return found
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.requirement("R23")

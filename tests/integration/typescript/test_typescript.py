@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from tests.conformance.clients import subjects
 from tests.support.services.stack import Running
 
 from clients import nodejs
@@ -41,7 +42,7 @@ def surroundings(stack: Running, folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """Compiled, strictly."""
-    run("npm", "run", "--silent", "build")
+    subjects.build_typescript()
 
 
 def test_the_typescript_clients_own_tests_pass() -> None:

@@ -341,5 +341,11 @@ async def test_waiting_vllm_yields_the_processor(service: Served) -> None:
     children = Path(f"/proc/{core.pid}/task/{core.pid}/children").read_text().split()
     (worker,) = (int(pid) for pid in children if "Worker" in Path(f"/proc/{pid}/comm").read_text())
     before = {pid: times_given_up(pid) for pid in (core.pid, worker)}
-    await service.complete(service.request(max_tokens=256, min_tokens=256))
-    assert all(times_given_up(pid) - count > 64 for pid, count in before.items())
+    slept: dict[int, int] = {}
+    # How often one generation polls depends on what else runs: on a busy machine each yield takes long, and few sleep.
+    for _ in range(16):
+        await service.complete(service.request(max_tokens=256, min_tokens=256))
+        slept = {pid: times_given_up(pid) - count for pid, count in before.items()}
+        if min(slept.values()) > 64:
+            return
+    pytest.fail(f"of {core.pid}, the engine core, and {worker}, its worker, one hardly ever slept: {slept}")

@@ -26,9 +26,12 @@ PAGES: Final = sorted(
 )
 EXAMPLES: Final = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/task.yaml"))
 DOCUMENTED: Final = {
-    **{f"{page}#{number}": (page, number) for page in PAGES for number in range(
-        (ROOT / page).read_text(encoding="utf-8").count("```yaml task\n")
-    )},
+    **{
+        f"{page}#{number}": (page, number)
+        for page in PAGES
+        for number, block in enumerate((ROOT / page).read_text(encoding="utf-8").split("```yaml task\n")[1:])
+        if "verifier:" in block.partition("```")[0]
+    },
     **{path: (path, None) for path in EXAMPLES},
 }  # fmt: skip
 HONEST: Final = {
@@ -130,7 +133,7 @@ def documented(name: str, folder: Path) -> Task:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """Four services with the local backend."""
-    async with running(tmp_path_factory.mktemp("stack-documented")) as started:
+    async with running(tmp_path_factory.mktemp("stack-documented"), agents=False) as started:
         yield started
 
 

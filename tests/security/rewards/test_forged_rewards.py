@@ -111,7 +111,7 @@ async def both(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runnin
         "driver": {"max_changes_bytes": MAX_CHANGES},
     }
     with dockerd.nothing_left():
-        async with running(tmp_path_factory.mktemp("stack-forged"), settings) as started:
+        async with running(tmp_path_factory.mktemp("stack-forged"), settings, agents=False) as started:
             yield started
 
 

@@ -55,7 +55,7 @@ async def both(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runnin
     images = {"docker_image": dockerd.BASE, "docker_sidecar_image": dockerd.BASE}
     with dockerd.nothing_left():
         folder = tmp_path_factory.mktemp("stack-forks")
-        async with running(folder, {"sandbox": {"docker_host": engine.host, **images}}) as started:
+        async with running(folder, {"sandbox": {"docker_host": engine.host, **images}}, agents=False) as started:
             yield started
 
 

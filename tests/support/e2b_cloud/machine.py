@@ -288,7 +288,7 @@ def command_of(process: Process) -> int | None:
     """The host's id of the command that ``Machine.run`` started, or None once it has ended."""
     try:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return int(children[0]) if children else None
 

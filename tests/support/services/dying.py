@@ -13,6 +13,7 @@ its end:
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 import grpc
+from tests.support.endpoints.token_endpoint import unused_port
 
 from penstock_chassis.journal import journal
 
@@ -72,6 +74,12 @@ class MortalConnection(sqlite3.Connection):
 def _one_by_one(commit: Callable[[Any, list[Any]], list[Any]], connection: Any, batch: list[Any]) -> list[Any]:
     """Each writer of a batch in a transaction of its own."""
     return [result for job in batch for result in commit(connection, [job])]
+
+
+def imported(service: str) -> tuple[str, ...]:
+    """What a service's `main` imports: here once, and not in each fork."""
+    package = f"penstock_{service}"
+    return "penstock_chassis.server", f"{package}.app", f"{package}.settings"
 
 
 def _serve(main: Callable[[], None], order: Mapping[str, Any]) -> None:
@@ -176,7 +184,7 @@ class Mortal:
         self._warm = warm
         self._directory = directory
         self._prefix = f"PENSTOCK_{service.upper()}"
-        given = {"operator_token": token, "state_dir": str(directory / "state"), "port": "0", **settings}
+        given = {"operator_token": token, "state_dir": str(directory / "state"), "port": str(unused_port()), **settings}
         self._environment = {"PATH": os.environ["PATH"], "PENSTOCK_PARENT_DEATH": "1"}
         self._environment |= {f"{self._prefix}_{name.upper()}": value for name, value in given.items()}
         self.address = ""
@@ -201,9 +209,6 @@ class Mortal:
             await self.start()
             return
         self.address, self.endpoints = self._warm.ready["address"], self._warm.ready.get("endpoints", {})
-        for name, address in {"": self.address, **self.endpoints}.items():
-            variable = "_".join(filter(None, (self._prefix, name.upper(), "PORT")))
-            self._environment[variable] = address.rpartition(":")[2]
 
     def restart(self) -> None:
         """Watches for its death from now on, and starts it again then; `kill` ends the watch."""
@@ -243,4 +248,8 @@ async def insisting(work: Callable[[], Awaitable[T]]) -> T:
 
 
 if __name__ == "__main__":
+    for _name in imported(sys.argv[1]):
+        importlib.import_module(_name)
+    gc.collect()
+    gc.freeze()
     _take_orders(importlib.import_module(f"penstock_{sys.argv[1]}.__main__").main)

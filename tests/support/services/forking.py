@@ -8,6 +8,9 @@ its own pid, argv, environment, streams, directory and process group, which dies
 as any other. It runs the module from its beginning, as `python -m` does. Two things differ: /proc/PID/environ shows
 the environment of the warm process, and /proc/PID/cmdline ends with more than one zero byte.
 
+So is a start on a host of `tests.hosts.network`, which has setpriv and nsenter in front: the fork enters the network
+namespace, and dies with its parent, as those would let it.
+
 The fork is `clone(2)` with CLONE_PARENT, since only a parent can wait for its child. Where the kernel or processor is
 not known, or a start asks for something that a fork cannot have, it is an ordinary start; so is every start inside
 `genuine`, for tests of the start itself.
@@ -45,13 +48,21 @@ _INFERENCE: Final = (
 MODULES: Final[Mapping[str, Sequence[str]]] = {
     "penstock_driver": ("penstock_driver.app",),
     "penstock_interception": ("penstock_interception.app",),
-    # With what it imports where there is a Docker daemon or E2B is chosen. Hugging Face's SDKs read the environment,
-    # what they are built upon does not.
+    # With what it imports where there is a Docker daemon, or E2B or Kubernetes is chosen. Hugging Face's SDKs read the
+    # environment, what they are built upon does not.
     "penstock_sandbox": (
         "penstock_sandbox.app",
+        "penstock_sandbox.backends.docker",
         "penstock_sandbox.backends.docker.engine.streams",
+        "penstock_sandbox.backends.e2b",
+        "penstock_sandbox.backends.hf.backend",
+        "penstock_sandbox.backends.kubernetes",
         "docker",
         "e2b",
+        "kubernetes_asyncio.client",
+        "kubernetes_asyncio.config",
+        "kubernetes_asyncio.watch",
+        "cryptography.x509",
         "httpcore2",
         "httpx2",
         "anyio._backends._asyncio",
@@ -61,6 +72,14 @@ MODULES: Final[Mapping[str, Sequence[str]]] = {
     "penstock_inference": _INFERENCE,
     "penstock_inference.replicas.child": _INFERENCE,
     "penstock.cli.main": ("penstock.cli.main",),
+    # Stand-ins, of which most tests of a backend have one of their own.
+    "tests.support.agent_sandbox": (
+        "tests.support.agent_sandbox.api",
+        "tests.support.agent_sandbox.controller",
+        "penstock_sandbox.backends.kubernetes.manifests",
+    ),
+    "tests.support.e2b_cloud": ("tests.support.e2b_cloud.cloud", "tests.support.e2b_cloud.envd"),
+    "tests.support.hf_jobs.jobs": ("aiohttp.web", "tests.support.hf_jobs.machine", "trustme"),
 }
 """What can be started so, and what its warm process imports."""
 _ANEW: Final = "penstock.cli"
@@ -76,9 +95,14 @@ _READ_BY_E2B: Final = (
 _CLONE_PARENT: Final = 0x8000
 _CLONE_CHILD_CLEARTID: Final = 0x200000
 _CLONE_CHILD_SETTID: Final = 0x1000000
+_CLONE_NEWNET: Final = 0x40000000
+_PR_SET_PDEATHSIG: Final = 1
 _PR_GET_TID_ADDRESS: Final = 40
 # The system call's number, and its arguments after flags and stack: two kernels' orders of (ptid, ctid, tls).
 _CLONE: Final[Mapping[str, tuple[int, bool]]] = {"x86_64": (56, True), "aarch64": (220, False)}
+ON_A_HOST: Final = ("setpriv", "--pdeathsig", "KILL", "nsenter")
+"""What starts a program in a network namespace, whose path and `--` follow, so that it dies with its parent."""
+_NETWORK: Final = "--net="
 _LARGEST: Final = 1 << 20
 _ARGV_ROOM: Final = "-" * 1024
 _genuine = 0
@@ -172,6 +196,9 @@ def _order(named: Mapping[str, Any]) -> dict[str, Any] | None:
     if _genuine or isinstance(args, str | bytes | os.PathLike) or named["preexec_fn"] is not None:
         return None
     argv = [os.fsdecode(item) for item in args]
+    network = ""
+    if tuple(argv[:4]) == ON_A_HOST and len(argv) > 6 and argv[4].startswith(_NETWORK) and argv[5] == "--":
+        network, argv = argv[4].removeprefix(_NETWORK), argv[6:]
     if argv[:2] != [sys.executable, "-m"] or len(argv) < 3 or argv[2] not in MODULES:
         return None
     owner = (named["gid"], named["gids"], named["uid"], named["umask"])
@@ -185,6 +212,7 @@ def _order(named: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         "module": argv[2],
         "argv": argv,
+        "network": network,
         "environment": {os.fsdecode(key): os.fsdecode(value) for key, value in environment.items()},
         "directory": directory,
         "session": named["start_new_session"],
@@ -267,6 +295,8 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], orders: socket
         os.dup2(copy, number)
     for descriptor in {*descriptors, *copies} - set(order["numbers"]):
         os.close(descriptor)
+    if order["network"]:
+        _enter(order["network"])
     if order["session"]:
         os.setsid()
     if order["group"] is not None and order["group"] >= 0:
@@ -283,6 +313,15 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int], orders: socket
     if any(Path(path, "sitecustomize.py").is_file() for path in further):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
+
+
+def _enter(network: str) -> None:
+    """Moves this process, which has one thread, into a network namespace; it dies with the thread of its parent."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(network, os.O_RDONLY | os.O_CLOEXEC)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"{network} cannot be entered")
+    os.close(descriptor)
 
 
 def _copied_above(descriptor: int, least: int) -> int:

@@ -108,7 +108,16 @@ class Boxes:
         return SandboxFacts(sandbox_id, "/home/x", "/work")
 
     async def fork(
-        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+        self,
+        snapshot_id: str,
+        *,
+        request_id: str,
+        port: int,
+        upstream: str,
+        lease_s: float,
+        labels: Mapping[str, str],
+        repeatable: bool = False,
+        allowlist: sandbox_pb2.Allowlist | None = None,
     ) -> SandboxFacts:
         await self._called("fork")
         return await self.create(SandboxTerms(), lease_s, labels)
@@ -146,6 +155,8 @@ class Boxes:
         stdin: bytes | None,
         *,
         output_ends: tuple[int, int] | None = None,
+        kill_all_after: bool = False,
+        files: Sequence[FileToWrite] = (),
     ) -> None:
         text = (stdin or b"").decode()
         self.boxes[sandbox_id].processes.setdefault(process_id, (text, asyncio.Event()))
@@ -160,13 +171,42 @@ class Boxes:
         reason = ExitReason.KILLED if killed.is_set() else ExitReason.EXITED
         yield Exit(reason, code=0 if reason is ExitReason.EXITED else None)
 
+    async def send_stdin(self, sandbox_id: str, process_id: str, stdin: bytes) -> None:
+        raise NotImplementedError  # of drivers that are restarted
+
+    async def pause(self, sandbox_id: str, lease_s: float) -> bool:
+        raise NotImplementedError  # of drivers whose rollouts are paused
+
+    async def resume(self, sandbox_id: str, lease_s: float) -> None:
+        raise NotImplementedError  # of drivers whose rollouts are paused
+
+    async def rejoin(self, sandbox_id: str, lease_s: float) -> None:
+        """A driver's restart finds that all sandboxes have ended."""
+        raise NotFound("its host was restarted", reason="SANDBOX_LOST")
+
+    async def renew(self, sandbox_id: str, lease_s: float) -> None:
+        raise NotFound("its host was restarted", reason="SANDBOX_LOST")
+
+    async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        return [key for key, box in self.boxes.items() if labels.items() <= box.labels.items()]
+
     async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
         processes = self.boxes[sandbox_id].processes
         for name in list(processes) if everything else [process_id]:
             if name in processes:
                 processes[name][1].set()
 
-    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
+    async def run(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        output_limit: int,
+        *,
+        kill_all_after: bool = False,
+        result_file: tuple[str, int] | None = None,
+        files: Sequence[FileToWrite] = (),
+    ) -> CommandResult:
         await self._called("run")
         return CommandResult(_end(command), command.shell.encode(), b"")
 
@@ -227,9 +267,31 @@ class Places:
         self.open_ones.discard(rollout_id)
         self.captured.discard(rollout_id)
 
+    async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        raise NotImplementedError  # of drivers that export
+
+    async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:
+        raise NotImplementedError  # these rollouts are captured by nobody
+
+    async def hold_calls(self, rollout_id: str, *, held: bool) -> None:
+        raise NotImplementedError  # of drivers whose rollouts are paused
+
+    async def has(self, rollout_id: str) -> bool:
+        raise NotImplementedError  # of drivers that are restarted
+
+    async def ended_calls(self, rollout_id: str) -> Sequence[CallEnded]:
+        raise NotImplementedError  # of drivers that are restarted
+
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         while True:
             yield await self.ended.get()
+
+    async def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
+        if rollout_id not in self.captured:
+            raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
+        results: list[trajectory_pb2.HostToolCall] = []
+        for call in results:
+            yield call
 
     async def capture(
         self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from tests.support.endpoints.token_endpoint import unused_port
 
 from penstock.client.transport.endpoints import Endpoints
 from penstock.dashboard.serving import Place, serve
@@ -30,7 +31,7 @@ class Driver(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     rows: Summaries
     history: EventLog
-    port: int = 0
+    port: int = field(default_factory=unused_port)
     server: Any = field(default=None)
 
     async def WatchRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
@@ -43,7 +44,7 @@ class Driver(rollout_service_pb2_grpc.RolloutServiceServicer):
         self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         if not old:
             rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
 
     async def stop(self) -> None:

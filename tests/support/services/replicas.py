@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tests.support.services.processes import argv_of, children_of
 
 from penstock_chassis.errors import Internal
 from penstock_inference.engines.base import EngineOptions, EngineStats, UpdateFormat
@@ -26,18 +27,10 @@ CONFIG = random_config("qwen3", max_position_embeddings=4096, eos_token_id=None)
 def processes() -> dict[str, int]:
     """Process ids of this process's replicas by name."""
     found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            children = (task / "children").read_text().split()
-        except FileNotFoundError:
-            continue  # a thread that ended meanwhile
-        for pid in children:
-            try:
-                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            except FileNotFoundError:
-                continue  # ended meanwhile
-            if arguments[1:3] == [b"-m", b"penstock_inference.replicas.child"]:
-                found[arguments[-1].decode()] = int(pid)
+    for pid in children_of(os.getpid()):
+        told = argv_of(pid)
+        if told[1:3] == [b"-m", b"penstock_inference.replicas.child"]:
+            found[told[-1].decode()] = pid
     return found
 
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
+import time
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
+from tests.support.endpoints.token_endpoint import unused_port
 from tests.support.services.stack import Running, stack_in
 
-from penstock.client import connect
+from penstock.client import PenstockError, connect
+from penstock.client.errors import NotFound
 from penstock.client.transport.endpoints import ServiceName
-from penstock.local.stack import LocalStack, StackFailed, _Process
+from penstock.local.processes import _Process
+from penstock.local.stack import LocalStack, StackFailed
+
+GUARD_S: Final = 180.0
+"""A rollout that has not ended by then, or a service that does not answer, is a fault and not patience."""
+_AWAY: Final = frozenset({"UNREACHABLE", "DRAINING", "SANDBOX_UNREACHABLE", "INTERCEPTION_UNREACHABLE"})
+_AWAY_CODES: Final = frozenset({"Unavailable", "DeadlineExceeded", "ResourceExhausted"})
+_PAUSE_S: Final = 0.05
+
+T = TypeVar("T")
 
 
 class RestartableStack(LocalStack):
@@ -34,15 +47,21 @@ class RestartableStack(LocalStack):
         item.process.send_signal(signal.SIGKILL)
         await item.process.wait()
 
+    async def leave(self, service: ServiceName) -> None:
+        """SIGTERM as of a supervisor, and wait until it has stopped."""
+        item = self._item(service)
+        item.process.send_signal(signal.SIGTERM)
+        assert await item.process.wait() == 0
+
     async def start_again(self, service: ServiceName) -> None:
         """The same service on the same state and ports, after a kill."""
         item = self._item(service)
         assert item.process.returncode is not None, "kill it first"
         await self._start(service)
 
-    async def restart(self, service: ServiceName) -> None:
-        """kill -9 and start again."""
-        await self.kill(service)
+    async def restart(self, service: ServiceName, *, kill: bool = True) -> None:
+        """kill -9, or SIGTERM, and start again."""
+        await (self.kill(service) if kill else self.leave(service))
         await self.start_again(service)
 
     def _item(self, service: ServiceName) -> _Process:
@@ -54,7 +73,8 @@ async def restartable(
     folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> AsyncIterator[tuple[Running, RestartableStack]]:
     """As `stack.running`, with services that can be killed."""
-    stack = stack_in(folder, settings, kind=RestartableStack)
+    names = ("inference", "interception", "sandbox", "driver", "ingress")
+    stack = stack_in(folder, settings, kind=RestartableStack, ports={name: unused_port() for name in names})
     assert isinstance(stack, RestartableStack)
     async with stack, connect(stack.endpoints) as ps:
         yield Running(stack, ps, stack.state_dir), stack
@@ -126,7 +146,7 @@ class Traces:
         for root, folders, _ in os.walk("/sys/fs/cgroup"):
             for name in folders:
                 if name.startswith("penstock-") and name.endswith(self._group_suffix()):
-                    with os.scandir(Path(root, name)) as entries:
+                    with suppress(FileNotFoundError), os.scandir(Path(root, name)) as entries:  # else removed meanwhile
                         found += [f"control group {entry.path}" for entry in entries if entry.is_dir()]
         return found
 
@@ -164,10 +184,39 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def spawner_of(service_pid: int) -> int:
-    """The process of a sandbox service that makes its sandboxes."""
+def spawner_if_any(service_pid: int) -> int | None:
+    """The process of a sandbox service that makes its sandboxes; None between a killed one and the next."""
     for pid in descendants(service_pid):
         with suppress(OSError):
             if b"penstock_sandbox.backends.local.spawner.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
-    raise AssertionError("the sandbox service has no spawner")
+    return None
+
+
+def spawner_of(service_pid: int) -> int:
+    """The same of a service that has one."""
+    found = spawner_if_any(service_pid)
+    assert found is not None, "the sandbox service has no spawner"
+    return found
+
+
+async def insisting(work: Callable[[], Awaitable[T]], what: str, seen: Callable[[], int] = lambda: 0) -> T:
+    """Does it until the services are there to do it; AssertionError when they are away for too long.
+
+    `seen` counts signs that they are there: the time of absence begins anew where it has grown, since a service that is
+    killed many times under one long stream is never away for long.
+    """
+    until, before = time.monotonic() + GUARD_S, seen()
+    while True:
+        try:
+            return await work()
+        except NotFound:
+            raise
+        except PenstockError as error:
+            if type(error).__name__ not in _AWAY_CODES and error.reason not in _AWAY:
+                raise
+            if seen() != before:
+                until, before = time.monotonic() + GUARD_S, seen()
+            if time.monotonic() > until:
+                raise AssertionError(f"{what}: {error!r}") from error
+        await asyncio.sleep(_PAUSE_S)  # the back-off of a client whose server is away

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
@@ -83,9 +83,12 @@ def disjoint_uids() -> int:
 
 
 def stack_in(
-    folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None, kind: type[LocalStack] = LocalStack
+    folder: Path,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    kind: type[LocalStack] = LocalStack,
+    ports: Mapping[str, int] = MappingProxyType({}),
 ) -> LocalStack:
-    """A stack, not yet started, whose state is under `folder`; `settings` by service."""
+    """A stack, not yet started, whose state is under `folder`; `settings` and `ports` by service."""
     folder.chmod(0o755)
     model = folder / "model"
     FILES.write(model)
@@ -102,17 +105,17 @@ def stack_in(
         engine="scripted",
         engine_options={"script": str(script)},
         state_dir=folder / "state",
+        ports=ports,
         settings=given,
     )
 
 
 @asynccontextmanager
-async def running(folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> AsyncIterator[Running]:
-    """A stack whose state is under `folder`."""
+async def running(
+    folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None, *, agents: bool = True
+) -> AsyncIterator[Running]:
+    """A stack whose state is under `folder`; without `agents` none are installed there."""
     stack = stack_in(folder, settings)
-    await asyncio.to_thread(toolboxes.bring, stack.state_dir / "sandbox")
-    try:
+    with toolboxes.brought(stack.state_dir / "sandbox") if agents else nullcontext():
         async with stack, connect(stack.endpoints) as ps:
             yield Running(stack, ps, stack.state_dir)
-    finally:
-        await asyncio.to_thread(toolboxes.keep, stack.state_dir / "sandbox")

@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import quote, urlsplit
 
-from playwright.async_api import Browser, ConsoleMessage, Dialog, Page, Request, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Dialog, Page, Request, async_playwright, expect
+from tests.support.waiting import GUARD_S
 
 from penstock.client.transport.endpoints import Endpoints
 from penstock.dashboard.serving import Place, serve
+
+# For every test: five seconds, which it is else, are too few where others use the machine.
+expect.set_options(timeout=1000 * GUARD_S)
 
 
 @asynccontextmanager
@@ -54,6 +58,7 @@ async def looking(
         color_scheme="dark" if scheme == "dark" else "light",
         reduced_motion="reduce",
     )
+    context.set_default_timeout(1000 * GUARD_S)
     problems: list[str] = []
     page = await context.new_page()
     origin = urlsplit(address).netloc
@@ -78,6 +83,6 @@ async def looking(
     try:
         await page.goto(f"{address}#token={quote(token, safe='')}&go={quote(route, safe='')}")
         yield page
-        assert problems == []
+        assert problems == [], problems
     finally:
         await context.close()

@@ -404,3 +404,16 @@ def test_a_form_of_one_sequence_refuses_several(form: Any) -> None:
     branches = [sample(f"s{i}", [(1, 2, True)]) for i in range(2)]
     with pytest.raises(InvalidArgument, match="one_sequence=True"):
         form(select([trajectory("r", branches)]), filler_token_id=PAD)
+
+
+@pytest.mark.requirement("R129")
+def test_branches_are_as_old_as_what_they_sampled() -> None:
+    """The turns of their parent are in the sequence, and neither trained nor a reason to call it stale."""
+    made = sample("s", [(4, 3, False), (2, 3, True)])
+    of_the_parent = replace(made.turns[0], untrained_reason="PARENT")
+    branch = replace(made, turns=(of_the_parent, made.turns[1]), parent_rollout_id="p", branch_call_id="c")
+    selection = select([trajectory("r1", [branch]), trajectory("r2", [branch], reward=0.0)], one_sequence=True)
+    assert [row.policy_versions for row in selection.rows] == [(2,), (2,)]
+    output = trl.rollout_output(selection, filler_token_id=PAD)
+    assert output["policy_version"] == [2, 2] and output["env_mask"][0] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert output["logprobs"][0][:5] == [0.0] * 5

@@ -17,12 +17,22 @@ from hypothesis import strategies as st
 from tests.unit.analysis.trajectory_cases import sample
 from tests.unit.analysis.trajectory_cases import trajectory as case
 
-from penstock.analysis.export import ROWS, format_of, read_rows, sequences, tool_calls, turns, write
-from penstock.analysis.export_columns import COLUMNS, SCHEMA_VERSION, Kind, Row, Table
+from penstock.analysis.export import (
+    ROWS,
+    format_of,
+    read_exports,
+    read_rows,
+    rollouts,
+    sequences,
+    tool_calls,
+    turns,
+    write,
+)
 from penstock.analysis.export_files import Format, new_file
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client import ConfigurationError, InvalidArgument, Trajectory
 from penstock.client.wire.results import trajectory as from_proto
+from penstock.tables.columns import COLUMNS, SCHEMA_VERSION, Kind, Row, Table
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 
 
@@ -245,3 +255,41 @@ async def test_parquet_without_its_package_is_a_named_error(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'penstock\[parquet\]'"):
         await write(several(1), tmp_path / "x.parquet")
+
+
+def stored(place: Path, name: str, table: Table, rows: list[Row]) -> None:
+    """One file as a driver stores it."""
+    with new_file(place / f"{name}.{table}.parquet", table, Format.PARQUET) as sink:
+        sink.write(rows)
+
+
+@pytest.mark.requirement("R124")
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_rollout_that_was_stored_twice_is_read_once(tmp_path: Path, scheme: str) -> None:
+    """A driver stores at least once; a key is of one file for a reader, with all its rows."""
+    first, second = replace(trajectory(), attempt=1), replace(trajectory(), attempt=2)
+    for table in Table:
+        stored(tmp_path / "default/run/d0", "1", table, [*ROWS[table](first)])
+        stored(tmp_path / "default/run/d1", "1", table, [*ROWS[table](first), *ROWS[table](second)])
+        found = [row["attempt"] for row in read_exports(f"{scheme}{tmp_path}", table)]
+        assert found == [1] * len(list(ROWS[table](first))) + [2] * len(list(ROWS[table](second)))
+    assert list(read_exports(tmp_path / "default/run/d0", "turns")) == list(turns(first))
+
+
+def test_a_place_without_exports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="no directory") as refused:
+        list(read_exports(tmp_path / "absent", "turns"))
+    assert refused.value.reason == "EXPORT_UNREADABLE"
+    with pytest.raises(InvalidArgument) as refused:
+        list(read_exports("nosuch://place", "turns"))
+    assert refused.value.reason == "EXPORT_UNREADABLE"
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigurationError, match=r"penstock\[export\]"):
+        list(read_exports("file:///x", "turns"))
+
+
+@pytest.mark.requirement("R124")
+def test_the_row_of_a_rollout_says_how_it_ended() -> None:
+    (row,) = rollouts(replace(trajectory(), attempt=3))
+    assert (row["rollout_id"], row["attempt"], row["reward"], row["calls"], row["samples"]) == ("r", 3, 0.5, 2, 1)
+    assert row["rollout_rows"] == 1 and row["grade"] == "exact"

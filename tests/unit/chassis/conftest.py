@@ -9,6 +9,7 @@ import structlog
 
 from penstock_chassis import rpc_status
 from penstock_chassis.server import Registration
+from penstock_chassis.telemetry import bound
 
 ECHO = "penstock.test.v1.EchoService"
 
@@ -80,7 +81,7 @@ def registration(echo: Echo) -> Registration:
 @pytest.fixture
 def logs() -> Iterator[list[Any]]:
     """What is logged during the test, as dictionaries."""
-    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as captured:
+    with structlog.testing.capture_logs(processors=[bound.merge]) as captured:
         yield captured
 
 
@@ -112,6 +113,7 @@ def invoke(request: pytest.FixtureRequest) -> Callable[..., Any]:
         try:
             return [item async for item in rpc] if hasattr(rpc, "__aiter__") else [await rpc]
         finally:
-            rpc.cancel()
+            if name != "UnaryUnary":  # a coroutine, which has ended
+                rpc.cancel()
 
     return call

@@ -10,11 +10,11 @@ import pytest
 import trustme
 
 from penstock_chassis.auth import Authenticator, Role
-from penstock_chassis.channel import OPTIONS, connect, error_from_rpc, streaming, typed_errors, upload
+from penstock_chassis.channel import OPTIONS, _Unary, connect, error_from_rpc, read, streaming, typed_errors, upload
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock_chassis.limits import MIN_PING_S
 from penstock_chassis.server import Server, Service
-from penstock_chassis.testing import serve
+from penstock_chassis.testing import in_virtual_time, serve
 from penstock_chassis.tls import ClientTls, ServerTls
 
 ECHO = "/penstock.test.v1.EchoService/UnaryUnary"
@@ -246,3 +246,74 @@ def test_a_cut_link_is_seen_within_twenty_seconds_and_no_ping_is_too_early() -> 
     every_ms, wait_ms = (int(str(options[f"grpc.keepalive_{name}_ms"])) for name in ("time", "timeout"))
     assert every_ms >= 1.2 * MIN_PING_S * 1000
     assert every_ms + wait_ms <= 20_000
+
+
+class Refusing:
+    """A method of a server that refuses the streams of the first calls."""
+
+    def __init__(
+        self, refusals: int, text: str = "Stream removed (RST_STREAM (Received RST_STREAM with error code 7))"
+    ):
+        self.refusals = refusals
+        self.text = text
+        self.timeouts: list[float | None] = []
+
+    async def __call__(self, request: bytes, *, timeout: float | None, metadata: Any) -> bytes:
+        self.timeouts.append(timeout)
+        if len(self.timeouts) <= self.refusals:
+            empty = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=self.text)
+        return request
+
+
+def test_a_call_whose_stream_was_refused_is_made_again_within_its_deadline() -> None:
+    server = Refusing(3)
+    assert in_virtual_time(_Unary(ECHO, server, ())(b"x", timeout=60.0)) == b"x"
+    assert len(server.timeouts) == 4
+    assert server.timeouts == sorted(server.timeouts, key=lambda left: -(left or 0.0)) and server.timeouts[0] == 60.0
+    hopeless = Refusing(10_000)
+
+    async def ask() -> None:
+        with typed_errors():
+            await _Unary(ECHO, hopeless, ())(b"x", timeout=5.0)
+
+    with pytest.raises(Unavailable) as caught:
+        in_virtual_time(ask())
+    assert caught.value.reason == "STREAM_REFUSED" and 5 <= len(hopeless.timeouts) < 100
+
+
+async def test_another_break_of_a_stream_is_no_refusal() -> None:
+    server = Refusing(1, "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))")
+    with pytest.raises(Unavailable), typed_errors():
+        await _Unary(ECHO, server, ())(b"x", timeout=60.0)
+    assert len(server.timeouts) == 1
+
+
+class Stream:
+    """A call with two messages, whose stream may be refused."""
+
+    def __init__(self, request: bytes, *, refused: bool) -> None:
+        self.request = request
+        self.refused = refused
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self.refused:
+            await Refusing(1)(self.request, timeout=None, metadata=())
+        yield self.request
+        yield b"more"
+
+    def cancel(self) -> bool:
+        return True
+
+
+def test_a_stream_that_was_refused_is_read_once_it_is_taken() -> None:
+    calls: list[Stream] = []
+
+    def method(request: bytes) -> Stream:
+        calls.append(Stream(request, refused=len(calls) < 3))
+        return calls[-1]
+
+    async def messages() -> list[bytes]:
+        return [message async for message in read(method, b"x")]
+
+    assert in_virtual_time(messages()) == [b"x", b"more"] and len(calls) == 4

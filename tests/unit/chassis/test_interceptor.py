@@ -6,7 +6,6 @@ from typing import Any
 
 import grpc
 import pytest
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.waiting import eventually
@@ -14,6 +13,7 @@ from tests.support.waiting import eventually
 from penstock_chassis import errors, interceptor, rpc_status
 from penstock_chassis.auth import Authenticator, Caller, Role
 from penstock_chassis.channel import connect, typed_errors
+from penstock_chassis.telemetry import bound
 from penstock_chassis.testing import serve
 
 ECHO = "penstock.test.v1.EchoService"
@@ -257,7 +257,7 @@ async def test_the_table_says_which_role_may_call_which_method(
 ) -> None:
     """A method's own line wins over its service's; the operator may call everything. Logs name the caller's role."""
     seen: list[str] = []
-    echo.behaviour = lambda _context: seen.append(structlog.contextvars.get_contextvars()["role"])
+    echo.behaviour = lambda _context: seen.append(bound.facts()["role"])
     roles = {ECHO: [Role.OBSERVER], f"{ECHO}/UnaryUnary": [Role.TRAINER]}
     async with (
         serve(registration, roles=roles, tokens=TOKENS) as (address, _),
@@ -316,7 +316,7 @@ async def test_log_context_of_one_call_does_not_leak_into_the_next(
 ) -> None:
     async with serve(registration) as (_, channel):
         call = unary(channel)
-        echo.behaviour = lambda _context: structlog.contextvars.bind_contextvars(rollout_id="r1") and None
+        echo.behaviour = lambda _context: bound.bind(rollout_id="r1")
         await call(b"x")
         echo.behaviour = lambda _context: None
         await call(b"x")

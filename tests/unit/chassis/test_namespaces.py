@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -10,9 +11,10 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.wrappers_pb2 import StringValue
 
 from penstock_chassis import auth
-from penstock_chassis.auth import NAMESPACE_HEADER, Authenticator, Caller, Hidden, Owned, Quotas, Role, Token
+from penstock_chassis.auth import NAMESPACE_HEADER, Authenticator, Caller, Hidden, Owned, Quotas, Role, RoleTable, Token
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted
+from penstock_chassis.interceptor import MOST_NAMED, ServerInterceptor
 from penstock_chassis.testing import serve
 
 TOKENS = {Role.OPERATOR: "op-token", Role.TRAINER: "trainer-token"}
@@ -152,6 +154,23 @@ async def test_a_resource_of_another_namespace_does_not_exist(method: str) -> No
                 assert refused.value.message == f"there is no {resource_id}"
                 assert refused.value.metadata["id"] == resource_id
         assert await _call(stub, method, "theirs", _metadata("op-token")) == b"operator default None"
+
+
+async def test_handlers_are_kept_for_a_bounded_number_of_named_namespaces() -> None:
+    interceptor = ServerInterceptor(Authenticator(TOKENS), RoleTable({"a.S": {Role.TRAINER}}))
+
+    async def served(_details: object) -> Any:
+        return grpc.unary_unary_rpc_method_handler(_one, StringValue.FromString)
+
+    async def handler(namespace: str) -> Any:
+        details: Any = SimpleNamespace(method="/a.S/One", invocation_metadata=_metadata("op-token", namespace))
+        return await interceptor.intercept_service(served, details)
+
+    first = await handler("first")
+    for number in range(2 * MOST_NAMED):
+        assert await handler(f"n{number}") is not None
+    assert await handler("first") is first
+    assert await handler(f"n{MOST_NAMED}") is not await handler(f"n{MOST_NAMED}")
 
 
 @pytest.mark.requirement("R107")

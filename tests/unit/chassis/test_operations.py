@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support.waiting import eventually
+from tests.support.waiting import GUARD_S, eventually
 
 from penstock.cli.commands.doctor.live import examine
 from penstock.client import Endpoints, Trouble
@@ -49,7 +50,7 @@ async def test_an_operator_drains_a_service_and_undoes_it() -> None:
             answer = await operator.Drain(pb.DrainRequest())
             assert (answer.running_count, answer.drained) == (1, False)
             assert (await operator.GetServerInfo(pb.GetServerInfoRequest())).draining
-            assert [one.reason for one in (await status(server.address)).troubles][-1:] == ["SERVICE_DRAINING"]
+            assert "SERVICE_DRAINING" in [one.reason for one in (await status(server.address)).troubles]
             seen = await health.Check(health_pb2.HealthCheckRequest())
             assert seen.status == health_pb2.HealthCheckResponse.NOT_SERVING
             running = 0
@@ -110,8 +111,9 @@ async def test_status_is_open_to_every_role_and_lists_the_gravest_first(tmp_path
         said = await status(address, min_free_bytes=0)
     assert (said.service, said.version) == ("driver", "0.1.0") and patience == [60.0]
     assert [disk.name for disk in said.disks] == ["state"] and said.disks[0].free_bytes > 0
-    assert [(trouble.reason, trouble.grave) for trouble in said.troubles] == [("NOW", True), ("LATER", False)]
-    assert len(said.troubles[0].subjects) == 20
+    own = [trouble for trouble in said.troubles if trouble.reason != "LOOP_LAG"]
+    assert [(trouble.reason, trouble.grave) for trouble in own] == [("NOW", True), ("LATER", False)]
+    assert len(own[0].subjects) == 20
 
 
 @pytest.mark.requirement("R33")
@@ -146,10 +148,12 @@ async def test_a_loop_that_is_held_up_is_the_services_trouble() -> None:
 
 async def test_service_with_a_different_clock_is_reported() -> None:
     """By how much, beyond what asking took."""
-    watched = Operations("driver", clock=lambda: time.time() + 100.0)
+    watched = Operations("driver", clock=lambda: time.time() + 1000.0)
     async with serving(watched) as address:
         found = await examined(address)
-    assert [trouble.reason for trouble in found] == ["CLOCK_SKEW"] and "100.0 s ahead" in found[0].message
+    assert [trouble.reason for trouble in found] == ["CLOCK_SKEW"]
+    ahead = re.search(r"([0-9.]+) s ahead", found[0].message)
+    assert ahead is not None and abs(float(ahead[1]) - 1000.0) < GUARD_S
 
 
 async def test_outdated_service_is_reported_for_an_upgrade() -> None:
@@ -165,11 +169,11 @@ async def test_services_of_different_versions_are_listed(monkeypatch: pytest.Mon
     monkeypatch.setattr("penstock_chassis.operations.metadata.version", versions.__getitem__)
     async with serving(Operations("driver")) as driver, serving(Operations("interception")) as other:
         endpoints = Endpoints(sandbox=other, driver=driver, interception=other, inference="", token="an-observer")
-        (found,) = (await examine(endpoints, 0.0, 0)).troubles
+        (found,) = await troubles_of(endpoints)
         assert (found.reason, found.service, found.grave) == ("VERSIONS_DIFFER", "all", False)
         assert "driver 0.2.0, interception 0.1.0" in found.message and "upgrade all of them" in found.advice
         versions["penstock-interception"] = "0.2.0"
-        assert not (await examine(endpoints, 0.0, 0)).troubles
+        assert not await troubles_of(endpoints)
 
 
 @pytest.fixture
@@ -208,6 +212,11 @@ async def test_a_process_with_files_to_spare_is_not() -> None:
 async def examined(address: str) -> list[Trouble]:
     """What the doctor says of one service; a client wants three, so it is all of them."""
     endpoints = Endpoints(sandbox=address, driver=address, interception=address, inference="", token="an-observer")
-    found = (await examine(endpoints, 0.0, 0)).troubles
+    found = await troubles_of(endpoints)
     assert len(found) == 3
-    return list(found[:1])
+    return found[:1]
+
+
+async def troubles_of(endpoints: Endpoints) -> list[Trouble]:
+    """What the doctor says, but for a loop that others of this machine held up."""
+    return [found for found in (await examine(endpoints, 0.0, 0)).troubles if found.reason != "LOOP_LAG"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +84,23 @@ async def test_a_transport_that_closes_after_a_reset_was_read_has_not_delivered(
         assert take_error(server)
         server.close()
         assert not sockets.gets_all(server)
+
+
+@pytest.mark.requirement("R141")
+async def test_a_unix_socket_may_lie_below_a_path_of_any_length(tmp_path: Path) -> None:
+    path = tmp_path / ("long" * 40) / "one.sock"
+    path.parent.mkdir()
+
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"here")
+        writer.close()
+
+    with sockets.short_path(path) as short:
+        server = await asyncio.start_unix_server(answer, short)
+    with sockets.short_path(path) as short:
+        reader, writer = await asyncio.open_unix_connection(short)
+    assert await reader.read() == b"here"
+    writer.close()
+    server.close()
+    with pytest.raises(FileNotFoundError), sockets.short_path(tmp_path / "absent" / "one.sock"):
+        pass

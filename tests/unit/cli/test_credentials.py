@@ -2,11 +2,13 @@
 
 import os
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from penstock.cli.commands.credentials import extend
 from penstock.cli.main import app
 from penstock.client import Tls
 from penstock.client.transport.endpoints import SERVICES, resolve
@@ -144,3 +146,54 @@ def test_a_team_gets_tokens_of_its_namespace_and_a_connection_file(
         assert resolve(place / f"{team}.connection.json").token == token
     for wrong in ("Team", "default", "-a"):
         made(tmp_path / "none", "--namespace", wrong, code=2)
+
+
+@pytest.mark.requirement("R107")
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_team_that_comes_later_changes_no_other_secret(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are added to what services accept, also after an operator's own lines."""
+    place = made(tmp_path / "c", "--host", "gate.example", "--namespace", "team-a")
+    settings = place / f"{service}.toml"
+    settings.chmod(0o644)
+    with settings.open("a") as file:
+        file.write("quota = 7  # by hand")
+    settings.chmod(0o444)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    made(place, "--add", "team-b", "--add", "team-c")
+    after = {path.name: path.read_bytes() for path in place.iterdir()}
+    for name, content in before.items():
+        assert after[name].startswith(content) if name.endswith(".toml") else after[name] == content
+    assert {name.split(".")[0] for name in after.keys() - before.keys()} == {"team-b", "team-c"}
+    monkeypatch.setenv(CONFIG_VARIABLE, str(settings))
+    accepted = SETTINGS[service].load([]).namespaces
+    assert (set(accepted), accepted["team-a"].quota) == ({"team-a", "team-b", "team-c"}, 7)
+    token = accepted["team-b"].trainer_token
+    assert token is not None and (place / "team-b.trainer.token").read_text() == f"{token.get_secret_value()}\n"
+    found = resolve(place / "team-b.connection.json")
+    assert (found.token, found.driver, found.tls) == (
+        token.get_secret_value(), "gate.example:7702", Tls(place / "ca.pem")
+    )  # fmt: skip
+    for path in place.iterdir():
+        assert path.stat().st_mode & 0o077 == 0 or path.suffix in (".pem", ".key", ".toml") or path.stem == "scrape"
+    assert (place.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o700, [place])
+
+
+def test_a_team_is_added_once_and_to_credentials_only(tmp_path: Path) -> None:
+    """Nothing is changed by a request that cannot be met as a whole."""
+    made(tmp_path / "absent", "--add", "team-b", code=2)
+    place = made(tmp_path / "c", "--namespace", "team-a")
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    made(place, "--add", "team-b", "--add", "team-a", code=2)
+    made(place, "--add", "team-b", "--renew", code=2)
+    made(place, "--add", "default", code=2)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert sorted(tmp_path.iterdir()) == [place]
+
+
+def test_two_teams_that_are_added_at_once_are_both_there(tmp_path: Path) -> None:
+    place = made(tmp_path / "c")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: extend(place, [f"team-{number}"]), range(4)))
+    assert len(list(place.glob("team-*.connection.json"))) == 4

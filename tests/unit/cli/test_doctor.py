@@ -94,10 +94,11 @@ def wire() -> Iterator[Callable[..., Wire]]:
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend is configured by whoever runs the tests."""
-    for name in ("E2B_API_KEY", "E2B_API_URL", "E2B_DOMAIN", "HF_TOKEN", "HF_ENDPOINT", "DOCKER_HOST"):
+    for name in ("E2B_API_KEY", "E2B_API_URL", "E2B_DOMAIN", "HF_TOKEN", "HF_ENDPOINT", "DOCKER_HOST", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(f"PENSTOCK_SANDBOX_{name}", raising=False)
-    monkeypatch.delenv("DOCKER_TLS_VERIFY", raising=False)
+    for name in ("DOCKER_TLS_VERIFY", "KUBERNETES_SERVICE_HOST", "PENSTOCK_SANDBOX_KUBERNETES_WARM_POOL"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def told(finding: Finding) -> str:
@@ -230,3 +231,20 @@ def test_a_missing_sdk_is_named_with_what_installs_it(
 
 def _no_distribution(name: str) -> str:
     raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.requirement("R48", "R53")
+def test_kubernetes_needs_pool_keys_and_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each missing one is named with its setting."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "KUBERNETES_WARM_POOL" in backends.kubernetes().advice
+    monkeypatch.setenv("PENSTOCK_SANDBOX_KUBERNETES_WARM_POOL", "penstock")
+    assert "service.pem and pod.crt" in backends.kubernetes().found
+    monkeypatch.setenv("PENSTOCK_SANDBOX_KUBERNETES_KEYS", str(tmp_path))
+    for name in ("service.pem", "pod.crt"):
+        (tmp_path / name).touch()
+    assert "KUBERNETES_CONFIG" in backends.kubernetes().advice
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert backends.kubernetes().ok
+    monkeypatch.setattr(importlib.metadata, "version", _no_distribution)
+    assert "penstock-sandbox[kubernetes]" in backends.kubernetes().advice

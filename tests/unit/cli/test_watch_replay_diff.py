@@ -7,7 +7,8 @@ import shlex
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console, Group, RenderableType
+from tests.unit.analysis.test_credit import call
 
 from penstock.analysis import readable_calls
 from penstock.analysis.differences import compare
@@ -23,7 +25,7 @@ from penstock.analysis.token_text import Pieces
 from penstock.cli.commands import diff, replay, watch
 from penstock.cli.connections.watching import Chosen, whole_groups
 from penstock.cli.terminal.console import emit
-from penstock.cli.views import events, rows, turns
+from penstock.cli.views import events, outcomes, rows, turns
 from penstock.cli.views.json_shapes import recording_shape, summary_shape
 from penstock.cli.views.live_table import Standing
 from penstock.cli.views.replay_steps import steps
@@ -32,6 +34,7 @@ from penstock.client.types.results import (
     AgentEvent,
     AgentExited,
     ArtifactCollected,
+    CallFinished,
     CommandFinished,
     EventPayload,
     Exit,
@@ -48,7 +51,7 @@ from penstock.client.types.results import (
     RolloutSummary,
     VerifierCommand,
 )
-from penstock.client.types.trajectories import Branch, Finding, RecordedToolCall, Reward
+from penstock.client.types.trajectories import Branch, Finding, RecordedToolCall, ReplayOrigin, Reward, Trajectory
 from penstock.client.wire import results
 from penstock.driver.v1 import rollout_pb2
 
@@ -166,6 +169,32 @@ def test_a_rollout_is_shown_with_its_home() -> None:
     recording = replace(hostile("x"), rollout=rollout)
     assert "driver d1, sandbox service s1, sandbox sb.s1.x" in drawn(steps(recording)[0].draw(False))
     assert recording_shape(recording)["home"] == summary_shape(summary(0, home=home))["home"] == home
+
+
+def test_a_running_rollout_says_when_its_calls_are_shown() -> None:
+    rollout = Rollout("r", None, 0, Phase.RUNNING, None, "a", "", "t", {}, NOW, None, {}, 1)
+    recording = replace(hostile("x"), rollout=rollout, outcome=None, failure=None, turns=())
+    assert "calls are shown here once it has ended" in drawn(steps(recording)[0].draw(False))
+
+
+@pytest.mark.requirement("R129")
+def test_calls_that_were_not_sampled_name_their_source() -> None:
+    """In the table of calls, and as they end: there with how far the replay has come."""
+    earlier = replace(call("r", 0, [3]), replayed_from=ReplayOrigin("r", 1, "x"))
+    parent = replace(call("r", 1, [3]), replayed_from=ReplayOrigin("parent", 2, "x"))
+    given_answer = replace(call("r", 2, [3]), given=True, injected=True)
+    calls = (earlier, parent, given_answer, call("r", 3, [3]))
+    table = drawn([outcomes.calls(cast(Trajectory, SimpleNamespace(calls=calls)))], width=160)
+    lines = [line.split() for line in table.splitlines()[-4:]]
+    assert [line[:2] for line in lines] == [["0", "main"], ["1", "0"], ["2", "1"], ["3", "2"]]
+    for line, source in zip(
+        lines, ("replay of attempt 1", "replay of its parent", "given answer", "trainer"), strict=True
+    ):
+        assert source in " ".join(line)
+    shown = [drawn([events.event(RolloutEvent(1, "r", NOW, CallFinished(one, 3, 2)))]) for one in calls]  # type: ignore[list-item]
+    assert [line.strip().rpartition("delivered")[2] for line in shown] == [
+        *(", replayed (2 of 3)", ", replayed (2 of 3)", ", given (2 of 3)", "")
+    ]
 
 
 @settings(max_examples=25)  # each draws a lot

@@ -31,16 +31,20 @@ PAGES = check.pages()
 
 _CODE = re.compile(r"^```.*?\n(.*?)^```|^(?: {4}.*\n?)+|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 _MAKE = re.compile(r"(?:^|\s)make ([a-z][a-z-]*)")
-_SERVICE = re.compile(r"penstock-(driver|inference|interception|sandbox)\b([^\n#]*)")
+_SERVICE = re.compile(r"penstock-(driver|inference|interception|sandbox)\b(?![-.])([^\n#]*)")
 _PROGRAM = re.compile(r"(?:^|[\s/])penstock ([a-z]+)(?: ([a-z]+))?([^\n#]*)")
+_OTHERS = re.compile(r"^(`?(?:kubectl|helm)) [^`\n]*", re.MULTILINE)
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)")
 _VARIABLE = re.compile(r"\bPENSTOCK_(DRIVER|INFERENCE|INTERCEPTION|SANDBOX)_[A-Z_]+[A-Z]\b")
 
 
 def code_of(page: Path) -> Iterator[str]:
-    """Fenced and indented blocks and inline code, with line ends joined by a backslash."""
+    """Fenced and indented blocks and inline code, with line ends joined by a backslash.
+
+    Without the arguments of kubectl and Helm, where a service's name is that of what a cluster has.
+    """
     for match in _CODE.finditer(page.read_text(encoding="utf-8")):
-        yield (match[1] or match[2] or match[0]).replace("\\\n", " ")
+        yield _OTHERS.sub(r"\1", (match[1] or match[2] or match[0]).replace("\\\n", " "))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.client.transport.endpoints import DEFAULT_DASHBOARD_PORT, DEFAULT_
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+REPLICATED = ("sandbox", "driver", "interception")
 # The clients' and the health check's, of no service's own.
 SHARED = {"PENSTOCK_CONFIG", "PENSTOCK_CA_FILE"}
 
@@ -61,6 +63,20 @@ def test_the_secrets_are_the_files_that_the_command_makes(tmp_path: Path) -> Non
         assert file == name and (tmp_path / "credentials" / file).is_file()
 
 
+@pytest.mark.requirement("R124")
+def test_drivers_image_can_export() -> None:
+    """Whoever builds it: Compose, docker for a chart's registry, or a machine that gathered wheels."""
+    default = re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile("driver"), re.MULTILINE)
+    assert SERVICES["driver"]["build"]["args"]["EXTRAS"] == f"${{PENSTOCK_EXPORT_EXTRAS:-{default[0]}}}"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"^DRIVER_EXTRAS \?= (\S+)$", makefile, re.MULTILINE) == default
+    assert '"./services/driver[$(DRIVER_EXTRAS)]"' in makefile
+    project = tomllib.loads((ROOT / "services/driver/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    needed = {re.split(r"[\[><=]", one)[0] for name in ("export", "s3") for one in extras[name]}
+    assert default == ["s3"] and {"fsspec", "pyarrow", "s3fs"} <= needed
+
+
 @pytest.mark.parametrize("service", SETTINGS)
 def test_a_container_is_confined(service: str) -> None:
     """Issue 3, 9: read-only roots, no capabilities, no root, limits; one of them alone has the engine's socket."""
@@ -82,10 +98,31 @@ def test_a_container_is_confined(service: str) -> None:
 def test_ports_are_the_documented_ones_and_the_ingress_is_published_nowhere(service: str) -> None:
     """On the host they are loopback's unless the operator says otherwise."""
     port = dict(DEFAULT_PORTS.items())[service]  # type: ignore[index]
-    assert SERVICES[service]["ports"] == [f"${{PENSTOCK_BIND:-127.0.0.1}}:{port}:{port}"]
+    published = SERVICES[service].get("ports", []) + (SERVICES["door"]["ports"] if service in REPLICATED else [])
+    assert f"${{PENSTOCK_BIND:-127.0.0.1}}:{port}:{port}" in published
+    assert ("ports" in SERVICES[service]) == (service not in REPLICATED), "two replicas cannot have one port"
     exposed = re.findall(r"^EXPOSE (.+)$", dockerfile(service), re.MULTILINE)[0].split()
     assert exposed == [str(port), *([str(DEFAULT_INGRESS_PORT)] if service == "interception" else [])]
     assert f'"localhost:{port}"]' in dockerfile(service)
+
+
+@pytest.mark.requirement("R9")
+def test_the_door_publishes_the_replicated_services_and_is_confined_too() -> None:
+    """It has no token, no key and no state: it passes bytes on."""
+    door = SERVICES["door"]
+    ports = {name: DEFAULT_PORTS[name] for name in REPLICATED}  # type: ignore[index]
+    assert sorted(door["command"]) == sorted(f"{port}={name}:{port}" for name, port in ports.items())
+    assert sorted(door["ports"]) == sorted(f"${{PENSTOCK_BIND:-127.0.0.1}}:{port}:{port}" for port in ports.values())
+    assert door["read_only"] and door["cap_drop"] == ["ALL"] and door["security_opt"] == ["no-new-privileges:true"]
+    assert door["secrets"] == ["ca.pem"] and "volumes" not in door
+    assert {"mem_limit", "cpus", "pids_limit", "restart"} <= set(door)
+
+
+def test_replicas_share_their_volume_and_are_found_by_name() -> None:
+    for name in REPLICATED:
+        assert SERVICES[name]["environment"][f"PENSTOCK_{name.upper()}_STATE_DIR_SHARED"] == "true"
+        listed = SERVICES["driver"]["environment"][f"PENSTOCK_DRIVER_{name.upper()}_MEMBERS"]
+        assert listed == f"dns:{name}:{DEFAULT_PORTS[name]}"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("extras", "wanted"), [("", "./services/inference"), ("vllm", "./services/inference[vllm]")])

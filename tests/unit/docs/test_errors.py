@@ -64,7 +64,7 @@ PASSED_ON = {
         "penstock/adapters/harness/session.py: RolloutFailed(reason=failure.reason)": "of the rollout's own failure",
         "penstock/client/intercept/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
         "penstock/cli/commands/up.py: StackFailed(reason=error.reason)": "the stack's",
-        "penstock/local/stack.py: StackFailed(reason=failure.reason)": "of the service's last death",
+        "penstock/local/processes.py: StackFailed(reason=failure.reason)": "of the service's last death",
     },
 }
 """Where an error's reason is not written where it is made, and where it comes from instead."""

@@ -6,7 +6,7 @@ import re
 
 from tests.unit.docs.pages import ROOT
 
-from penstock.analysis.export_columns import COLUMNS, SCHEMA_VERSION, Table
+from penstock.tables.columns import COLUMNS, SCHEMA_VERSION, Table
 
 PAGE = (ROOT / "docs" / "exports.md").read_text(encoding="utf-8")
 

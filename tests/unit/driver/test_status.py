@@ -12,6 +12,7 @@ from tests.unit.driver.conftest import Driver
 from penstock_chassis.errors import Unavailable
 from penstock_chassis.membership.members import Member
 from penstock_chassis.membership.peers import Host, Peer, State
+from penstock_chassis.membership.reporting import PEER_LOST, PEER_UP
 from penstock_driver import metrics
 from penstock_driver.placement.placement import OnePlace
 from penstock_driver.status import Health
@@ -48,8 +49,8 @@ async def test_each_lost_host_is_named(driver: Driver) -> None:
     assert "n0 at host-n0:7701" in troubles[0].message and "host is silent" in troubles[0].message
     assert "although its host answers" in troubles[1].message
     with look.reported():
-        assert metrics.PEER_UP.values() == {("sandbox",): 1.0, ("interception",): 0.0}
-        assert metrics.PEER_LOST.values() == {("sandbox",): 2.0, ("interception",): 0.0}
+        assert PEER_UP.values() == {("sandbox",): 1.0, ("interception",): 0.0}
+        assert PEER_LOST.values() == {("sandbox",): 2.0, ("interception",): 0.0}
 
 
 @pytest.mark.requirement("R50")

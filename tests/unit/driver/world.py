@@ -43,6 +43,7 @@ from penstock_driver.domain.ports import (
     PathKind,
     PreparedSnapshot,
     PreparedToolbox,
+    ResultContent,
     SandboxFacts,
     SandboxTerms,
     SnapshotSpec,
@@ -63,6 +64,8 @@ class Box:
     """Process ids of what `run` ran."""
     killed: set[str] = field(default_factory=set)
     """Processes that were killed while they ran, as the sandbox service tells it."""
+    kill_all_after: set[str] = field(default_factory=set)
+    """Processes whose end is to be that of all others."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     scratch: list[Path] = field(default_factory=list)
     """Directories for rewards, which are the machine's /tmp here: a box is no sandbox."""
@@ -86,11 +89,20 @@ class Directories:
         self.snapshots: dict[str, Path] = {}
         self.wanted: list[SnapshotSpec] = []
         self.calls: list[str] = []
+        self.repeatable: list[bool] = []
+        self.allowlists: list[sandbox_pb2.Allowlist | None] = []
+        """Of each fork, whether it was to be repeatable."""
         self.fail: dict[str, list[PenstockError | None]] = {}
         self.holds: dict[str, asyncio.Event] = {}
         self.installation: list[str] = []
-        self.facts = BackendFacts("local", True, "", True, True, True, False, True, True, True)
+        self.facts = BackendFacts("local", True, "", True, True, True, False, True, True, True, egress_hosts=("*",))
         self.lost: set[str] = set()
+        self.freezes = True
+        self.frozen: set[str] = set()
+        self.kills_after = False
+        """Whether it does what `kill_all_after` and `result_file` ask for, which an earlier version ignores."""
+        self.takes_files = False
+        """Whether `start` and `run` write files, which an earlier version ignores."""
         self.from_within = False
         """Whether what is lost was ended from within."""
 
@@ -148,23 +160,41 @@ class Directories:
     async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
         await self._called("create")
         sandbox_id, box = self._new(labels)
-        return SandboxFacts(sandbox_id, str(box.home), str(box.workdir))
+        return SandboxFacts(sandbox_id, str(box.home), str(box.workdir), takes_files=self.takes_files)
 
     async def fork(
-        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+        self,
+        snapshot_id: str,
+        *,
+        request_id: str,
+        port: int,
+        upstream: str,
+        lease_s: float,
+        labels: Mapping[str, str],
+        repeatable: bool = False,
+        allowlist: sandbox_pb2.Allowlist | None = None,
     ) -> SandboxFacts:
         await self._called("fork")
+        self.repeatable.append(repeatable)
+        self.allowlists.append(allowlist)
         if snapshot_id not in self.snapshots:
             raise NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN")
         sandbox_id, box = self._new(labels)
         shutil.copytree(self.snapshots[snapshot_id], box.root, dirs_exist_ok=True, symlinks=True)
-        return SandboxFacts(sandbox_id, str(box.home), str(box.workdir))
+        return SandboxFacts(sandbox_id, str(box.home), str(box.workdir), takes_files=self.takes_files)
 
     def _path(self, sandbox_id: str, path: str) -> Path:
         return self.boxes[sandbox_id].workdir / path
 
     async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
         await self._called("write_files")
+        self._write(sandbox_id, files)
+
+    def _bring(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
+        if self.takes_files:
+            self._write(sandbox_id, files)
+
+    def _write(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
         for file in files:
             path = self._path(sandbox_id, file.path)
             if path.parent.name.startswith("penstock-"):
@@ -261,11 +291,18 @@ class Directories:
         stdin: bytes | None,
         *,
         output_ends: tuple[int, int] | None = None,
+        kill_all_after: bool = False,
+        files: Sequence[FileToWrite] = (),
     ) -> None:
         await self._called("start")
+        self._bring(sandbox_id, files)
+        if sandbox_id not in self.boxes:
+            raise NotFound("no such sandbox", reason="SANDBOX_UNKNOWN")
         box = self.boxes[sandbox_id]
         if process_id in box.processes:
             return
+        if kill_all_after and self.kills_after:
+            box.kill_all_after.add(process_id)
         pipe = asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL
         process = await self._spawn(box, command, pipe)
         items: list[Output | None] = []
@@ -296,9 +333,52 @@ class Directories:
 
         box.processes[process_id] = (process, asyncio.ensure_future(see()), items)
 
+    async def send_stdin(self, sandbox_id: str, process_id: str, stdin: bytes) -> None:
+        """All of it was sent as the process was started."""
+        await self._called("send_stdin")
+        if process_id not in self.boxes[sandbox_id].processes:
+            raise NotFound("no such process", reason="PROCESS_UNKNOWN")
+
+    async def pause(self, sandbox_id: str, lease_s: float) -> bool:
+        await self._called("pause")
+        if sandbox_id not in self.boxes:
+            raise NotFound("no such sandbox", reason="SANDBOX_UNKNOWN")
+        if self.freezes:
+            self.frozen.add(sandbox_id)
+            self._signal(sandbox_id, signal.SIGSTOP)
+        return self.freezes
+
+    async def resume(self, sandbox_id: str, lease_s: float) -> None:
+        await self._called("resume")
+        if sandbox_id not in self.boxes:
+            raise NotFound("no such sandbox", reason="SANDBOX_UNKNOWN")
+        self.frozen.discard(sandbox_id)
+        self._signal(sandbox_id, signal.SIGCONT)
+
+    def _signal(self, sandbox_id: str, number: signal.Signals) -> None:
+        for process, _, _ in self.boxes[sandbox_id].processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    async def rejoin(self, sandbox_id: str, lease_s: float) -> None:
+        await self._called("rejoin")
+        if sandbox_id not in self.boxes:
+            raise NotFound("no such sandbox", reason="SANDBOX_UNKNOWN")
+
+    async def renew(self, sandbox_id: str, lease_s: float) -> None:
+        await self._called("renew")
+        if sandbox_id not in self.boxes:
+            raise NotFound("no such sandbox", reason="SANDBOX_UNKNOWN")
+
+    async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        await self._called("labelled")
+        return [key for key, box in self.boxes.items() if labels.items() <= box.labels.items()]
+
     async def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
         await self._called("watch")
         box = self.boxes[sandbox_id]
+        if process_id not in box.processes:
+            raise NotFound("no such process", reason="PROCESS_UNKNOWN")
         _, task, items = box.processes[process_id]
         at = 0
         while True:
@@ -309,7 +389,11 @@ class Directories:
                 if item is None:
                     end = Exit(ExitReason.SANDBOX_LOST) if sandbox_id in self.lost else await task
                     killed = end.reason is ExitReason.SIGNALED and process_id in box.killed
-                    yield replace(end, reason=ExitReason.KILLED) if killed else end
+                    end = replace(end, reason=ExitReason.KILLED) if killed else end
+                    if process_id in box.kill_all_after and end.reason is not ExitReason.SANDBOX_LOST:
+                        self._kill_all(box)
+                        end = replace(end, all_killed=True)
+                    yield end
                     return
                 yield item
             await box.news.wait()
@@ -318,9 +402,7 @@ class Directories:
         await self._called("kill")
         box = self.boxes[sandbox_id]
         if everything:
-            for group in [*box.ran.values(), *(process.pid for process, _, _ in box.processes.values())]:
-                with suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
+            self._kill_all(box)
         if process_id in box.ran:
             with suppress(ProcessLookupError):
                 os.killpg(box.ran[process_id], signal.SIGKILL)
@@ -333,8 +415,19 @@ class Directories:
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.wait([task])
 
-    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
+    async def run(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        output_limit: int,
+        *,
+        kill_all_after: bool = False,
+        result_file: tuple[str, int] | None = None,
+        files: Sequence[FileToWrite] = (),
+    ) -> CommandResult:
         await self._called("run")
+        self._bring(sandbox_id, files)
         box = self.boxes[sandbox_id]
         try:
             process = await self._spawn(box, command, asyncio.subprocess.DEVNULL)
@@ -344,11 +437,26 @@ class Directories:
         try:
             async with asyncio.timeout(command.timeout_s):
                 stdout, stderr = await process.communicate()
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as end:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+            if isinstance(end, asyncio.CancelledError):  # nobody asks for it any more, and its sandbox is deleted
+                raise
             return CommandResult(Exit(ExitReason.TIMED_OUT), b"", b"")
-        return CommandResult(_exit(process.returncode), stdout[:output_limit], stderr[:output_limit])
+        ended = CommandResult(_exit(process.returncode), stdout[:output_limit], stderr[:output_limit])
+        if not (self.kills_after and kill_all_after):
+            return ended
+        self._kill_all(box)
+        ended = replace(ended, exit=replace(ended.exit, all_killed=True))
+        left = None if result_file is None else self._path(sandbox_id, result_file[0])
+        if result_file is None or left is None or left.is_symlink() or not left.is_file():
+            return ended
+        return replace(ended, result_file=ResultContent(left.read_bytes()[: result_file[1]], left.stat().st_size))
+
+    def _kill_all(self, box: Box) -> None:
+        for group in [*box.ran.values(), *(process.pid for process, _, _ in box.processes.values())]:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     async def delete(self, sandbox_id: str) -> None:
         await self._called("delete")
@@ -421,6 +529,7 @@ class HttpGate:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.opened: dict[str, OpenRequest] = {}
+        self.held: set[str] = set()
         self.closed: dict[str, str] = {}
         self.requested: list[str] = []
         self.deleted: list[str] = []
@@ -431,7 +540,11 @@ class HttpGate:
         self.closing = GateClosing()
         self.host_tools: tuple[str, ...] = ()
         self.interruptions = 0
-        self.ended_calls: asyncio.Queue[CallEnded] = asyncio.Queue()
+        self.call_ends: asyncio.Queue[CallEnded] = asyncio.Queue()
+        self.missed: list[CallEnded] = []
+        self.recorded: list[trajectory_pb2.Call] = []
+        self.captured: dict[str, list[trajectory_pb2.Call]] = {}
+        """What the gate has of rollouts, by their ids."""
         self.fail: dict[str, list[PenstockError]] = {}
         self._server: asyncio.Server | None = None
 
@@ -496,17 +609,42 @@ class HttpGate:
 
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         while True:
-            yield await self.ended_calls.get()
+            yield await self.call_ends.get()
+
+    async def has(self, rollout_id: str) -> bool:
+        return rollout_id in self.opened
+
+    async def hold_calls(self, rollout_id: str, *, held: bool) -> None:
+        self._failing("hold_calls")
+        (self.held.add if held else self.held.discard)(rollout_id)
+
+    async def ended_calls(self, rollout_id: str) -> Sequence[CallEnded]:
+        return [ended for ended in self.missed if ended.rollout_id == rollout_id]
 
     async def delete(self, rollout_id: str) -> None:
         self.deleted.append(rollout_id)
 
+    async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:
+        self._failing("load_recording")
+        self.recorded += part.calls
+        return len(self.recorded)
+
+    async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        raise NotImplementedError  # of drivers that export
+
+    async def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
+        if rollout_id not in self.captured:
+            raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
+        results: list[trajectory_pb2.HostToolCall] = []
+        for call in results:
+            yield call
+
     async def capture(
         self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
-        for fragment in list[trajectory_pb2.Trajectory]():
-            yield fragment
-        raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
+        if rollout_id not in self.captured:
+            raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
+        yield trajectory_pb2.Trajectory(calls=self.captured[rollout_id])
 
 
 def _lives(group: int) -> bool:

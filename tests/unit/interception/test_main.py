@@ -14,10 +14,11 @@ from penstock_codec import tiny_tokenizer
 _ENCODES = """
 import os
 import sys
+from penstock_chassis import server
 from penstock_interception import __main__ as program
 from tokenizers import Tokenizer
 
-program.run = lambda *_: None
+server.run = lambda *_: None
 program.main()
 tokenizer = Tokenizer.from_file(sys.argv[1])
 before = set(os.listdir("/proc/self/task"))

@@ -139,7 +139,7 @@ async def opened(
                 default_lease_s=100.0,
                 max_lease_s=1000.0,
                 default_resources=Resources(),
-                allowed_upstreams=(),
+                allowed_upstreams=("h:1",),
                 max_lifetime_s=max_lifetime_s,
                 max_sandboxes_per_owner=per_owner,
                 max_queued=queued,

@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 def health(domain: Domain) -> Health:
     """Of a domain, by its clock."""
-    snapshots = Snapshots(domain.sandboxes, SnapshotRecords(domain.journal), 1000.0, 1 << 30)
+    snapshots = Snapshots(domain.sandboxes, SnapshotRecords(domain.journal), 1000.0, 1 << 30, 100)
     return Health(domain.sandboxes, snapshots, lambda: domain.now)
 
 

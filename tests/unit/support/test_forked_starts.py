@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.services import forking
+from tests.support.services import dying, forking
 
 DRIVER = [sys.executable, "-m", "penstock_driver"]
 
@@ -95,3 +97,14 @@ def test_a_fork_is_customized_by_what_its_path_has_for_that(tmp_path: Path) -> N
         ordinary = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
     assert forked.stdout == ordinary.stdout
     assert forked.stdout.startswith("customized\n")
+
+
+@pytest.mark.parametrize("service", ["driver", "interception"])
+def test_a_service_that_dies_at_its_writes_imports_nothing_in_its_fork(service: str) -> None:
+    """It dies hundreds of times, and most of a start is imports."""
+    spec = importlib.util.find_spec(f"penstock_{service}.__main__")
+    assert spec is not None and spec.origin is not None
+    lines = ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    named = {line.module for line in lines if isinstance(line, ast.ImportFrom)} - {"penstock_chassis"}
+    assert len(named) >= 3
+    assert named <= set(dying.imported(service))

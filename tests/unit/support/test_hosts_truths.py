@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,15 +19,16 @@ def _seen() -> Seen:
     lost = Attempt(began=5.0, node="n1", gate="g0", failed=14.0, reason="NODE_LOST")
     good = Attempt(began=15.0, node="n0", gate="g1", agent_ended=18.0, graded=19.0)
     story = Story("hosts-0-0", 0, "d0", [lost, good], [("", 1.0)], created=4.0, ended=20.0, calls={"c1": [1, 2]})
-    restarted = Story("hosts-1-0", 1, "d1", [Attempt(began=5.0)], [("DRIVER_RESTARTED", None)])
+    lost_home = Story("hosts-1-0", 1, "d1", [Attempt(began=5.0)], [("HOME_LOST", None)])
     again = Story("hosts-1-1", 1, "d1", [replace(good)], [("", 1.0)], calls={"c2": [3]})
     return Seen(
         max_attempts=3,
         places=("n0", "n1", "g0", "g1", "g2"),
-        stories=[story, restarted, again],
+        stories=[story, lost_home, again],
         losses=[Lost("n1", 10.0)],
-        listed={one.rollout_id: one.ends[0] for one in (story, restarted, again)},
+        listed={one.rollout_id: one.ends[0] for one in (story, lost_home, again)},
         answers={"c1": [[1, 2]], "c2": [[3]]},
+        wiped={"d1": 6.0},
     )
 
 
@@ -89,7 +91,7 @@ def _has_a_call_of_another(seen: Seen) -> None:
 
 
 def _was_answered_twice(seen: Seen) -> None:
-    seen.answers["c1"].append([1, 2])
+    seen.undisturbed["c1"] = [[1, 2], [1, 2]]
 
 
 def _is_noticed_late(seen: Seen) -> None:
@@ -101,7 +103,7 @@ def _leaves_something(seen: Seen) -> None:
 
 
 def _had_nothing_while_rollouts_ran(seen: Seen) -> None:
-    seen.during = {"open": 3}
+    seen.during = Counter({"open": 3})
 
 
 def _accepts_an_old_key(seen: Seen) -> None:

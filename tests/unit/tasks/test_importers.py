@@ -72,7 +72,13 @@ def test_a_harbor_task_keeps_its_image_its_limits_and_its_resources(tmp_path: Pa
         ({}, "healthcheck = { command = 'x' }\n", "healthcheck"),
         ({}, "env = { KEY = '${SECRET}' }\n", "--env SECRET=VALUE"),
         ({"environment/docker-compose.yaml": "services: {}\n"}, "", "several containers"),
+        ({"environment/compose.yml": "services: {}\n"}, "", "several containers"),
         ({}, "[steps]\nx = 1\n", "steps"),
+        ({}, "os = 'windows'\n", "environment.os: windows"),
+        ({}, "workdir = '/x'\ndocker_image = 'a:1'\n", "environment.workdir"),
+        ({}, "mcp_servers = [{ name = 'x', url = 'http://x' }]\n", "environment: mcp_servers"),
+        ({}, "[verifier.environment]\ndocker_image = 'v:1'\n", "verifier: environment"),
+        ({"tests/data/expected": "version https://git-lfs.github.com/spec/v1\noid x\n"}, "", "git lfs pull"),
         ({"task.toml": "= nonsense"}, "", "nvalid"),
     ],
 )
@@ -83,6 +89,33 @@ def test_unsupported_wishes_of_a_harbor_task_are_refused_by_name(
     foreign_tasks.harbor(tmp_path / "sum", more=more)
     foreign_tasks.write(tmp_path / "sum", files)
     assert named in refusal("harbor", tmp_path / "sum", tmp_path / "out")
+
+
+def test_a_harbor_task_of_schema_1_4_keeps_its_agent_directory_and_hosts(tmp_path: Path) -> None:
+    """Issue 12, point 6: keys that are written empty say nothing; what cannot be kept is a note."""
+    foreign_tasks.harbor(
+        tmp_path / "sum",
+        more=(
+            "gpu_types = []\nos = 'linux'\nworkdir = '/app/data'\nnetwork_mode = 'allowlist'\n"
+            "allowed_hosts = ['pypi.org', '*.pythonhosted.org']\n"
+            "mcp_servers = []\n"
+        ),
+    )
+    config = tmp_path / "sum" / "task.toml"
+    text = config.read_text().replace('version = "1.0"', 'schema_version = "1.4"\nartifacts = ["/app/x"]')
+    config.write_text(text.replace("timeout_sec = 90.0", "timeout_sec = 90.0\nuser = 'builder'"))
+    (found,) = import_tasks("terminal-bench-2", tmp_path / "sum", tmp_path / "out")
+    assert found.folder is not None, found.problem
+    task = Task.load(found.folder)
+    assert task.sandbox is not None and task.build is not None
+    assert task.sandbox.agent_network is not None
+    assert (task.sandbox.user, task.sandbox.agent_network.hosts) == ("builder", ["pypi.org", "*.pythonhosted.org"])
+    assert (task.build / "Dockerfile").read_text().endswith("\nWORKDIR /app/data\n")
+    assert {note.partition(":")[0] for note in found.notes} == {
+        "agent.user",
+        "artifacts",
+        "the verifier's allowed_hosts are left out",
+    }
 
 
 @pytest.mark.requirement("R75")
@@ -271,7 +304,7 @@ def test_an_importer_without_pyarrow_says_what_to_install(tmp_path: Path, monkey
 def test_missing_format_missing_source_and_taken_place_are_typed_errors(tmp_path: Path) -> None:
     """Issue 6, point 6: nothing of a person's is overwritten."""
     foreign_tasks.harbor(tmp_path / "sum")
-    with pytest.raises(InvalidArgument, match="formats: harbor, terminal-bench, swe"):
+    with pytest.raises(InvalidArgument, match="formats: harbor, terminal-bench, terminal-bench-2, swe, swe-bench"):
         import_tasks("inspect", tmp_path, tmp_path / "out")
     with pytest.raises(InvalidArgument, match="there is no"):
         import_tasks("harbor", tmp_path / "absent", tmp_path / "out")
@@ -362,7 +395,7 @@ def test_a_file_that_the_test_patch_removes_is_not_given_to_pytest(tmp_path: Pat
     """It runs nothing at all if a file of its command line is not there."""
     record = foreign_tasks.record("abc", image="i", test_patch=patch, FAIL_TO_PASS='["tests/test_new.py::test_x"]')
     (tmp_path / "r.jsonl").write_text(json.dumps({**record, "PASS_TO_PASS": "[]"}))
-    import_tasks("swe", tmp_path / "r.jsonl", tmp_path / "out", Choices(image=True))
+    import_tasks("swe", tmp_path / "r.jsonl", tmp_path / "out", Choices(history=True))
     (grading,) = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("grading.json")]
     assert grading["test_files"] == ["tests/test_new.py"]
     assert "tests/test_old.py" in grading["changed_files"]

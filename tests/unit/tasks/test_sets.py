@@ -12,7 +12,8 @@ import yaml
 from penstock.client import Allowlist, InvalidArgument, Limits, Resources, Task
 from penstock.client.rollouts.client import spec
 from penstock.client.tasks.spec import Budgets, CallRate, SandboxChoice
-from penstock.tasks.sets import digest, load_tasks, schemas
+from penstock.client.wire.specs import digest
+from penstock.tasks.sets import load_tasks, schemas
 
 VERIFIER = "verifier: {commands: ['true']}\n"
 FULL = """
@@ -22,6 +23,8 @@ sandbox:
   image: python:3.12
   resources: {cpu: 2, memory_bytes: 512MiB, pids: 100, disk_bytes: 1000000}
   setup_network: {hosts: [pypi.org], ports: [443]}
+  agent_network: {hosts: [pypi.org], denied_hosts: [a.pypi.org]}
+  verifier_network: {hosts: [pypi.org], recording: r, recorded_only: true}
   user: root
   own_kernel: true
 limits: {prepare: 10, setup: 20, agent: 30.5, verify: 40}
@@ -167,7 +170,9 @@ def test_tasks_sandbox_limits_and_budgets_reach_the_rollout(tmp_path: Path) -> N
         backend="docker",
         image="python:3.12",
         resources=Resources(cpu=2.0, memory_bytes=512 << 20, pids=100, disk_bytes=1_000_000),
-        setup_network=Allowlist(hosts=["pypi.org"], ports=[443]),
+        setup_network=Allowlist(hosts=["pypi.org"], ports=[443], denied_hosts=[]),
+        agent_network=Allowlist(hosts=["pypi.org"], ports=[], denied_hosts=["a.pypi.org"]),
+        verifier_network=Allowlist(hosts=["pypi.org"], ports=[], denied_hosts=[], recording="r", recorded_only=True),
         user="root",
         own_kernel=True,
     )
@@ -181,6 +186,8 @@ def test_tasks_sandbox_limits_and_budgets_reach_the_rollout(tmp_path: Path) -> N
     )
     assert (message.sandbox.backend, message.sandbox.image, message.sandbox.user) == ("local", "python:3.12", "root")
     assert (message.limits.agent.seconds, message.limits.verify.seconds) == (7, 40)
+    assert list(message.sandbox.agent_network.denied_hosts) == ["a.pypi.org"]
+    assert message.sandbox.verifier_network.recording == "r"
     assert message.budgets.max_calls == 5
     assert dict(message.labels) == {"level": "hard", "mine": "yes"}
     plain = spec(Task(task_id="t", instruction="x"), "shell", {})

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,9 @@ def test_the_dashboards_form_knows_the_keys_that_a_task_file_has() -> None:
     """A key that the page does not know is refused there; what the schema has is taken, or refused by name."""
     form = json.loads((ROOT / "clients/web/src/start/keys.json").read_text(encoding="utf-8"))
     schema = schemas()["task"]
-    tables = {name.strip("_").removesuffix("Table").lower(): found for name, found in schema["$defs"].items()}
+    tables = {
+        re.sub("(?<=.)(Table|File)$", "", name.strip("_")).lower(): found for name, found in schema["$defs"].items()
+    }
     tables["command"] = tables["command"]["anyOf"][0]
     assert form["task"] == list(schema["properties"])
     for name in form.keys() - {"task"}:

@@ -150,8 +150,8 @@ def test_a_message_that_cannot_have_such_fields_is_not_read() -> None:
 
 def test_only_rpcs_of_the_protos_can_be_provisional() -> None:
     """Reflection and health have none."""
-    assert is_provisional_method("/penstock.driver.v1.RolloutService/PauseRollout")
-    assert feature_of_method("penstock.driver.v1.RolloutService/PauseRollout") == "rollouts.pause"
+    assert is_provisional_method("/penstock.driver.v1.RolloutService/ForkRollout")
+    assert feature_of_method("penstock.driver.v1.RolloutService/ForkRollout") == "rollouts.fork"
     assert not is_provisional_method("/penstock.driver.v1.RolloutService/GetRollout")
     assert not is_provisional_method("/grpc.health.v1.Health/Check")
     assert not takes_provisional("/grpc.health.v1.Health/Check")

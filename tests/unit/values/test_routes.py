@@ -48,6 +48,7 @@ NOT_ROUTED: Final = {
         (
             "SandboxService.ListBackends",
             "SandboxService.GetNodeStatus",
+            "ProcessService.WatchProcesses",
             "OperationsService.GetStatus",
             "OperationsService.GetServerInfo",
             "OperationsService.Drain",

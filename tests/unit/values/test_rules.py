@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.driver.v1 import rollout_pb2
-from penstock.sandbox.v1 import process_service_pb2, sandbox_pb2, sandbox_service_pb2
+from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import ValueMismatch, from_proto, numbers, reader, to_proto, writer
 
 pytestmark = pytest.mark.requirement("R63", "R64")
 
 STATUS = ("code", "signal", "stdout_truncated", "stderr_truncated", "pipes_open", "stdout_bytes", "stderr_bytes")
-REST = (*STATUS, "message", "max_rss_bytes", "ended_inside")
+REST = (*STATUS, "message", "max_rss_bytes", "ended_inside", "all_killed")
 
 
 class Ended(Enum):
@@ -175,9 +175,11 @@ writer(Graded, rollout_pb2.Outcome, left_out=("failure", "agent_exit", "grading"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A message that is only kept."""
+    """A message that is only kept, and two counts."""
 
     call: trajectory_pb2.Call
+    recorded_count: int = 0
+    replayed_count: int = 0
 
 
 def test_a_message_that_a_class_holds_is_kept_and_required() -> None:
@@ -226,10 +228,9 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """An allowlist with one host."""
+    """A command with one argument."""
 
-    hosts: str
-    ports: tuple[int, ...]
+    args: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ SPAN = completion_pb2.PolicyVersionSpan
         (lambda: from_proto(Wrong, SPAN()), r"Wrong\.end and .*\.end: float is not int"),
         (lambda: to_proto(Wrong(1, 2, 3.0), SPAN), r"Wrong\.end"),
         (lambda: from_proto(Never, SPAN()), r"Never\.end .* never unset"),
-        (lambda: from_proto(Single, sandbox_pb2.Allowlist()), r"Single\.hosts .* is no tuple"),
+        (lambda: from_proto(Single, process_service_pb2.Argv()), r"Single\.args .* is no tuple"),
         (lambda: from_proto(Texts, sandbox_service_pb2.SeedFile()), r"Texts\.content"),
         (lambda: to_proto(Texts("", (), None), sandbox_service_pb2.SeedFile), r"Texts\.content"),
         (lambda: from_proto(Graded, chat_pb2.Usage()), r"Graded\.reward: .*Usage has no field reward"),

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"iter"
+	"time"
 
 	"penstock.example/penstock"
 	chatv1 "penstock.example/penstock/gen/chat/v1"
@@ -44,7 +45,7 @@ func (s *subject) carryOut(ctx context.Context, c *command) (object, error) {
 	case "close":
 		return nil, ps.Close()
 	case "create_rollout":
-		rollout, err := ps.Rollouts.Create(ctx, c.Spec.message(), "")
+		rollout, err := ps.Rollouts.Create(ctx, c.Spec.message(), c.RolloutID)
 		if err != nil {
 			return nil, err
 		}
@@ -130,6 +131,9 @@ func (s *subject) connect(c *command) error {
 	}
 	if c.Namespace != "" {
 		opts = append(opts, penstock.WithNamespace(c.Namespace))
+	}
+	if c.Discover != nil && !*c.Discover {
+		opts = append(opts, penstock.WithoutDiscovery())
 	}
 	if c.TLS != nil {
 		opts = append(opts, penstock.WithTLS(penstock.TLS{CA: c.TLS.CA}))
@@ -294,6 +298,12 @@ func (s *subject) ofGroup(ctx context.Context, group *penstock.Group, c *command
 	case "serve":
 		s.serve(c.Session, group.Calls(s.whole, penstock.WithCredits(c.Credits)))
 		return nil, nil
+	case "pause_rollouts":
+		_, err := group.Pause(ctx, "conformance", seconds(c.MaxDurationS))
+		return nil, err
+	case "resume_rollouts":
+		_, err := group.Resume(ctx)
+		return nil, err
 	case "cancel":
 		_, err := group.Cancel(ctx, c.Reason)
 		return nil, err
@@ -329,6 +339,19 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 	case "serve":
 		s.serve(c.Session, rollout.Calls(s.whole, penstock.WithCredits(c.Credits)))
 		return nil, nil
+	case "branch":
+		group, err := rollout.Branch(ctx, branches(c))
+		if err != nil {
+			return nil, err
+		}
+		keep(s, s.groups, group.ID, group)
+		return object{"group_id": group.ID, "rollout_ids": group.RolloutIDs}, nil
+	case "pause_rollouts":
+		info, err := rollout.Pause(ctx, "conformance", seconds(c.MaxDurationS))
+		return object{"frozen": info.GetPause().GetSandboxFrozen()}, err
+	case "resume_rollouts":
+		_, err := rollout.Resume(ctx)
+		return nil, err
 	case "cancel":
 		_, err := rollout.Cancel(ctx, c.Reason)
 		return nil, err
@@ -338,3 +361,23 @@ func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *c
 		return nil, fmt.Errorf("there is no command %q for a rollout", c.Do)
 	}
 }
+
+// branches is what a command asks of a parent.
+func branches(c *command) *driverv1.BranchRolloutRequest {
+	request := &driverv1.BranchRolloutRequest{Count: int32(c.N), Seed: c.Seed, TrainPrefix: c.TrainPrefix}
+	switch at := c.Call.(type) {
+	case string:
+		request.Call = &driverv1.BranchRolloutRequest_CallId{CallId: at}
+	case float64:
+		request.Call = &driverv1.BranchRolloutRequest_CallIndex{CallIndex: int32(at)}
+	}
+	if c.Answer != "" {
+		request.Answer = penstock.Injected(c.Answer).GetMessage()
+	}
+	if c.Replay != "" {
+		request.Replay = driverv1.Replay(value(driverv1.Replay_value, "REPLAY_", c.Replay))
+	}
+	return request
+}
+
+func seconds(given float64) time.Duration { return time.Duration(given * float64(time.Second)) }

@@ -34,6 +34,7 @@ type command struct {
 	ConnectionFile string            `json:"connection_file"`
 	Token          string            `json:"token"`
 	Namespace      string            `json:"namespace"`
+	Discover       *bool             `json:"discover"`
 	TLS            *struct {
 		CA string `json:"ca"`
 	} `json:"tls"`
@@ -44,11 +45,19 @@ type command struct {
 	GroupID   string `json:"group_id"`
 	RunID     string `json:"run_id"`
 	After     int64  `json:"after"`
+	UntilAway bool   `json:"until_away"`
 
 	Credits       int    `json:"credits"`
 	Calls         int    `json:"calls"`
 	PolicyVersion *int64 `json:"policy_version"`
 	Messages      bool   `json:"messages"`
+
+	Call         any     `json:"call"`
+	Answer       string  `json:"answer"`
+	Seed         *int64  `json:"seed"`
+	TrainPrefix  bool    `json:"train_prefix"`
+	Replay       string  `json:"replay"`
+	MaxDurationS float64 `json:"max_duration_s"`
 
 	CallID       string `json:"call_id"`
 	TokenIDs     string `json:"token_ids"`

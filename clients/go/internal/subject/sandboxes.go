@@ -29,6 +29,7 @@ func (s *subject) sandboxCommand(ctx context.Context, ps *penstock.Client, c *co
 		if err != nil {
 			return nil, err, true
 		}
+		keep(s, s.sandboxes, sandbox.ID, sandbox)
 		return object{"sandbox_id": sandbox.ID}, nil, true
 	case "sandbox_list":
 		ids := []string{}

@@ -138,6 +138,7 @@ func (s *subject) terminalCommand(ctx context.Context, ps *penstock.Client, c *c
 		if err != nil {
 			return nil, err, true
 		}
+		keep(s, s.terminals, terminal.ID, terminal)
 		return object{"step_count": terminal.Message.GetStepCount(), "ended": terminal.Message.GetEnded()}, nil, true
 	case "terminal_run", "terminal_answer", "terminal_close":
 	default:
@@ -333,7 +334,7 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 		}
 		return object{"lost": ids}, err, true
 	case "watch_rollouts":
-		ids := []string{}
+		ids, away := []string{}, []string{}
 		request := &driverv1.WatchRolloutsRequest{Filter: &driverv1.RolloutFilter{RunId: &c.RunID}}
 		for message, err := range ps.Rollouts.Watch(ctx, request) {
 			if err != nil {
@@ -342,12 +343,13 @@ func (s *subject) pullCommand(ctx context.Context, ps *penstock.Client, c *comma
 			for _, row := range message.GetRollouts() {
 				ids = append(ids, row.GetRolloutId())
 			}
-			if message.GetSnapshotComplete() {
+			away = append([]string{}, message.Away...)
+			if c.UntilAway && len(away) > 0 || !c.UntilAway && message.GetSnapshotComplete() {
 				break
 			}
 		}
 		slices.Sort(ids)
-		return object{"rollout_ids": ids}, nil, true
+		return object{"rollout_ids": ids, "away": away}, nil, true
 	case "export":
 		found := []object{}
 		request := &driverv1.ExportTrajectoriesRequest{Filter: &driverv1.RolloutFilter{RunId: &c.RunID}}

@@ -2,6 +2,7 @@
 
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "@connectrpc/connect";
+import type { Cluster } from "../cluster.js";
 import { present } from "../driver.js";
 import type { AgentSpecSchema } from "../gen/penstock/driver/v1/agent_pb.js";
 import {
@@ -27,8 +28,10 @@ export interface CheckFinding {
 export class Agents {
   readonly #service: Service;
   readonly #client: Client<typeof AgentService>;
+  readonly #cluster: Cluster;
 
-  constructor(service: Service) {
+  constructor(service: Service, cluster: Cluster) {
+    this.#cluster = cluster;
     this.#service = service;
     this.#client = service.client(AgentService);
   }
@@ -51,21 +54,31 @@ export class Agents {
   }
 
   /**
-   * Adds an agent, or a new version of one of your own.
+   * Adds an agent, or a new version of one of your own, at every driver.
    *
-   * Rejects with InvalidArgument: `violations` name the fields; AlreadyExists AGENT_BUILT_IN.
+   * Rejects with InvalidArgument: `violations` name the fields; AlreadyExists AGENT_BUILT_IN; Unavailable: a driver is away, which
+   * the message names; repeat it when that one is back.
    */
   async register(spec: AgentSpec, { signal }: Abortable = {}): Promise<Agent> {
-    const answer = await this.#service.call((call) => this.#client.registerAgent({ spec }, call), {
-      signal,
-      repeatable: true,
-    });
-    return present(answer.agent);
+    const options = { signal, repeatable: true };
+    const [answer] = await this.#everywhere(signal, (service, client) =>
+      service.call((call) => client.registerAgent({ spec }, call), options),
+    );
+    return present(answer?.agent);
   }
 
-  /** Removes an agent of your own; may be repeated. Rejects with FailedPrecondition AGENT_BUILT_IN. */
+  /** Removes an agent of your own, at every driver; may be repeated. Rejects with FailedPrecondition AGENT_BUILT_IN. */
   async delete(name: string, { signal }: Abortable = {}): Promise<void> {
-    await this.#service.call((call) => this.#client.deleteAgent({ name }, call), { signal, repeatable: true });
+    const options = { signal, repeatable: true };
+    await this.#everywhere(signal, (service, client) => service.call((call) => client.deleteAgent({ name }, call), options));
+  }
+
+  async #everywhere<A>(
+    signal: AbortSignal | undefined,
+    act: (service: Service, client: Client<typeof AgentService>) => Promise<A>,
+  ): Promise<A[]> {
+    const members = await this.#cluster.members("driver", { signal });
+    return Promise.all(members.map(({ service }) => act(service, service.client(AgentService))));
   }
 
   /**

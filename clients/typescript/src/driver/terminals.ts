@@ -3,7 +3,7 @@
 import { randomBytes } from "node:crypto";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "@connectrpc/connect";
-import { Patience, present } from "../driver.js";
+import { type Driver, Patience, present } from "../driver.js";
 import { Unavailable } from "../errors.js";
 import {
   type StepRequestSchema,
@@ -12,9 +12,10 @@ import {
   TerminalService,
 } from "../gen/penstock/driver/v1/terminal_service_pb.js";
 import type { Abortable } from "../handles.js";
-import type { Service } from "../rpc.js";
+import type { Repeatable, Service } from "../rpc.js";
 import { type Command, commandOf, type Task, taskOf } from "../tasks.js";
 import { duration } from "../wire.js";
+import type { Drivers } from "./drivers.js";
 
 /** A task's first episode prepares the state that the others share. */
 const OPEN_MS = 1_500_000;
@@ -100,12 +101,19 @@ export class TerminalHandle {
   }
 
   async #step(action: Action, signal?: AbortSignal): Promise<StepResponse> {
-    const request = { terminalId: this.terminalId, stepId: randomBytes(16).toString("hex"), action };
+    const request: MessageInitShape<typeof StepRequestSchema> = {
+      terminalId: this.terminalId,
+      stepId: randomBytes(16).toString("hex"),
+      action,
+    };
+    async function* requests() {
+      yield request;
+    }
     const patience = new Patience(this.#service);
     for (;;) {
       const begun = performance.now();
       try {
-        return await this.#exchange(request, signal);
+        return await this.#service.exchange((call) => this.#client.step(requests(), call), signal);
       } catch (error) {
         if (!(error instanceof Unavailable)) {
           throw error;
@@ -117,30 +125,18 @@ export class TerminalHandle {
       }
     }
   }
-
-  async #exchange(request: MessageInitShape<typeof StepRequestSchema>, signal?: AbortSignal): Promise<StepResponse> {
-    async function* requests() {
-      yield request;
-    }
-    for await (const answer of this.#service.stream((call) => this.#client.step(requests(), call), signal)) {
-      return answer;
-    }
-    throw new Unavailable(`${this.#service.peer} ended the stream`, { reason: "STREAM_ENDED" });
-  }
 }
 
 /** `ps.terminals`. */
 export class Terminals {
-  readonly #service: Service;
-  readonly #client: Client<typeof TerminalService>;
+  readonly #drivers: Drivers;
 
-  constructor(service: Service) {
-    this.#service = service;
-    this.#client = service.client(TerminalService);
+  constructor(drivers: Drivers) {
+    this.#drivers = drivers;
   }
 
   /**
-   * Opens an episode, without a network; fulfilled when it is ready for commands.
+   * Opens an episode at one of the drivers, without a network; fulfilled when it is ready for commands.
    *
    * Rejects with FailedPrecondition SETUP_FAILED (`output` in the metadata), CAPABILITY_MISSING; InvalidArgument
    * TERMINAL_INVALID; ResourceExhausted TERMINAL_LIMIT.
@@ -157,20 +153,21 @@ export class Terminals {
       maxSteps,
       ...((backend || image) && { sandbox: { backend, image } }),
     };
-    const answer = await this.#service.call((call) => this.#client.openTerminal(request, call), {
-      signal,
-      timeoutMs: OPEN_MS,
-      repeatable: true,
-    });
-    return new TerminalHandle(this.#service, present(answer.terminal));
+    const make = ({ service }: Driver, repeatable: true | "unlessDraining") => {
+      const client = service.client(TerminalService);
+      return service.call((call) => client.openTerminal(request, call), { signal, timeoutMs: OPEN_MS, repeatable });
+    };
+    const [{ service }, answer] = await this.#drivers.create("", make, signal);
+    return new TerminalHandle(service, present(answer.terminal));
   }
 
   /** A handle of an episode that was opened elsewhere. Rejects with NotFound TERMINAL_UNKNOWN. */
   async attach(terminalId: string, { signal }: Abortable = {}): Promise<TerminalHandle> {
-    const answer = await this.#service.call((call) => this.#client.getTerminal({ terminalId }, call), {
-      signal,
-      repeatable: true,
-    });
-    return new TerminalHandle(this.#service, present(answer.terminal));
+    const get = ({ service }: Driver, repeatable: Repeatable) => {
+      const client = service.client(TerminalService);
+      return service.call((call) => client.getTerminal({ terminalId }, call), { signal, repeatable });
+    };
+    const [{ service }, answer] = await this.#drivers.having(terminalId, get, signal);
+    return new TerminalHandle(service, present(answer.terminal));
   }
 }

@@ -2,15 +2,22 @@
 
 import { randomBytes } from "node:crypto";
 import { hostname } from "node:os";
-import type { Client } from "@connectrpc/connect";
+import type { MessageInitShape } from "@bufbuild/protobuf";
 import { ModelCall } from "../calls.js";
-import type { InterceptService } from "../gen/penstock/interception/v1/intercept_service_pb.js";
+import { isAway } from "../cluster.js";
+import { InvalidArgument } from "../errors.js";
+import {
+  InterceptService,
+  type LeaseCallsRequestSchema,
+} from "../gen/penstock/interception/v1/intercept_service_pb.js";
 import type { Abortable } from "../handles.js";
 import { rejection, sizeOf } from "../leases.js";
 import { MAX_MESSAGE_BYTES, type Service } from "../rpc.js";
 import { duration } from "../wire.js";
 
 const WAIT_MS = 20_000;
+/** For a gate that is asked what it has leased to a request that was given up. */
+const SETTLE_MS = 10_000;
 
 export interface LeaseOptions extends Abortable {
   /** Most calls, 1 to 256. Default 1. */
@@ -36,21 +43,23 @@ interface Selector {
   readonly labels?: Readonly<Record<string, string>>;
 }
 
-type InterceptClient = Client<typeof InterceptService>;
+type LeaseRequest = MessageInitShape<typeof LeaseCallsRequestSchema>;
 
-/** Leases calls; empty where none came in time. */
-export async function leaseCalls(
-  service: Service,
-  client: InterceptClient,
-  options: LeaseOptions & Selector,
-): Promise<ModelCall[]> {
+/** The gate at which each call was leased. */
+const LEASED_AT = new WeakMap<ModelCall, Service>();
+
+/**
+ * Leases calls at any of the gates; empty where none came in time. They are all asked at once. When one has calls the others are asked
+ * no longer: what they have leased meanwhile is taken too, or put back where it is too much.
+ */
+export async function leaseCalls(gates: readonly Service[], options: LeaseOptions & Selector): Promise<ModelCall[]> {
   const { runId, groupId, rolloutIds = [], labels, maxCalls = 1, waitMs, policyVersion, signal } = options;
   const request = {
     requestId: randomBytes(16).toString("hex"),
     selector: { runId, groupId, rolloutIds: [...rolloutIds], labels: { ...labels } },
     identity: options.identity || hostname(),
     maxCalls,
-    wait: duration(waitMs),
+    wait: duration(waitMs ?? WAIT_MS),
     lease: duration(options.leaseMs),
     view: { messages: options.messages ?? false, body: options.bodies ?? false },
     policyVersion: policyVersion === undefined ? undefined : BigInt(policyVersion),
@@ -58,6 +67,50 @@ export async function leaseCalls(
   };
   // The gate waits for at most 80 % of the call's deadline.
   const timeoutMs = (waitMs ?? WAIT_MS) * 1.25 + 30_000;
+  const [only, ...others] = gates;
+  if (only !== undefined && others.length === 0) {
+    return leasedAt(only, request, timeoutMs, signal);
+  }
+  const found = new AbortController();
+  const either = signal === undefined ? found.signal : AbortSignal.any([signal, found.signal]);
+  const away: unknown[] = [];
+  const asked = gates.map(async (gate): Promise<ModelCall[]> => {
+    try {
+      const calls = await leasedAt(gate, request, timeoutMs, either);
+      if (calls.length > 0) {
+        found.abort();
+      }
+      return calls;
+    } catch (error) {
+      signal?.throwIfAborted();
+      if (!found.signal.aborted) {
+        away.push(error);
+        if (!isAway(error)) {
+          found.abort();
+        }
+        return [];
+      }
+      // The same request again: its answer has what the gate leased to it before it was given up.
+      return leasedAt(gate, { ...request, wait: duration(0) }, SETTLE_MS, undefined).catch(() => []); // else the leases end
+    }
+  });
+  const leased = (await Promise.all(asked)).flat();
+  signal?.throwIfAborted();
+  const failure = away.find((error) => !isAway(error)) ?? (away.length === gates.length ? away[0] : undefined);
+  if (leased.length === 0 && failure !== undefined) {
+    throw failure;
+  }
+  await Promise.all(leased.splice(maxCalls).map((call) => call.release().catch(() => {}))); // else its lease ends
+  return leased;
+}
+
+async function leasedAt(
+  service: Service,
+  request: LeaseRequest,
+  timeoutMs: number,
+  signal: AbortSignal | undefined,
+): Promise<ModelCall[]> {
+  const client = service.client(InterceptService);
   const answer = await service.call((call) => client.leaseCalls(request, call), { signal, timeoutMs, repeatable: true });
   return answer.calls.map((message) => {
     const call: ModelCall = new ModelCall(message, async (result) => {
@@ -76,19 +129,25 @@ export async function leaseCalls(
       }
       throw error;
     });
+    LEASED_AT.set(call, service);
     return call;
   });
 }
 
-/** Extends leases by their length. @returns the calls whose leases have ended. */
-export async function extendLeases(
-  service: Service,
-  client: InterceptClient,
-  calls: readonly ModelCall[],
-  { signal }: Abortable,
-): Promise<ModelCall[]> {
-  const request = { extendLeaseIds: calls.map(({ message }) => message.leaseId) };
-  const answer = await service.call((call) => client.completeCalls(request, call), { signal, repeatable: true });
-  const lost = new Set(answer.lostLeaseIds);
+/** Extends leases by their length, each at its gate. @returns the calls whose leases have ended. */
+export async function extendLeases(calls: readonly ModelCall[], { signal }: Abortable): Promise<ModelCall[]> {
+  const lost = new Set<string>();
+  const gates = Map.groupBy(calls, (call) => LEASED_AT.get(call));
+  for (const [service, held] of gates) {
+    if (service === undefined) {
+      throw new InvalidArgument("Only calls of leaseCalls have leases of their own", { reason: "NOT_LEASED" });
+    }
+    const client = service.client(InterceptService);
+    const request = { extendLeaseIds: held.map(({ message }) => message.leaseId) };
+    const answer = await service.call((call) => client.completeCalls(request, call), { signal, repeatable: true });
+    for (const leaseId of answer.lostLeaseIds) {
+      lost.add(leaseId);
+    }
+  }
   return calls.filter(({ message }) => lost.has(message.leaseId));
 }

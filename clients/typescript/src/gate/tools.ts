@@ -64,7 +64,8 @@ export class ToolFailed extends Error {
   override readonly name = "ToolFailed";
 }
 
-interface Offer {
+/** Tools, and whose agents are offered them. */
+export interface Offer {
   readonly selector: Selector;
   readonly tools: readonly HostTool[];
 }
@@ -105,6 +106,11 @@ export class HostTools {
     };
     set({ selector, tools });
     return () => set(before);
+  }
+
+  /** What is offered now. */
+  get offers(): readonly Offer[] {
+    return [...this.#offers.values()];
   }
 
   /** What a session that begins anew has to register. */

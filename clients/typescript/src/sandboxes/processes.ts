@@ -12,11 +12,10 @@ import {
   type WriteStdinRequestSchema,
 } from "../gen/penstock/sandbox/v1/process_service_pb.js";
 import type { Abortable } from "../handles.js";
-import { Backoff, type Service } from "../rpc.js";
+import { Repeats, type Service } from "../rpc.js";
 import { bytesOf, chunks } from "./sandbox.js";
 
 const STDIN_MS = 300_000;
-const PATIENCE_MS = 10_000;
 
 /** A chunk of output, a gap where output was discarded, or the exit, which is the last. */
 export type Output = Extract<WatchProcessResponse["event"], { readonly case: "chunk" | "gap" | "exit" }>;
@@ -98,18 +97,17 @@ export class ProcessHandle {
         yield { frame: { case: "end", value: {} } };
       }
     }
-    const backoff = new Backoff();
-    const until = performance.now() + PATIENCE_MS;
+    const repeats = new Repeats(this.#service);
     for (;;) {
       try {
         const unary = { signal, timeoutMs: STDIN_MS };
-        this.#written = (await this.#service.call((call) => this.#client.writeStdin(frames(), call), unary)).offset;
+        this.#written = (await this.#service.push((call) => this.#client.writeStdin(frames(), call), unary)).offset;
         return;
       } catch (error) {
-        if (!(error instanceof Unavailable) || performance.now() > until) {
+        if (!(error instanceof Unavailable)) {
           throw error;
         }
-        await this.#service.pause(backoff.next(error), signal);
+        await repeats.pause(error, signal);
       }
     }
   }

@@ -15,7 +15,7 @@ import type { Service } from "../rpc.js";
 import { type Command, commandOf } from "../tasks.js";
 import { duration, time } from "../wire.js";
 import { ProcessHandle } from "./processes.js";
-import type { Fork, ForkOptions, Sandboxes } from "./sandboxes.js";
+import type { Fork, ForkOptions, SandboxNode, Sandboxes } from "./sandboxes.js";
 
 const CHUNK_BYTES = 256 * 1024;
 const FILES_MS = 300_000;
@@ -52,14 +52,17 @@ export interface StartOptions extends Abortable {
  */
 export class SandboxHandle {
   readonly #sandboxes: Sandboxes;
+  readonly #home: SandboxNode;
   readonly #data: Service;
   readonly #processes: Client<typeof ProcessService>;
   readonly #files: Client<typeof FileService>;
   /** As it was when the handle was made: backend, home, working directory. */
   readonly info: Sandbox;
 
-  constructor(sandboxes: Sandboxes, info: Sandbox, data: Service) {
+  /** @param home the service that made it. @param data where its processes and files are served. */
+  constructor(sandboxes: Sandboxes, home: SandboxNode, info: Sandbox, data: Service) {
     this.#sandboxes = sandboxes;
+    this.#home = home;
     this.#data = data;
     this.#processes = data.client(ProcessService);
     this.#files = data.client(FileService);
@@ -140,7 +143,7 @@ export class SandboxHandle {
       }
       yield { frame: { case: "end", value: { sha256 } } };
     }
-    await this.#data.call((call) => this.#files.writeFile(frames(), call), { signal, timeoutMs: FILES_MS });
+    await this.#data.push((call) => this.#files.writeFile(frames(), call), { signal, timeoutMs: FILES_MS });
   }
 
   /**
@@ -169,7 +172,7 @@ export class SandboxHandle {
       }
       yield { frame: { case: "end" as const, value: { sha256 } } };
     }
-    await this.#data.call((call) => this.#files.writeTree(frames(), call), { signal, timeoutMs: FILES_MS });
+    await this.#data.push((call) => this.#files.writeTree(frames(), call), { signal, timeoutMs: FILES_MS });
   }
 
   /** A directory's entries, sorted by name. */
@@ -204,7 +207,7 @@ export class SandboxHandle {
 
   /** Extends its lease to this long from now. @returns the end that was granted: the operator's max_lifetime_s may come first. */
   async renew(leaseMs: number, { signal }: Abortable = {}): Promise<Date> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = { sandboxId: this.sandboxId, lease: duration(leaseMs) };
     const answer = await service.call((call) => client.renewLease(request, call), { signal, repeatable: true });
     return present(time(answer.expireTime));
@@ -216,7 +219,7 @@ export class SandboxHandle {
    * Rejects with FailedPrecondition POLICY_WIDER: a network can only be narrowed; CAPABILITY_MISSING.
    */
   async narrowNetwork(network?: MessageInitShape<typeof NetworkPolicySchema>, { signal }: Abortable = {}): Promise<void> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = {
       sandboxId: this.sandboxId,
       network: network ?? { policy: { case: "none" as const, value: {} } },
@@ -226,21 +229,21 @@ export class SandboxHandle {
 
   /** What it uses now and used at most; an absent figure is unknown to its backend. */
   async stats({ signal }: Abortable = {}): Promise<GetStatsResponse> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = { sandboxId: this.sandboxId };
     return service.call((call) => client.getStats(request, call), { signal, repeatable: true });
   }
 
   /** Freezes every process; fulfilled when all are frozen. Rejects with FailedPrecondition CAPABILITY_MISSING; Unavailable PAUSE_FAILED. */
   async pause({ signal }: Abortable = {}): Promise<void> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = { sandboxId: this.sandboxId };
     await service.call((call) => client.pauseSandbox(request, call), { signal, repeatable: true });
   }
 
   /** Thaws it. */
   async resume({ signal }: Abortable = {}): Promise<void> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = { sandboxId: this.sandboxId };
     await service.call((call) => client.resumeSandbox(request, call), { signal, repeatable: true });
   }
@@ -251,7 +254,7 @@ export class SandboxHandle {
    * Rejects with FailedPrecondition CAPABILITY_MISSING, FILE_REPLACED; ResourceExhausted TREE_TOO_LARGE; DataLoss DIGEST_MISMATCH.
    */
   async diff({ maxBytes, signal }: Abortable & { readonly maxBytes?: number } = {}): Promise<Diff> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = { sandboxId: this.sandboxId, maxBytes: whole64(maxBytes) };
     const parts = await service.collect((call) => client.diffSandbox(request, call), signal);
     const ends = parts.map(({ event }) => (event.case === "end" ? event.value : undefined));
@@ -273,12 +276,12 @@ export class SandboxHandle {
    * Rejects with FailedPrecondition CAPABILITY_MISSING: its backend cannot fork a live sandbox.
    */
   fork(count: number, options: ForkOptions = {}): AsyncGenerator<Fork, void> {
-    return this.#sandboxes.forks({ case: "sandboxId", value: this.sandboxId }, count, options);
+    return this.#sandboxes.forks(this.#home, { case: "sandboxId", value: this.sandboxId }, count, options);
   }
 
   /** Kills everything in it and removes it. May be repeated. */
   async delete({ signal }: Abortable = {}): Promise<void> {
-    const { service, client } = this.#sandboxes;
+    const { service, client } = this.#home;
     const request = { sandboxId: this.sandboxId };
     const options = { signal, timeoutMs: DELETE_MS, repeatable: true };
     try {

@@ -10,21 +10,40 @@ import { connectNodeAdapter } from "@connectrpc/connect-node";
 import { connect, type Penstock } from "../connection.js";
 import { Patience } from "../driver.js";
 import { resolve } from "../endpoints.js";
-import { Cancelled, Unavailable } from "../errors.js";
+import { Cancelled, NotFound, Unavailable } from "../errors.js";
+import { Phase } from "../gen/penstock/driver/v1/rollout_pb.js";
 import { RolloutService } from "../gen/penstock/driver/v1/rollout_service_pb.js";
+import { ErrorInfoSchema } from "../gen/google/rpc/error_details_pb.js";
 import { Service } from "../rpc.js";
 
 let server: Http2Server;
 let ps: Penstock;
 let asked: string[] = [];
+let streams = 0;
 let connections: ServerHttp2Session[] = [];
+
+/** What a service says of an id that it does not know. */
+function unknown(reason: string): ConnectError {
+  const error = new ConnectError("there is no lost", Code.NotFound);
+  error.details.push({ desc: ErrorInfoSchema, value: { reason, domain: "penstock" } });
+  return error;
+}
 
 /** Answers polls by the group's id. */
 function routes(router: ConnectRouter): void {
   router.service(RolloutService, {
+    getRollout: ({ rolloutId }) => ({ rollout: { rolloutId, phase: Phase.RUNNING } }),
+    // biome-ignore lint/correctness/useYield: a stream that breaks has nothing
+    watchRollout: async function* () {
+      streams += 1;
+      throw streams === 1 ? new ConnectError("gone", Code.Unavailable) : unknown("ROLLOUT_UNKNOWN");
+    },
     getGroup: ({ groupId }) => ({ group: { groupId } }),
     waitGroup: ({ groupId }) => {
       asked.push(groupId);
+      if (groupId === "lost") {
+        throw asked.length === 1 ? new ConnectError("gone", Code.Unavailable) : unknown("GROUP_UNKNOWN");
+      }
       if (groupId === "away") {
         throw new ConnectError("gone", Code.Unavailable);
       }
@@ -38,6 +57,7 @@ function routes(router: ConnectRouter): void {
 
 beforeEach(async () => {
   asked = [];
+  streams = 0;
   connections = [];
   server = createServer(connectNodeAdapter({ routes }));
   server.on("session", (session) => connections.push(session.on("error", () => {})));
@@ -59,6 +79,20 @@ it("asks again where a poll was not answered in its time", async () => {
   const group = await ps.groups.attach("slow");
   assert.equal((await group.wait()).ended, true);
   assert.equal(asked.length, 2);
+});
+
+it("names a driver that comes back without its state", async () => {
+  const group = await ps.groups.attach("lost");
+  const reasons: string[] = [];
+  const noted = (error: unknown) => error instanceof NotFound && reasons.push(error.reason) > 0;
+  await assert.rejects(group.wait(), noted);
+  await assert.rejects(group.wait(), noted); // of one that never was away it is an unknown id
+  const rollout = await ps.rollouts.attach("lost");
+  await assert.rejects(async () => {
+    for await (const _ of rollout.events()) {
+    }
+  }, noted);
+  assert.deepEqual(reasons, ["HOME_LOST", "GROUP_UNKNOWN", "HOME_LOST"]);
 });
 
 it("ends with the client, though the driver is waited for", async () => {

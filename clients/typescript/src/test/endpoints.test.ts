@@ -9,7 +9,7 @@ import { afterEach, beforeEach, describe, it } from "node:test";
 import { type ConnectOptions, resolve, tokenAdvice } from "../endpoints.js";
 import { ConfigurationError } from "../errors.js";
 
-const KEYS = ["TOKEN", "TOKEN_FILE", "CA_FILE", "CONNECTION", "DRIVER_ADDRESS"].map((name) => `PENSTOCK_${name}`);
+const KEYS = ["TOKEN", "TOKEN_FILE", "CA_FILE", "CONNECTION", "DRIVER_ADDRESS", "DISCOVER"].map((name) => `PENSTOCK_${name}`);
 
 function refused(given: ConnectOptions): string {
   try {
@@ -118,6 +118,16 @@ describe("where the services are", () => {
     assert.match(tokenAdvice(resolve()), /from PENSTOCK_TOKEN: set it .* unset PENSTOCK_TOKEN to use/);
     assert.match(tokenAdvice(resolve({ connectionFile: path })), new RegExp(`from ${path}: `));
     assert.doesNotMatch(tokenAdvice(resolve()), /secret/);
+  });
+
+  it("has no driver asked for others unless a program names one, and not where the environment says so", () => {
+    assert.equal(resolve({ addresses: { driver: "127.0.0.1:7" } }).discover, true);
+    assert.equal(resolve({ addresses: { sandbox: "127.0.0.1:7" } }).discover, false);
+    assert.equal(resolve({ discover: false }).discover, false);
+    env["PENSTOCK_DISCOVER"] = "False";
+    assert.equal(resolve({ addresses: { driver: "127.0.0.1:7" } }).discover, false);
+    env["PENSTOCK_DISCOVER"] = "perhaps";
+    assert.equal(refused({}), "DISCOVER");
   });
 
   it("says where a token may come from when none was sent", () => {

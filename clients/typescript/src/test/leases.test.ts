@@ -12,17 +12,19 @@ import {
   ResultRejected_Reason,
   ResultRejectedSchema,
 } from "../gen/penstock/interception/v1/intercept_service_pb.js";
-import { Leases, MAX_RESULT_BYTES } from "../leases.js";
+import { Inbox, Leases, MAX_RESULT_BYTES } from "../leases.js";
 
 const ANSWER = Completion.ofTokens([1, 2], [-1, -2]);
 
 describe("the calls that a session holds", () => {
+  let inbox: Inbox;
   let leases: Leases;
   let woken = 0;
 
   beforeEach(() => {
     woken = 0;
-    leases = new Leases(() => woken++);
+    inbox = new Inbox();
+    leases = new Leases(() => woken++, inbox);
   });
 
   function lease(callId: string, leaseId = "first"): void {
@@ -31,7 +33,7 @@ describe("the calls that a session holds", () => {
 
   async function taken(callId = "a"): Promise<ModelCall> {
     lease(callId);
-    const call = await leases.nextCall();
+    const call = await inbox.nextCall();
     assert(call !== undefined);
     return call;
   }
@@ -41,8 +43,8 @@ describe("the calls that a session holds", () => {
   it("are handed out once, also when they are leased anew", async () => {
     const call = await taken();
     lease("a", "second");
-    leases.finish();
-    assert.equal(await leases.nextCall(), undefined);
+    inbox.finish();
+    assert.equal(await inbox.nextCall(), undefined);
     const delivering = call.deliver(ANSWER);
     assert.deepEqual(sent(), [["a", "second"]]);
     leases.accepted("a");
@@ -93,17 +95,18 @@ describe("the calls that a session holds", () => {
     lease("c");
     leases.takenUp(new Set(["b", "c"]));
     leases.closed(new Set(["rollout of b", "rollout of c"]));
-    leases.finish();
-    assert.equal(await leases.nextCall(), undefined); // c ended before anybody took it
+    inbox.finish();
+    assert.equal(await inbox.nextCall(), undefined); // c ended before anybody took it
     assert.deepEqual([lost.endReason, closed.endReason], ["LEASE_LOST", "ROLLOUT_CLOSED"]);
   });
 
   it("end with the session, and whoever waits is told", async () => {
     const call = await taken();
     const delivering = call.deliver(ANSWER);
-    const waiting = leases.nextCall();
+    const waiting = inbox.nextCall();
     const error = new SessionLost("over", { reason: "SESSION_LOST" });
     leases.end(error);
+    inbox.finish();
     await assert.rejects(delivering, error);
     assert.equal(await waiting, undefined);
     await assert.rejects(leases.answer(create(CallResultSchema, { callId: "a" })), error);
@@ -111,7 +114,7 @@ describe("the calls that a session holds", () => {
 
   it("are waited for no longer than the caller's signal says", async () => {
     const controller = new AbortController();
-    const waiting = leases.nextCall(controller.signal);
+    const waiting = inbox.nextCall(controller.signal);
     controller.abort(new Error("enough"));
     await assert.rejects(waiting, /enough/);
     assert.equal((await taken()).callId, "a");

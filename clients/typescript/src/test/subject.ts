@@ -170,17 +170,18 @@ const KEPT: Kept = { sessions, calls, taskOf, observedCall };
 type Command = (given: Given, signal: AbortSignal) => Promise<object | undefined | void>;
 
 const COMMANDS: Readonly<Record<string, Command>> = {
-  connect: async ({ client, addresses, connection_file, namespace, token, tls }) => {
+  connect: async ({ client, addresses, connection_file, namespace, token, tls, discover }) => {
     const where = connection_file ? { connectionFile: connection_file } : { addresses };
-    const who = { ...(namespace && { namespace }), ...(token && { token }) };
+    const who = { ...(namespace && { namespace }), ...(token && { token }), ...(discover === false && { discover }) };
     clients.set(client, connect({ ...where, ...who, ...(tls && { tls: { caFile: tls.ca } }) }));
   },
   close: async ({ client }) => {
     await named(clients, client).close();
     clients.delete(client);
   },
-  create_rollout: async ({ client, spec }, signal) => {
-    const handle = await named(clients, client).rollouts.create(taskOf(spec), spec.agent, optionsOf(spec, signal));
+  create_rollout: async ({ client, spec, rollout_id = "" }, signal) => {
+    const options = { ...optionsOf(spec, signal), rolloutId: rollout_id };
+    const handle = await named(clients, client).rollouts.create(taskOf(spec), spec.agent, options);
     rollouts.set(handle.rolloutId, handle);
     return { rollout_id: handle.rolloutId };
   },
@@ -213,6 +214,24 @@ const COMMANDS: Readonly<Record<string, Command>> = {
   },
   cancel: async (given, signal) => (await handleOf(given, signal)).cancel(given.reason ?? "", { signal }),
   delete: async (given, signal) => (await handleOf(given, signal)).delete({ signal }),
+  branch: async (given, signal) => {
+    const { call, n, answer, seed, train_prefix, replay } = given;
+    const group = await (await rolloutOf(given, signal)).branch(call, n, {
+      signal,
+      ...(answer !== undefined && { answer }),
+      ...(seed !== undefined && { seed }),
+      ...(train_prefix !== undefined && { trainPrefix: train_prefix }),
+      ...(replay !== undefined && { replay }),
+    });
+    groups.set(group.groupId, group);
+    return { group_id: group.groupId, rollout_ids: group.rolloutIds };
+  },
+  pause_rollouts: async (given, signal) => {
+    const limit = given.max_duration_s === undefined ? {} : { maxDurationMs: given.max_duration_s * 1000 };
+    const frozen = await (await handleOf(given, signal)).pause("conformance", { signal, ...limit });
+    return given.group_id ? {} : { frozen };
+  },
+  resume_rollouts: async (given, signal) => (await handleOf(given, signal)).resume({ signal }),
   serve: async (given, signal) => {
     iterators.set(given.session, (await handleOf(given, signal)).calls({ credits: given.credits }));
   },

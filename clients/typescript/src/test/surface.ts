@@ -169,9 +169,11 @@ const OTHERS: Readonly<Record<string, Command>> = {
     sandboxes.set(sandbox.sandboxId, sandbox);
     return { sandbox_id: sandbox.sandboxId };
   },
-  sandbox_attach: async (ps, { sandbox_id }, signal) => ({
-    sandbox_id: (await ps.sandboxes.attach(sandbox_id, { signal })).sandboxId,
-  }),
+  sandbox_attach: async (ps, { sandbox_id }, signal) => {
+    const found = await ps.sandboxes.attach(sandbox_id, { signal });
+    sandboxes.set(found.sandboxId, found);
+    return { sandbox_id: found.sandboxId };
+  },
   sandbox_list: async (ps, { labels }, signal) => {
     const listed = await Array.fromAsync(ps.sandboxes.list({ labels, signal }));
     return { sandbox_ids: listed.map(({ sandboxId }) => sandboxId) };
@@ -212,7 +214,9 @@ const OTHERS: Readonly<Record<string, Command>> = {
     return { ended, reward: reward?.value ?? null };
   },
   terminal_get: async (ps, { terminal_id }, signal) => {
-    const { stepCount, ended } = (await ps.terminals.attach(terminal_id, { signal })).info;
+    const found = await ps.terminals.attach(terminal_id, { signal });
+    terminals.set(found.terminalId, found);
+    const { stepCount, ended } = found.info;
     return { step_count: stepCount, ended };
   },
   terminal_close: async (_, { terminal_id }, signal) => known(terminals, terminal_id).close({ signal }),
@@ -305,12 +309,12 @@ const OTHERS: Readonly<Record<string, Command>> = {
     );
     return { lost: lost.map(({ callId }) => callId) };
   },
-  watch_rollouts: async (ps, { run_id }, signal) => {
+  watch_rollouts: async (ps, { run_id, until_away }, signal) => {
     const ids: string[] = [];
-    for await (const { rollouts, complete } of ps.rollouts.watch({ runId: run_id, signal })) {
+    for await (const { rollouts, complete, away } of ps.rollouts.watch({ runId: run_id, signal })) {
       ids.push(...rollouts.map(({ rolloutId }) => rolloutId));
-      if (complete) {
-        break;
+      if (until_away ? away.length > 0 : complete) {
+        return { rollout_ids: ids.sort(), away };
       }
     }
     return { rollout_ids: ids.sort() };

@@ -6,6 +6,7 @@ import { type Group, Phase, type RolloutSummary } from "@gen/penstock/driver/v1/
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { type Following, follow } from "../lib/follow";
+import { driverOf, findAt, remember } from "../lib/members";
 import { seesAll } from "../lib/scope";
 import { client } from "../lib/transport";
 import { type Capture, captureSoFar, NO_CAPTURE, trajectory } from "../rollout/records";
@@ -25,23 +26,29 @@ const MOST_ROLLOUTS = 512;
 
 /** Follows a group until `stop`. */
 export function followGroup(id: string): GroupModel {
-  const service = client(RolloutService);
   const group = signal<Group | undefined>(undefined);
   const known = signal<ReadonlyMap<string, RolloutSummary>>(new Map());
   let isFresh = false;
   const following = follow(
     "follow this group",
     async function* (signal) {
-      const answer = await service.getGroup({ groupId: id }, { signal });
-      group.value = answer.group;
+      const driver = await findAt(id, async (driver) => {
+        group.value = (await client(RolloutService, driver).getGroup({ groupId: id }, { signal })).group;
+        return driver;
+      });
+      remember(id, undefined, driver);
+      for (const rolloutId of group.peek()?.rolloutIds ?? []) remember(rolloutId, undefined, driver);
       isFresh = true;
-      const filter = { groupId: id, allNamespaces: await seesAll("driver", signal) };
-      yield* service.watchRollouts({ filter, endedLimit: MOST_ROLLOUTS }, { signal, timeoutMs: 0 });
+      const filter = { groupId: id, allNamespaces: await seesAll("driver") };
+      yield* client(RolloutService, driver).watchRollouts({ filter, endedLimit: MOST_ROLLOUTS }, { signal, timeoutMs: 0 });
     },
     (message) => {
       const next = new Map(isFresh ? [] : known.peek());
       isFresh = false;
-      for (const rollout of message.rollouts) next.set(rollout.rolloutId, rollout);
+      for (const rollout of message.rollouts) {
+        next.set(rollout.rolloutId, rollout);
+        remember(rollout.rolloutId, rollout.home, driverOf(id));
+      }
       for (const gone of message.goneRolloutIds) next.delete(gone);
       known.value = next;
     },

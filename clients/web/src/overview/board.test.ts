@@ -4,7 +4,7 @@ import { FailureCause, Party, Phase, RolloutSummarySchema } from "@gen/penstock/
 import fc from "fast-check";
 import { describe, expect, test } from "vitest";
 
-import { Board, rowOf } from "./board";
+import { Board, listed, rowOf } from "./board";
 import { matches, misread, parseFilter } from "./filter";
 import { curveOf, groupsOf, smooth } from "./groups";
 
@@ -12,7 +12,7 @@ const summary = (id: string, more: object = {}) =>
   create(RolloutSummarySchema, { rolloutId: id, phase: Phase.RUNNING, createTime: timestampFromMs(1000), ...more });
 const told = (...ids: string[]) => ({ rollouts: ids.map((id) => summary(id)), goneRolloutIds: [], snapshotComplete: false });
 const done = { rollouts: [], goneRolloutIds: [], snapshotComplete: true };
-const ids = (board: Board) => board.list().map((row) => row.id);
+const ids = (board: Board) => listed([board]).map((row) => row.id);
 
 describe("the board", () => {
   test("after a break, what the new snapshot does not have is gone, and only once it is complete", () => {
@@ -107,10 +107,10 @@ describe("a filter", () => {
   });
 
   test("says which of its keys and states there are not, and which was probably meant", () => {
-    expect(misread("stat:faild copy")).toEqual(["There is no key stat:; did you mean state:? There are state:, agent:, run:, group:, task:, namespace:, label:."]);
+    expect(misread("stat:faild copy")).toEqual(["There is no key stat:; did you mean state:? There are state:, agent:, run:, group:, task:, namespace:, driver:, label:."]);
     expect(misread("state:faild bogus:1")).toEqual([
       "There is no state faild; did you mean failed? There are waiting, running, live, ended, completed, failed, cancelled.",
-      "There is no key bogus:. There are state:, agent:, run:, group:, task:, namespace:, label:.",
+      "There is no key bogus:. There are state:, agent:, run:, group:, task:, namespace:, driver:, label:.",
     ]);
     expect(misread("state: agent:shell label:team=a copy a/b:c")).toEqual([]);
   });

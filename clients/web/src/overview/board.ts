@@ -16,6 +16,8 @@ export type State = "waiting" | "running" | "completed" | "failed" | "cancelled"
 export interface Row {
   readonly id: string;
   readonly namespace: string;
+  /** The name of the driver that has it; empty = it has none. */
+  readonly driver: string;
   readonly group: string;
   readonly index: number;
   readonly run: string;
@@ -24,6 +26,7 @@ export interface Row {
   readonly labels: Readonly<Record<string, string>>;
   readonly state: State;
   readonly phase: Phase;
+  readonly paused: boolean;
   /** Milliseconds since the epoch. */
   readonly created: number;
   readonly ended: number | null;
@@ -68,6 +71,7 @@ export function rowOf(summary: RolloutSummary): Row {
   return {
     id: summary.rolloutId,
     namespace: summary.namespace || DEFAULT_NAMESPACE,
+    driver: summary.home?.driver ?? "",
     group: summary.groupId ?? "",
     index: summary.index,
     run: summary.runId ?? "",
@@ -76,6 +80,7 @@ export function rowOf(summary: RolloutSummary): Row {
     labels: summary.labels,
     state: stateOf(summary),
     phase: summary.phase,
+    paused: summary.paused,
     created: summary.createTime ? timestampMs(summary.createTime) : 0,
     ended: summary.endTime ? timestampMs(summary.endTime) : null,
     attempts: summary.attempts,
@@ -89,6 +94,11 @@ export function rowOf(summary: RolloutSummary): Row {
     sampledTokens: Number(calls?.completionTokens ?? 0n),
     versions: newest === undefined || oldest === undefined ? null : [Number(oldest), Number(newest)],
   };
+}
+
+/** The rows of some boards, newest first; those of one group in the order of their index. */
+export function listed(boards: Iterable<Board>): Row[] {
+  return [...boards].flatMap((board) => [...board.values()]).sort((a, b) => b.created - a.created || a.index - b.index || (a.id < b.id ? -1 : 1));
 }
 
 /** What `apply` reads of a message; a stream that was opened anew begins with `begin`. */
@@ -142,9 +152,9 @@ export class Board {
     return row?.ended ?? row?.created ?? 0;
   }
 
-  /** All of them, newest first; those of one group in the order of their index. */
-  list(): Row[] {
-    return [...this.rows.values()].sort((a, b) => b.created - a.created || a.index - b.index || (a.id < b.id ? -1 : 1));
+  /** All of them, in no order. */
+  values(): Iterable<Row> {
+    return this.rows.values();
   }
 
   get size(): number {

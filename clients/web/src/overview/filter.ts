@@ -10,6 +10,7 @@ export interface Filter {
   readonly group: string;
   readonly task: string;
   readonly namespace: string;
+  readonly driver: string;
   readonly labels: readonly (readonly [string, string | null])[];
 }
 
@@ -28,14 +29,14 @@ export const STATE_NAMES = Object.keys(STATES);
 
 /** Reads a filter; what is no condition is a word. Never fails: half of a condition is what people type first. */
 export function parseFilter(text: string): Filter {
-  const found = { words: [] as string[], states: new Set<State>(), agent: "", run: "", group: "", task: "", namespace: "" };
+  const found = { words: [] as string[], states: new Set<State>(), agent: "", run: "", group: "", task: "", namespace: "", driver: "" };
   const labels: [string, string | null][] = [];
   for (const part of text.trim().split(/\s+/).filter(Boolean)) {
     const colon = part.indexOf(":");
     const key = part.slice(0, Math.max(colon, 0)).toLowerCase();
     const value = part.slice(colon + 1);
     if (key === "state" && STATES[value.toLowerCase()]) for (const state of STATES[value.toLowerCase()] ?? []) found.states.add(state);
-    else if ((key === "agent" || key === "run" || key === "group" || key === "task" || key === "namespace") && value) found[key] = value;
+    else if ((key === "agent" || key === "run" || key === "group" || key === "task" || key === "namespace" || key === "driver") && value) found[key] = value;
     else if (key === "label" && value) {
       const equals = value.indexOf("=");
       labels.push(equals < 0 ? [value, null] : [value.slice(0, equals), value.slice(equals + 1)]);
@@ -60,7 +61,7 @@ export function misread(text: string): string[] {
     });
 }
 
-const KEYS: readonly string[] = ["state", "agent", "run", "group", "task", "namespace", "label"];
+const KEYS: readonly string[] = ["state", "agent", "run", "group", "task", "namespace", "driver", "label"];
 const meant = (name: string | undefined): string => (name ? `; did you mean ${name}?` : ".");
 
 /** Whether a row is wanted. */
@@ -71,6 +72,7 @@ export function matches(row: Row, filter: Filter): boolean {
   if (filter.group && row.group !== filter.group) return false;
   if (filter.task && row.task !== filter.task) return false;
   if (filter.namespace && row.namespace !== filter.namespace) return false;
+  if (filter.driver && row.driver !== filter.driver) return false;
   for (const [key, value] of filter.labels)
     if (!Object.hasOwn(row.labels, key) || (value !== null && row.labels[key] !== value)) return false;
   if (!filter.words.length) return true;
@@ -84,7 +86,7 @@ function haystack(row: Row): string {
   let text = haystacks.get(row);
   if (text === undefined) {
     const labels = Object.entries(row.labels).map(([key, value]) => `${key}=${value}`);
-    text = [row.id, row.namespace, row.group, row.run, row.task, row.agent, row.state, row.reason, row.cause, ...labels].join("\n").toLowerCase();
+    text = [row.id, row.namespace, row.driver, row.group, row.run, row.task, row.agent, row.state, row.reason, row.cause, ...labels].join("\n").toLowerCase();
     haystacks.set(row, text);
   }
   return text;

@@ -9,7 +9,7 @@ import { CancelSheet } from "../ui/cancel";
 import { FollowingNotice } from "../ui/notice";
 import type { Row } from "./board";
 import { Curve } from "./curve";
-import { complete, ENDED_SHOWN, following, rows, watch } from "./feed";
+import { complete, drivers, ENDED_SHOWN, followed, followings, MOST_DRIVERS, rows, wanted, watch } from "./feed";
 import { matches, misread, parseFilter } from "./filter";
 import { curveOf, groupsOf } from "./groups";
 import { GroupList } from "./grouplist";
@@ -26,7 +26,7 @@ const shown = computed(() => rows.value.filter((row) => matches(row, filter.valu
 const curve = computed(() => curveOf(shown.value, CURVE_POINTS));
 const newest = computed(() => groupsOf(shown.value).slice(-GROUPS_SHOWN).reverse());
 
-const isBroken = computed(() => following.value?.health.value.kind === "broken");
+const isBroken = computed(() => followings.value.some(({ following }) => following.health.value.kind === "broken"));
 
 const KEYS: readonly Key[] = [
   {
@@ -54,10 +54,16 @@ const QUICK = [
 export default function Overview() {
   useKeys(KEYS);
   useEffect(watch, []);
+  useEffect(() => {
+    wanted.value = filter.value.driver;
+  }, [filter.value.driver]);
   return (
     <div class="overview">
       <h1 class="visually-hidden">Rollouts</h1>
-      <FollowingNotice following={following.value} />
+      {followings.value.map(({ driver, following }) => (
+        <FollowingNotice key={driver} following={following} />
+      ))}
+      <LeftOut />
       <Numbers rows={shown.value} isKnown={complete.value} isStale={isBroken.value} />
       {curve.value.length > 0 && (
         <div class="panels">
@@ -76,6 +82,20 @@ export default function Overview() {
   );
 }
 
+/** The drivers that are not followed, where there are too many. */
+function LeftOut() {
+  const left = drivers.value.filter((name) => !followed.value.includes(name));
+  if (wanted.value || !left.length) return null;
+  return (
+    <p class="notice" role="status">
+      <span>
+        <strong>The rollouts of {MOST_DRIVERS} drivers are shown.</strong> Not shown: {left.map((name) => <code key={name}>{name} </code>)}
+        Filter by <code>driver:{left[0]}</code> to see one of them.
+      </span>
+    </p>
+  );
+}
+
 /** What stands in a table without rows. */
 function emptyWords(): string {
   if (!complete.value) return isBroken.value ? "Nothing is known of any rollout yet." : "Asking the driver…";
@@ -90,7 +110,7 @@ function FilterBar() {
         id="filter"
         class="field"
         type="search"
-        placeholder="Filter: words, state:failed, agent:shell, run:…, group:…, task:…, namespace:…, label:team=a"
+        placeholder="Filter: words, state:failed, agent:shell, run:…, group:…, task:…, namespace:…, driver:d0, label:team=a"
         aria-label="Filter the rollouts"
         spellcheck={false}
         autocomplete="off"

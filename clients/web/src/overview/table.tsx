@@ -6,6 +6,7 @@ import { now } from "../lib/clock";
 import { compact, duration, plain, reward } from "../lib/format";
 import { go, href } from "../lib/router";
 import { askToCancel } from "../ui/cancel";
+import { drivers } from "./feed";
 import { DEFAULT_NAMESPACE, PHASE_NAMES, type Row, type State } from "./board";
 
 const MARGIN = 8;
@@ -163,6 +164,12 @@ function RowLine({ row, index, top, focusable }: { row: Row; index: number; top:
             in <bdi>{row.namespace}</bdi>
           </span>
         )}
+        {drivers.value.length > 1 && row.driver && (
+          <span class="muted">
+            {" "}
+            at <bdi>{row.driver}</bdi>
+          </span>
+        )}
         {row.attempts > 1 && <span class="muted"> attempt {row.attempts}</span>}
       </span>
       <span role="cell" class="task" title={row.task}>
@@ -197,6 +204,7 @@ function Elapsed({ since }: { since: number }) {
 
 function stateText(row: Row): string {
   if (row.state === "failed") return `failed: ${row.cause}`;
+  if (row.paused) return `paused, ${PHASE_NAMES[row.phase]}`;
   if (row.state === "running") return PHASE_NAMES[row.phase];
   return row.state;
 }

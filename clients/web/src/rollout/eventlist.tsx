@@ -82,13 +82,15 @@ function told({ event }: RolloutEvent): Told {
     case "agentEvent":
       return agentEvent(event.value.kind, event.value.data, event.value.rawLine);
     case "callFinished": {
-      const { call } = event.value;
+      const { call, recordedCount, replayedCount } = event.value;
       if (!call) return { line: "a model call ended", look: "" };
       const count = call.completion?.span?.count ?? 0;
       return {
         line: (
           <span class="muted num">
             model call {call.index} ({classWord(call.callClass)}): {callStateWord(call.state)}, {call.promptCount} → {count} tokens
+            {(call.given || call.replayedFrom !== undefined) && `, ${call.given ? "given" : "replayed"}`}
+            {recordedCount > 0 && (call.given || call.replayedFrom !== undefined) && ` (${replayedCount} of ${recordedCount})`}
           </span>
         ),
         look: "",

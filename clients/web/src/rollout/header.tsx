@@ -44,6 +44,16 @@ export function Header({ rollout, capture, siblings }: Props) {
           </button>
         )}
       </div>
+      {rollout.branchedFrom && (
+        <p>
+          A branch of{" "}
+          <a href={href("/rollouts", rollout.branchedFrom.parentRolloutId)}>
+            <code>{oneLine(rollout.branchedFrom.parentRolloutId, 140)}</code>
+          </a>{" "}
+          at call {rollout.branchedFrom.callIndex}
+          {rollout.branchedFrom.answerGiven && ", whose answer was given"}.
+        </p>
+      )}
       {rollout.outcome?.failure && <FailureNotice failure={rollout.outcome.failure} />}
       <Facts rollout={rollout} capture={capture} />
     </header>

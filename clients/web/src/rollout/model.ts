@@ -13,6 +13,7 @@ import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { RolloutGateService } from "@gen/penstock/interception/v1/rollout_gate_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { type Following, follow } from "../lib/follow";
+import { findAt, gateOf, remember } from "../lib/members";
 import { client } from "../lib/transport";
 import { type Capture, captureSoFar, NO_CAPTURE, NoVocabulary, trajectory, vocabulary } from "./records";
 import { conversationTree, type TreeBranch } from "./tree";
@@ -44,7 +45,6 @@ export interface RolloutModel {
 /** Follows a rollout until `stop`. */
 export function followRollout(id: string): RolloutModel {
   const abort = new AbortController();
-  const service = client(RolloutService);
   const rollout = signal<Rollout | undefined>(undefined);
   const events = signal<readonly RolloutEvent[]>([]);
   const droppedEvents = signal(0);
@@ -68,11 +68,10 @@ export function followRollout(id: string): RolloutModel {
     "follow this rollout",
     async function* (signal) {
       // Asked first: an unknown rollout is told at once, and the header is there before the events.
-      const answer = await service.getRollout({ rolloutId: id }, { signal });
-      rollout.value = answer.rollout;
+      const driver = await read(signal);
       followCalls();
       if (lastSequence === 0n) void readCapture();
-      yield* service.watchRollout({ rolloutId: id, afterSequence: lastSequence }, { signal, timeoutMs: 0 });
+      yield* client(RolloutService, driver).watchRollout({ rolloutId: id, afterSequence: lastSequence }, { signal, timeoutMs: 0 });
     },
     ({ message }) => {
       if (message.case !== "event" || message.value.sequence <= lastSequence) return;
@@ -83,6 +82,16 @@ export function followRollout(id: string): RolloutModel {
     false,
   );
 
+  /** Reads how the rollout stands; gives the name of its driver. */
+  function read(signal: AbortSignal): Promise<string> {
+    return findAt(id, async (driver) => {
+      const answer = await client(RolloutService, driver).getRollout({ rolloutId: id }, { signal });
+      remember(id, answer.rollout?.home, driver);
+      rollout.value = answer.rollout;
+      return driver;
+    });
+  }
+
   /** While an agent may ask: each change of a call, so that one that waits is seen to wait. */
   let calls: Following | undefined;
   function followCalls(): void {
@@ -90,7 +99,7 @@ export function followRollout(id: string): RolloutModel {
     if (phase === Phase.RUNNING && !calls) {
       calls = follow(
         "follow the calls of this rollout",
-        (signal) => client(RolloutGateService).watchCalls({ rolloutIds: [id] }, { signal, timeoutMs: 0 }),
+        (signal) => client(RolloutGateService, gateOf(id)).watchCalls({ rolloutIds: [id] }, { signal, timeoutMs: 0 }),
         ({ event }) => {
           if (event.case === "changed" || event.case === "started") void readCapture();
         },
@@ -125,7 +134,7 @@ export function followRollout(id: string): RolloutModel {
 
   async function readRollout(): Promise<void> {
     try {
-      rollout.value = (await service.getRollout({ rolloutId: id }, { signal: abort.signal })).rollout;
+      await read(abort.signal);
       followCalls();
     } catch (error) {
       if (!isCancelled(error)) following.retry(); // the stream tells it in words

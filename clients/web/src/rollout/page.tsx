@@ -7,7 +7,9 @@ import { Phase, type RolloutEvent } from "@gen/penstock/driver/v1/rollout_pb";
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { type Key, useKeys } from "../lib/keys";
 import { href, type Params, setQuery } from "../lib/router";
+import { findAt } from "../lib/members";
 import { client } from "../lib/transport";
+import { BranchSheet } from "../ui/branch";
 import { askToCancel, CancelSheet } from "../ui/cancel";
 import { FollowingNotice, TroubleNotice } from "../ui/notice";
 import { CapturePanel, CommandsPanel, HostToolsPanel, RewardPanel, TaskPanel } from "./aside";
@@ -113,6 +115,7 @@ function Known({ model, query }: { model: RolloutModel; query: URLSearchParams }
       </div>
       <Inspector />
       <CancelSheet />
+      <BranchSheet />
     </div>
   );
 }
@@ -195,8 +198,7 @@ function useSiblings(groupId: string | undefined): readonly string[] {
   useEffect(() => {
     if (groupId === undefined) return;
     const abort = new AbortController();
-    client(RolloutService)
-      .getGroup({ groupId }, { signal: abort.signal })
+    findAt(groupId, (driver) => client(RolloutService, driver).getGroup({ groupId }, { signal: abort.signal }))
       .then(
         ({ group }) => {
           siblings.value = group?.rolloutIds ?? [];

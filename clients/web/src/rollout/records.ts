@@ -14,6 +14,7 @@ import {
   type Sample,
   type Trajectory,
 } from "@gen/penstock/trajectory/v1/trajectory_pb";
+import { driverOf, gateOf } from "../lib/members";
 import { client } from "../lib/transport";
 import { messagesOf, newMessages, type Said } from "./bodies";
 import { decoded } from "./safe";
@@ -85,7 +86,7 @@ function settled<T extends Call | HostToolCall>(calls: readonly T[]): T[] {
 
 /** The trajectory of a rollout that has ended. */
 export function trajectory(rolloutId: string, signal: AbortSignal): Promise<Capture> {
-  const fragments = client(RolloutService).getTrajectory({ rolloutId }, { signal, timeoutMs: 0 });
+  const fragments = client(RolloutService, driverOf(rolloutId)).getTrajectory({ rolloutId }, { signal, timeoutMs: 0 });
   return merged(fragments, NO_CAPTURE, true);
 }
 
@@ -99,13 +100,13 @@ export function captureSoFar(rolloutId: string, known: Capture, signal: AbortSig
     ...(last === undefined ? {} : { afterIndex: last }), // samples come only without it
     afterToolCallIndex: hostToolCalls.at(-1)?.index ?? -1,
   };
-  const fragments = client(RolloutGateService).getCapture(request, { signal, timeoutMs: 0 });
+  const fragments = client(RolloutGateService, gateOf(rolloutId)).getCapture(request, { signal, timeoutMs: 0 });
   return merged(fragments, { calls, hostToolCalls }, false);
 }
 
 /** What the agent newly said in a call. */
 export async function saidInCall(call: Call, signal: AbortSignal): Promise<Said[]> {
-  const answer = await client(InterceptService).getCall({ callId: call.callId, includeBody: true }, { signal });
+  const answer = await client(InterceptService, gateOf(call.rolloutId)).getCall({ callId: call.callId, includeBody: true }, { signal });
   return newMessages(messagesOf(answer.call?.requestBody ?? new Uint8Array(), call.dialect));
 }
 

@@ -5,6 +5,7 @@ import { type ReadonlySignal, useSignal } from "@preact/signals";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Call, CallClass, CallState } from "@gen/penstock/trajectory/v1/trajectory_pb";
 import { explain, isCancelled } from "../lib/errors";
+import { askToBranch } from "../ui/branch";
 import { beginning, FIRST_PARTS, type Said, type SaidPart } from "./bodies";
 import { partsOf, segmentsOf, spanOf, versionsOf, versionWords } from "./completion";
 import { Fold } from "./fold";
@@ -73,9 +74,24 @@ function TurnHead({ turn }: { turn: Turn }) {
           {untrained === "SHARED" ? "trained elsewhere" : "not trained"}
         </span>
       )}
-      {call.injected && (
+      {call.given && (
+        <span class="chip" title="The creator of this branch, or of one that it comes from, gave the answer. It is never trained.">
+          given answer
+        </span>
+      )}
+      {call.injected && !call.given && (
         <span class="chip warn" title="The agent was shown another text than the tokens spell, by the trainer.">
           injected
+        </span>
+      )}
+      {call.replayedFrom !== undefined && (
+        <span class="chip" title={`Not sampled again: the completion is that of call ${call.replayedFrom.callId}.`}>
+          {call.replayedFrom.rolloutId === call.rolloutId ? `replayed from attempt ${call.replayedFrom.attempt}` : "from its parent"}
+        </span>
+      )}
+      {call.branchPoint && (
+        <span class="chip" title="Calls before it have the answers of the rollout of which this one is a branch.">
+          branches here
         </span>
       )}
       {finish.startsWith("cut") && <span class="chip warn">{finish}</span>}
@@ -87,6 +103,11 @@ function TurnHead({ turn }: { turn: Turn }) {
         {took !== "" && <span title="from the agent's request to its answer">{took}</span>}
         <span>{answererWord(call.answerer)}</span>
       </span>
+      {call.state === CallState.DELIVERED && (
+        <button type="button" class="button quiet" onClick={() => askToBranch(call.rolloutId, call.callId, call.index)}>
+          continue from here
+        </button>
+      )}
     </header>
   );
 }

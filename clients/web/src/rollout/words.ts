@@ -170,6 +170,7 @@ export const roleWord = (role: Role): string => told(ROLES, role);
 
 const UNTRAINED: Readonly<Record<string, string>> = {
   SHARED: "trained in another sample of this rollout",
+  PARENT: "not trained: the rollout of which this one is a branch trains it",
   TRUNCATED: "not trained: a limit cut it",
   BUDGET: "not trained: a budget cut it",
   INJECTED: "not trained: the trainer showed the agent another text than the tokens spell",

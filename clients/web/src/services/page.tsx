@@ -1,5 +1,5 @@
-// What the services do now: the gate's queue and sessions, the engine, the sandboxes and what they use.
-import { useSignal } from "@preact/signals";
+// All services, and what one of each kind does now: the gate's queue and sessions, the engine, the sandboxes and what they use.
+import { type Signal, useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
 import { create } from "@bufbuild/protobuf";
 import { durationMs, timestampMs } from "@bufbuild/protobuf/wkt";
@@ -25,30 +25,41 @@ import { seesAll } from "../lib/scope";
 import { useStream } from "../lib/stream";
 import { client } from "../lib/transport";
 import { FollowingNotice } from "../ui/notice";
+import { Choice, FleetTable, Problems, useFleet } from "./fleettable";
+import type { FleetRow } from "./fleet";
 import "./services.css";
 import { servedWords } from "./served";
 import { pushed, rate, Spark } from "./spark";
-import { Troubles } from "./troubles";
 
 export default function Services() {
+  const fleet = useFleet().value;
+  const gate = useSignal("");
+  const sandbox = useSignal("");
   return (
     <div class="services">
       <h1 class="visually-hidden">Services</h1>
-      <Troubles />
-      <Gate />
+      <Problems fleet={fleet} />
+      <FleetTable fleet={fleet} />
+      <Gate key={`gate ${gate.value}`} fleet={fleet} chosen={gate} />
       <Inference />
-      <Sandboxes />
+      <Sandboxes key={`sandboxes ${sandbox.value}`} fleet={fleet} chosen={sandbox} />
     </div>
   );
 }
 
-function Gate() {
+/** A part of the page that shows one of several services; made anew for another one. */
+interface Chosen {
+  readonly fleet: readonly FleetRow[];
+  readonly chosen: Signal<string>;
+}
+
+function Gate({ fleet, chosen }: Chosen) {
   const queue = useSignal<readonly number[]>([]);
   const { message, following } = useStream<WatchGateResponse>(
     "watch the gate",
     async function* (signal) {
-      const request = create(WatchGateRequestSchema, { allNamespaces: await seesAll("interception", signal) });
-      yield* client(RolloutGateService).watchGate(request, { signal, timeoutMs: 0 });
+      const request = create(WatchGateRequestSchema, { allNamespaces: await seesAll("interception") });
+      yield* client(RolloutGateService, chosen.peek()).watchGate(request, { signal, timeoutMs: 0 });
     },
     (next) => (queue.value = pushed(queue.value, next.queuedCalls)),
   );
@@ -57,7 +68,10 @@ function Gate() {
   const starving = gate !== null && gate.queuedCalls > 0 && gate.queuedCalls > gate.pausedCalls;
   return (
     <section class="card part" aria-labelledby="gate-title">
-      <h2 id="gate-title">Gate</h2>
+      <div class="title">
+        <h2 id="gate-title">Gate</h2>
+        <Choice kind="interception" fleet={fleet} chosen={chosen} />
+      </div>
       <FollowingNotice following={following.value} />
       {gate && (
         <>
@@ -245,17 +259,20 @@ function useServed(version: bigint | undefined): string {
 /** The labels by which the driver finds its sandboxes. */
 const ROLLOUT_LABEL = "penstock_rollout";
 
-function Sandboxes() {
+function Sandboxes({ fleet, chosen }: Chosen) {
   const { message, following } = useStream<WatchSandboxesResponse>("watch the sandboxes", async function* (signal) {
-    const request = create(WatchSandboxesRequestSchema, { allNamespaces: await seesAll("sandbox", signal) });
-    yield* client(SandboxService).watchSandboxes(request, { signal, timeoutMs: 0 });
+    const request = create(WatchSandboxesRequestSchema, { allNamespaces: await seesAll("sandbox") });
+    yield* client(SandboxService, chosen.peek()).watchSandboxes(request, { signal, timeoutMs: 0 });
   });
   const all = message.value;
   const memory = all?.sandboxes.reduce((sum, one) => sum + Number(one.stats?.memoryBytes ?? 0n), 0) ?? 0;
   const processes = all?.sandboxes.reduce((sum, one) => sum + (one.stats?.pids ?? 0), 0) ?? 0;
   return (
     <section class="card part" aria-labelledby="sandboxes-title">
-      <h2 id="sandboxes-title">Sandboxes</h2>
+      <div class="title">
+        <h2 id="sandboxes-title">Sandboxes</h2>
+        <Choice kind="sandbox" fleet={fleet} chosen={chosen} />
+      </div>
       <FollowingNotice following={following.value} />
       {all && (
         <>

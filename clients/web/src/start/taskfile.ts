@@ -183,7 +183,9 @@ const isLong = (scalar: number) => [3, 4, 6, 16, 18].includes(scalar);
 
 function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
   const given = mapping(value, "sandbox", KEYS.sandbox);
-  if (given["setup_network"] !== undefined) throw new TaskFileError("sandbox.setup_network", "is not supported by the form: use `penstock rollout`");
+  for (const key of ["setup_network", "agent_network", "verifier_network"])
+    if (given[key] !== undefined) throw new TaskFileError(`sandbox.${key}`, "is not supported by the form: use `penstock rollout`");
+  if (given["packages"] !== undefined) throw new TaskFileError("sandbox.packages", "a page cannot read files: use `penstock rollout`");
   const resources =
     given["resources"] === undefined ? null : mapping(given["resources"], "sandbox.resources", KEYS.resources);
   return {
@@ -191,6 +193,7 @@ function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
     image: text(given["image"] ?? "", "sandbox.image"),
     user: text(given["user"] ?? "", "sandbox.user"),
     ownKernel: flag(given["own_kernel"], "sandbox.own_kernel"),
+    ...(given["repeatable"] === undefined ? {} : { repeatable: flag(given["repeatable"], "sandbox.repeatable") }),
     ...(resources && {
       resources: {
         ...(resources["cpu"] === undefined ? {} : { cpu: number(resources["cpu"], "sandbox.resources.cpu") }),
@@ -249,5 +252,6 @@ function read(source: string): TaskFile {
     ...(given["limits"] === undefined ? {} : { limits: limits(given["limits"]) }),
     ...(given["budgets"] === undefined ? {} : { budgets: budgets(given["budgets"]) }),
     labels: texts(given["labels"], "labels"),
+    ...(given["keep_end_state"] === undefined ? {} : { keepEndState: flag(given["keep_end_state"], "keep_end_state") }),
   };
 }

@@ -3,6 +3,7 @@ import { signal } from "@preact/signals";
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 
 import { explain, type Trouble } from "../lib/errors";
+import { driverOf } from "../lib/members";
 import { CANCEL_MS, client } from "../lib/transport";
 import { Sheet } from "./dialogs";
 import { TroubleNotice } from "./notice";
@@ -31,7 +32,7 @@ async function cancel(reason: string): Promise<void> {
   if (!what) return;
   busy.value = true;
   trouble.value = null;
-  const driver = client(RolloutService);
+  const driver = client(RolloutService, driverOf(what.id));
   const options = { timeoutMs: CANCEL_MS };
   try {
     if (what.kind === "group") await driver.cancelGroup({ groupId: what.id, reason: reason || UNSAID }, options);

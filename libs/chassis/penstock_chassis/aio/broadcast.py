@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,12 +18,22 @@ T = TypeVar("T")
 class Signal:
     """Counts changes; waiters get the next one."""
 
-    __slots__ = ("_waiting", "number")
+    __slots__ = ("_listeners", "_waiting", "number")
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
         """Number of the last change."""
         self._waiting: dict[asyncio.Future[bool], None] = {}
+        self._listeners: dict[Callable[[], None], None] | None = None
+
+    def call_on_change(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` at each change and `wake`, until `forget`: for readers without a task. It must not raise."""
+        self._listeners = {**(self._listeners or {}), listener: None}
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` no more; idempotent."""
+        if self._listeners is not None:
+            self._listeners = {one: None for one in self._listeners if one != listener} or None
 
     def notify(self, number: int | None = None) -> None:
         """Counts a change and wakes all waiters. `number` is its number, if others count; it must grow."""
@@ -36,6 +46,9 @@ class Signal:
             woken, self._waiting = self._waiting, {}
             for waiter in woken:
                 _settle(waiter, True)
+        if self._listeners is not None:
+            for listener in self._listeners:
+                listener()
 
     async def wait(self, number: int, timeout_s: float | None = None) -> bool:
         """Waits for a change after `number`, or for `wake`; returns False after `timeout_s` seconds without either."""

@@ -6,8 +6,10 @@ however many wait before it, and who was alone for an hour owes nothing.
 
 Invariants
 - At most ``most`` slots are held, and by no owner more than its limit.
-- Nobody waits while a slot is free for its owner. One owner's requests are served in the order in which they came.
+- No request waits while a slot is free for its owner, except one that is set aside. One owner's requests are served in
+  the order in which they came.
 - A withdrawn, cancelled or expired request leaves nothing behind.
+- A request that is set aside gets no slot, and keeps its place among its owner's.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class FairQueue(Generic[Owner]):
         self._numbers = itertools.count()
         # Owners with waiting requests, the one that got a slot longest ago first.
         self._waiting: OrderedDict[Owner, OrderedDict[int, Callable[[], None]]] = OrderedDict()
+        self._aside: dict[int, Callable[[], None]] = {}
 
     @property
     def full(self) -> bool:
@@ -92,30 +95,58 @@ class FairQueue(Generic[Owner]):
         """Returns how many requests of an owner wait."""
         return len(self._waiting.get(owner, ()))
 
-    def request(self, owner: Owner, granted: Callable[[], None]) -> Ticket[Owner]:
+    def request(self, owner: Owner, granted: Callable[[], None], *, aside: bool = False) -> Ticket[Owner]:
         """Calls ``granted``, in the caller's context, once the owner has a slot: maybe before this returns.
 
         The slot is held until `give_back`. Until then `withdraw` ends the request. ``granted`` must not raise.
+        ``aside``: the request is set aside from the beginning.
         """
         ticket = Ticket(owner, next(self._numbers))
-        if self.room(owner):
+        if not aside and self.room(owner):
             # No waiting request could take the slot, since none of their owners has room.
             self._take(owner)
             granted()
+            return ticket
+        # Tasks that `granted` starts would otherwise belong to the request whose slot became free.
+        in_context = functools.partial(contextvars.copy_context().run, granted)
+        if aside:
+            self._aside[ticket.number] = in_context
         else:
-            # Tasks that `granted` starts would otherwise belong to the request whose slot became free.
-            in_context = functools.partial(contextvars.copy_context().run, granted)
             self._waiting.setdefault(owner, OrderedDict())[ticket.number] = in_context
         return ticket
 
+    def set_aside(self, ticket: Ticket[Owner]) -> bool:
+        """Passes over a request that waits, until `put_back`. Returns False if it waits no more."""
+        granted = self._remove(ticket)
+        if granted is not None:
+            self._aside[ticket.number] = granted
+        return ticket.number in self._aside
+
+    def put_back(self, ticket: Ticket[Owner]) -> None:
+        """Lets a request that was set aside wait again, at its place; succeeds if it is not."""
+        granted = self._aside.pop(ticket.number, None)
+        if granted is None:
+            return
+        if self.room(ticket.owner):
+            self._take(ticket.owner)
+            granted()
+            return
+        requests = self._waiting.setdefault(ticket.owner, OrderedDict())
+        later = [number for number in requests if number > ticket.number]
+        requests[ticket.number] = granted
+        for number in later:
+            requests.move_to_end(number)
+
     def withdraw(self, ticket: Ticket[Owner]) -> bool:
         """Ends a request that waits. Returns False if it waits no more: its slot was granted."""
+        return self._aside.pop(ticket.number, None) is not None or self._remove(ticket) is not None
+
+    def _remove(self, ticket: Ticket[Owner]) -> Callable[[], None] | None:
         requests = self._waiting.get(ticket.owner)
-        if requests is None or requests.pop(ticket.number, None) is None:
-            return False
-        if not requests:
+        granted = None if requests is None else requests.pop(ticket.number, None)
+        if granted is not None and not requests:
             del self._waiting[ticket.owner]
-        return True
+        return granted
 
     async def take(self, owner: Owner, wait_s: float | None = None) -> None:
         """Takes a slot, waiting at most ``wait_s`` (None: no limit). Raises TimeoutError."""

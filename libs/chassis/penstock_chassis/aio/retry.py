@@ -77,7 +77,7 @@ async def retry(
 ) -> T:
     """Returns the result of `work`, called again after errors that may pass.
 
-    Cancellation ends the attempt or the delay at once.
+    Cancellation ends the attempt or the delay at once, also where the attempt's clean-up then fails with another error.
 
     Args:
         work: one attempt; may be repeated.
@@ -95,10 +95,14 @@ async def retry(
     """
     loop, backoff = asyncio.get_running_loop(), Backoff(delays)
     began = loop.time()
+    task = asyncio.current_task()
+    cancelled_before = task.cancelling() if task else 0
     for attempt in count(1):
         try:
             return await work()
         except Exception as error:
+            if task and task.cancelling() > cancelled_before:
+                raise asyncio.CancelledError from error
             patience = patience_s(error)
             if patience <= 0 or attempt == attempts:
                 raise

@@ -67,6 +67,8 @@ class Peer:
     channel: grpc.aio.Channel
     own_name: str = ""
     """Its name by its own account (its `name` setting), which its ids have; empty until it has answered."""
+    unused_because: str = ""
+    """Why it has no name that can be used; empty = it has, or has not answered."""
     state: State = State.NEW
     host: Host = Host.REFUSING
     """What was found at its address, while it is lost."""
@@ -84,10 +86,16 @@ class Peer:
 
 
 class Peers:
-    """All peers of one kind. `changed` counts every change of a member or a state."""
+    """All peers of one kind. `changed` counts every change of a member or a state.
 
-    def __init__(self, what: str, connect: Callable[[Member], grpc.aio.Channel]) -> None:
+    `must_have_names`: a peer that does not say its own name, or says another's, is not used.
+    """
+
+    def __init__(
+        self, what: str, connect: Callable[[Member], grpc.aio.Channel], *, must_have_names: bool = True
+    ) -> None:
         self.changed = Signal()
+        self._must_have_names = must_have_names
         self._what = what
         self._connect = connect
         self._peers: dict[str, Peer] = {}
@@ -155,7 +163,7 @@ class Peers:
             while True:
                 began = asyncio.get_running_loop().time()
                 found = await _probed(stub)
-                if found is not State.LOST and not named:
+                if found is not State.LOST and self._must_have_names and not named:
                     named = await self._name(peer, operations)
                     found = found if named else State.LOST
                 if found is State.LOST:
@@ -190,10 +198,12 @@ class Peers:
             name = answer.server.name
             others = [other.name for other in self._peers.values() if other is not peer and other.own_name == name]
             if name and not others:
-                peer.own_name = name
+                peer.own_name, peer.unused_because = name, ""
                 return True
             why = f"its name {name!r} is also that of {others[0]}" if others else "it has none"
-        _log.error("a member is not used: its name is unknown", kind=self._what, name=peer.name, why=why)
+        if why != peer.unused_because:
+            _log.error("a member is not used: its name is unknown", kind=self._what, name=peer.name, why=why)
+        peer.unused_because = why
         return False
 
     def _set(self, peer: Peer, state: State) -> None:
@@ -252,15 +262,18 @@ async def _found(address: str) -> Host:
 
 
 @asynccontextmanager
-async def following(what: str, source: Source, connect: Callable[[Member], grpc.aio.Channel]) -> AsyncIterator[Peers]:
+async def following(
+    what: str, source: Source, connect: Callable[[Member], grpc.aio.Channel], *, must_have_names: bool = True
+) -> AsyncIterator[Peers]:
     """The peers that a source names, followed until the end of the block.
 
     Args:
         what: the kind of service, for the log.
         source: where the members come from.
         connect: opens a channel to a member; it is closed when the member goes.
+        must_have_names: see Peers.
     """
-    peers = Peers(what, connect)
+    peers = Peers(what, connect, must_have_names=must_have_names)
     work = peers.start(source)
     try:
         yield peers

@@ -1,10 +1,9 @@
 """Structured logs: one JSON object per line on standard error (standard output is for programs that read addresses).
 
 Call `configure` once per process, then `structlog.get_logger()` anywhere, with facts as keyword arguments:
-`log.info("sandbox created", sandbox_id=id)`. Ids bound with `structlog.contextvars.bind_contextvars` are on every line
-of the task. Values of keys that look like secrets are masked whatever the caller passes (R8), and so are the fields of
-messages that the protos mark as secret. Bodies are never logged
-at info or above; that is the caller's duty.
+`log.info("sandbox created", sandbox_id=id)`. Ids bound with `telemetry.bound` are on every line of the task. Values of
+keys that look like secrets are masked whatever the caller passes (R8), and so are fields of messages that the protos
+mark as secret. Bodies are never logged at info or above; that is the caller's duty.
 """
 
 import functools
@@ -20,6 +19,7 @@ from google.protobuf.message import Message
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from penstock.values import redacted
+from penstock_chassis.telemetry import bound
 
 MASK: Final = "***"
 
@@ -47,7 +47,7 @@ def configure(
     """
     out = stream if stream is not None else sys.stderr
     shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
+        bound.merge,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         redact,

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_chassis.telemetry import bound
 from penstock_chassis.tls import read_pem
 
 if TYPE_CHECKING:
@@ -49,16 +50,15 @@ _tracer: Tracer | None = None
 
 def working_for(**ids: str | None) -> None:
     """Binds these ids to this task and the tasks it starts; None unbinds."""
-    structlog.contextvars.bind_contextvars(**{name: value for name, value in ids.items() if value})
-    structlog.contextvars.unbind_contextvars(*(name for name, value in ids.items() if not value))
+    bound.bind(**{name: value or None for name, value in ids.items()})
 
 
-def handed_on(bound: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the metadata of a call to another service: the ids of `bound`, and the current span."""
+def handed_on(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the metadata of a call to another service: the ids of `facts`, and the current span."""
     metadata = [
-        (header, str(bound[name]))
+        (header, str(facts[name]))
         for name, header in _HEADER_OF.items()
-        if name in bound and _ID.fullmatch(bound[name])
+        if name in facts and _ID.fullmatch(facts[name])
     ]
     if _tracer is not None:
         from opentelemetry.trace import get_current_span
@@ -71,14 +71,14 @@ def handed_on(bound: Mapping[str, Any]) -> list[tuple[str, str]]:
 def taken_up(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """Binds the ids that a caller sent, and its trace's; returns the trace context, or an empty string."""
     parent = ""
-    bound: dict[str, str] = {}
+    found: dict[str, str] = {}
     for key, value in metadata:
-        if key == TRACE_PARENT and (found := _PARENT.fullmatch(str(value))):
-            parent, bound["trace_id"] = str(value), found[1]
+        if key == TRACE_PARENT and (parts := _PARENT.fullmatch(str(value))):
+            parent, found["trace_id"] = str(value), parts[1]
         elif (name := _HEADERS.get(key)) is not None and _ID.fullmatch(str(value)):
-            bound[name] = str(value)
-    if bound:
-        structlog.contextvars.bind_contextvars(**bound)
+            found[name] = str(value)
+    if found:
+        bound.bind(**found)
     return parent
 
 
@@ -171,8 +171,8 @@ def served(method: str, parent: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _served(method: str, parent: str) -> Iterator[None]:
-    bound = structlog.contextvars.get_contextvars()
-    ids = {name: str(bound[name]) for name in IDS if name in bound}
+    facts = bound.facts()
+    ids = {name: str(facts[name]) for name in IDS if name in facts}
     span = start(method, parent, kind="SERVER", **ids)
     try:
         with using(span):

@@ -74,6 +74,8 @@ class AgentRegistry:
         self._newest: dict[tuple[str, str], Agent] = {}
         """By namespace and name."""
         self._versions: dict[tuple[str, str, str], Agent] = {}
+        self._kept: set[str] = set()
+        """Versions of built-in agents that are in the journal."""
 
     @classmethod
     async def open(cls, journal: Journal) -> AgentRegistry:
@@ -85,9 +87,12 @@ class AgentRegistry:
             "SELECT namespace, sha256, spec, register_time, deleted FROM agent_specs ORDER BY register_time"
         )
         for namespace, sha256, text, registered, deleted in rows:
-            agent = Agent(AgentSpec.model_validate_json(text), sha256, False, registered, namespace)
-            registry._versions[namespace, agent.spec.name, sha256] = agent
-            if not deleted:
+            is_built_in = namespace == _BUILT_IN
+            agent = Agent(AgentSpec.model_validate_json(text), sha256, is_built_in, registered, namespace)
+            registry._versions.setdefault((namespace, agent.spec.name, sha256), agent)
+            if is_built_in:
+                registry._kept.add(sha256)
+            elif not deleted:
                 registry._newest[namespace, agent.spec.name] = agent
         return registry
 
@@ -119,6 +124,18 @@ class AgentRegistry:
         )
         self._add(agent)
         return agent
+
+    async def keep(self, agent: Agent) -> None:
+        """Keep the version of a built-in agent, for a later driver that comes with another one and goes on with this
+        one's rollouts.
+        """
+        if agent.built_in and agent.sha256 not in self._kept:
+            await self._journal.execute(
+                "INSERT OR IGNORE INTO agent_specs (namespace, name, sha256, spec, register_time, deleted)"
+                " VALUES (?, ?, ?, ?, 0, 1)",
+                (_BUILT_IN, agent.spec.name, agent.sha256, agent.spec.model_dump_json(by_alias=True)),
+            )
+            self._kept.add(agent.sha256)
 
     async def delete(self, namespace: str, name: str) -> None:
         """Remove an agent from the list; running rollouts keep it. FailedPrecondition (AGENT_BUILT_IN) if built in."""

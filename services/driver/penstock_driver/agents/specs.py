@@ -152,6 +152,26 @@ class Toolbox(_Model):
         return self
 
 
+class PythonTarget(_Model):
+    """The Python of sandboxes for which packages are installed: minor version, newest platform of its wheels."""
+
+    version: str
+    platform: str
+
+
+class TaskToolbox(Toolbox):
+    """A toolbox of a task's packages: those of an npm lock, and those for the sandbox's own Python."""
+
+    npm_lock: str = ""
+    python_target: PythonTarget | None = None
+
+    @model_validator(mode="after")
+    def _python_for_its_packages(self) -> Self:
+        if self.python_packages and self.python_target is None:
+            raise ValueError("python_packages: needs python_target")
+        return self
+
+
 class OptionType(StrEnum):
     """The type of an option's value."""
 

@@ -18,6 +18,7 @@ from penstock.sandbox.v1 import (
 )
 from penstock_chassis.channel import typed_errors
 from penstock_chassis.errors import PenstockError
+from penstock_driver.clients.watches import ProcessWatches
 
 Dial: TypeAlias = Callable[[str, str], grpc.aio.Channel]
 """Opens a channel to an address with a token, with the CA of the sandbox service."""
@@ -34,6 +35,7 @@ class Stubs:
         self.channel = channel
         self.sandboxes = sandbox_service_pb2_grpc.SandboxServiceStub(channel)
         self.processes = process_service_pb2_grpc.ProcessServiceStub(channel)
+        self.watches = ProcessWatches(self.processes)
         self.files = file_service_pb2_grpc.FileServiceStub(channel)
 
 

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Final
 
 import grpc
 import structlog
 
-from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
+from penstock.interception.v1 import (
+    intercept_service_pb2,
+    intercept_service_pb2_grpc,
+    interception_pb2,
+    rollout_gate_service_pb2,
+    rollout_gate_service_pb2_grpc,
+)
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.aio.retry import Backoff, Delays
-from penstock_chassis.channel import streaming, typed_errors
+from penstock_chassis.channel import read, streaming, typed_errors
 from penstock_chassis.errors import Internal, NotFound, PenstockError, Unavailable
 from penstock_driver.domain.failures import is_of_the_request
 from penstock_driver.domain.ports import CallEnded, CallSpent, GateClosing, GateOpening, Load, OpenRequest
+from penstock_driver.environments.cleanup import DRIVER_LABEL
 from penstock_driver.wire.converters import DIALECTS, dialect_from_proto
 
 CALL_S: Final = 60.0
 _PROBE_S: Final = 30.0
 """Longer than the gate's own probe of a model source, whose error is more specific than a timeout."""
+_PAGE_SIZE: Final = 1000
 _DELAYS: Final = Delays(0.2, 10.0)
+_NO_CALLS: Final = (1 << 31) - 1
+"""A position after that of every call."""
 _ENDED: Final = frozenset(
     {
         trajectory_pb2.CALL_STATE_DELIVERED,
@@ -29,14 +40,20 @@ _ENDED: Final = frozenset(
         trajectory_pb2.CALL_STATE_EXPIRED,
     }
 )
+_DIVERGED: Final = "REPLAY_DIVERGED"
+_LEASE_ENDED: Final = "DRIVER_LOST"
+"""Why a gate closes the rollouts of a driver that it has not seen for its `driver_lease_s`."""
 _log = structlog.get_logger("penstock.driver")
 
 
 class GrpcGate:
     """Calls one interception service over a channel that the caller owns."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, keep_captures: bool = False) -> None:
+        """`keep_captures`: the gate keeps each capture until `stored` says that it is stored."""
         self._gate = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(channel)
+        self._calls = intercept_service_pb2_grpc.InterceptServiceStub(channel)
+        self._keep_captures = keep_captures
         self._interruptions = 0
 
     @property
@@ -96,6 +113,11 @@ class GrpcGate:
             )
         )
         request.labels.update(opening.labels)
+        request.driver_id = opening.labels.get(DRIVER_LABEL, "")
+        request.keep_capture = self._keep_captures
+        request.attempt = opening.attempt
+        if opening.branched_from is not None:
+            request.branched_from.CopyFrom(opening.branched_from)
         with typed_errors():
             answer = await self._gate.OpenRollout(request, timeout=CALL_S)
         return GateOpening(
@@ -108,12 +130,17 @@ class GrpcGate:
             home=answer.rollout.home,
         )
 
+    async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:
+        """See ports.Gate."""
+        with typed_errors():
+            return (await self._gate.LoadRecording(part, timeout=CALL_S)).calls
+
     async def load(self, timeout_s: float) -> Load:
         """How many rollouts are open there, of all drivers."""
         request = rollout_gate_service_pb2.WatchGateRequest(all_namespaces=True)
         with streaming(self._gate.WatchGate(request, timeout=timeout_s)) as answers:
             async for answer in answers:
-                return Load(answer.open_rollouts)
+                return Load(answer.open_rollouts, unreachable_inference=frozenset(answer.unreachable_inference))
         raise Internal("the gate ended its status", reason="PROTOCOL_BROKEN")
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
@@ -125,8 +152,13 @@ class GrpcGate:
         except NotFound:
             return GateClosing()
         totals = answer.rollout.totals
+        fails = any(one.reason == _DIVERGED for one in totals.failures)
         return GateClosing(
             exhausted_budget=answer.rollout.exhausted_budget,
+            lease_ended=answer.rollout.close_reason == _LEASE_ENDED,
+            diverged=(answer.rollout.divergence or "A call differs from what is recorded at its place.")
+            if fails
+            else "",
             calls=totals.calls,
             unanswered=totals.failed + totals.expired,
             last_failure=totals.last_failure_reason,
@@ -145,9 +177,56 @@ class GrpcGate:
         with typed_errors():
             await self._gate.DeleteRollout(request, timeout=CALL_S)
 
+    async def hold_calls(self, rollout_id: str, *, held: bool) -> None:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.HoldCallsRequest(rollout_id=rollout_id, held=held)
+        with typed_errors():
+            await self._gate.HoldCalls(request, timeout=CALL_S)
+
+    async def has(self, rollout_id: str) -> bool:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.GetRolloutRequest(rollout_id=rollout_id)
+        try:
+            with typed_errors():
+                answer = await self._gate.GetRollout(request, timeout=CALL_S)
+        except NotFound:
+            return False
+        return bool(answer.rollout.close_reason != _LEASE_ENDED)
+
+    async def ended_calls(self, rollout_id: str) -> Sequence[CallEnded]:
+        """See ports.Gate."""
+        found: list[CallEnded] = []
+        request = intercept_service_pb2.ListCallsRequest(rollout_id=rollout_id, page_size=_PAGE_SIZE)
+        while True:
+            try:
+                with typed_errors():
+                    answer = await self._calls.ListCalls(request, timeout=CALL_S)
+            except NotFound:
+                return found
+            found += [CallEnded(rollout_id, call, spent_by(call)) for call in answer.calls if call.state in _ENDED]
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
+    async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        """See ports.Captures."""
+        request = rollout_gate_service_pb2.CloseRolloutRequest(
+            rollout_id=rollout_id, reason="ROLLOUT_ENDED", capture_stored=True
+        )
+        try:
+            with typed_errors():
+                await self._gate.CloseRollout(request, timeout=CALL_S)
+        except NotFound:
+            return  # nothing of it is there
+
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See ports.Gate. A broken stream is resumed; calls that the gate has dropped meanwhile are skipped."""
-        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True, all_namespaces=True)
+        request = rollout_gate_service_pb2.WatchCallsRequest(
+            labels=labels,
+            ended_only=True,
+            all_namespaces=True,
+            driver_id=labels.get(DRIVER_LABEL, ""),  # the stream holds the leases of this driver's rollouts
+        )
         backoff = Backoff(_DELAYS)
         while True:
             try:
@@ -180,15 +259,30 @@ class GrpcGate:
         request = rollout_gate_service_pb2.GetCaptureRequest(
             rollout_id=rollout_id, include_bodies=include_bodies, include_top=include_top
         )
-        with typed_errors():
-            async for answer in self._gate.GetCapture(request):
+        async with aclosing(read(self._gate.GetCapture, request)) as answers:
+            async for answer in answers:
                 yield answer.trajectory
+
+    async def tool_results(self, rollout_id: str, *, gate: str = "") -> AsyncIterator[trajectory_pb2.HostToolCall]:
+        """See ports.Captures."""
+        request = rollout_gate_service_pb2.GetCaptureRequest(
+            rollout_id=rollout_id, include_bodies=True, after_index=_NO_CALLS, after_tool_call_index=-1
+        )
+        async with aclosing(read(self._gate.GetCapture, request)) as answers:
+            async for answer in answers:
+                for call in answer.trajectory.host_tool_calls:
+                    yield call
 
 
 def spent_by(call: trajectory_pb2.Call) -> CallSpent:
-    """The cost of a call: counted tokens, or the usage that a text-only source reports."""
+    """The cost of a call: counted tokens, or the usage that a text-only source reports.
+
+    A replayed call costs nothing.
+    """
     answer = call.completion
     versions = [item.policy_version for item in answer.span.versions]
+    if call.HasField("replayed_from"):
+        return CallSpent(0, 0, min(versions, default=None), max(versions, default=None))
     return CallSpent(
         prompt_tokens=call.prompt_count or answer.usage.prompt_tokens,
         completion_tokens=answer.span.count or answer.usage.completion_tokens,

@@ -9,6 +9,8 @@ import posixpath
 import secrets
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import BinaryIO, Final
 
 import grpc
@@ -23,9 +25,10 @@ from penstock.sandbox.v1 import (
 )
 from penstock.values import writer
 from penstock_chassis import times
+from penstock_chassis.aio.pace import Pace
 from penstock_chassis.aio.retry import Delays
 from penstock_chassis.auth import acting_in
-from penstock_chassis.channel import error_from_rpc, typed_errors, upload
+from penstock_chassis.channel import read, streaming, typed_errors, upload
 from penstock_chassis.errors import (
     FailedPrecondition,
     Internal,
@@ -54,7 +57,7 @@ from penstock_driver.domain.ports import (
     SnapshotStep,
 )
 from penstock_driver.domain.rollout import MAKE_S
-from penstock_driver.environments.throttle import Creations, Pace
+from penstock_driver.environments.throttle import Creations
 from penstock_driver.wire.converters import (
     command_to_proto,
     exit_from_proto,
@@ -107,6 +110,7 @@ class GrpcSandboxes:
                 unavailable_reason=backend.unavailable_reason,
                 is_default=backend.is_default,
                 one_endpoint=sandbox_pb2.NETWORK_KIND_ONE_ENDPOINT in backend.capabilities.networks,
+                egress_hosts=tuple(backend.egress_hosts),
                 forks=backend.capabilities.fork > sandbox_pb2.FORK_KIND_NONE,
                 root=backend.capabilities.root,
                 diff=backend.capabilities.diff,
@@ -185,24 +189,41 @@ class GrpcSandboxes:
         return _facts(answer.sandbox)
 
     async def fork(
-        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+        self,
+        snapshot_id: str,
+        *,
+        request_id: str,
+        port: int,
+        upstream: str,
+        lease_s: float,
+        labels: Mapping[str, str],
+        repeatable: bool = False,
+        allowlist: sandbox_pb2.Allowlist | None = None,
     ) -> SandboxFacts:
         """See ports.Sandboxes."""
-        spec = sandbox_pb2.SandboxSpec(lease=times.duration(lease_s), labels=labels)
+        spec = sandbox_pb2.SandboxSpec(lease=times.duration(lease_s), labels=labels, repeatable=repeatable)
+        if allowlist is not None:
+            spec.network.allowlist.CopyFrom(allowlist)
         if upstream:
-            spec.network.one_endpoint.CopyFrom(sandbox_pb2.OneEndpoint(local_port=port, upstream=upstream))
+            one = spec.network.one_endpoint if allowlist is None else spec.network.allowlist.one_endpoint
+            one.local_port, one.upstream = port, upstream
         request = sandbox_service_pb2.ForkSandboxesRequest(
             request_id=request_id, snapshot_id=snapshot_id, count=1, spec=spec
         )
         await self._pace.turn()
-        with typed_errors(), self._creations.measured():
-            async for child in self._sandboxes.ForkSandboxes(request, timeout=MAKE_S):
+        made: SandboxFacts | None = None
+        with self._creations.measured(), streaming(self._sandboxes.ForkSandboxes(request, timeout=MAKE_S)) as children:
+            # Read to its end: a call that is left before keeps 16 KB until the garbage collector finds it.
+            async for child in children:
                 if child.WhichOneof("result") == "sandbox":
                     self._planes.keep(child.sandbox.sandbox_id, child.data_plane)
-                    return _facts(child.sandbox)
+                    made = _facts(child.sandbox)
+                    continue
                 failure = child.failure
                 kind = ResourceExhausted if failure.retriable else FailedPrecondition
                 raise kind(failure.message or "the sandbox could not be forked", reason=failure.reason or "FORK_FAILED")
+        if made is not None:
+            return made
         raise Internal("the sandbox service ended the fork without a sandbox", reason="PROTOCOL_BROKEN")
 
     async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
@@ -265,7 +286,9 @@ class GrpcSandboxes:
         request = sandbox_service_pb2.DiffSandboxRequest(sandbox_id=sandbox_id, below=below, max_bytes=max_bytes)
         size = 0
         with typed_errors():
-            async for event in (await self._planes.at(sandbox_id)).sandboxes.DiffSandbox(request, timeout=TREE_S):
+            method = partial((await self._planes.at(sandbox_id)).sandboxes.DiffSandbox, timeout=TREE_S)
+        async with aclosing(read(method, request)) as events:
+            async for event in events:
                 if event.WhichOneof("event") == "end":
                     return [*event.end.deleted_paths, *map(os.fsdecode, event.end.raw_deleted_paths)]
                 size += len(event.tar_chunk)
@@ -322,24 +345,33 @@ class GrpcSandboxes:
         stdin: bytes | None,
         *,
         output_ends: tuple[int, int] | None = None,
+        kill_all_after: bool = False,
+        files: Sequence[FileToWrite] = (),
     ) -> None:
         """See ports.Sandboxes."""
         request = process_service_pb2.StartProcessRequest(
-            sandbox_id=sandbox_id, process_id=process_id, command=command_to_proto(command), stdin=stdin is not None
+            sandbox_id=sandbox_id,
+            process_id=process_id,
+            command=command_to_proto(command),
+            stdin=stdin is not None,
+            kill_all_after=kill_all_after,
+            files=map(_initial_file, files),
         )
         if output_ends is not None:
             request.output_limit_bytes, request.output_tail_bytes = output_ends
         with typed_errors():
             await (await self._planes.at(sandbox_id)).processes.StartProcess(request, timeout=CALL_S)
-        if stdin is None:
-            return
-        data = stdin
+        if stdin is not None:
+            await self.send_stdin(sandbox_id, process_id, stdin)
+
+    async def send_stdin(self, sandbox_id: str, process_id: str, stdin: bytes) -> None:
+        """See ports.Sandboxes."""
 
         def frames() -> Iterator[process_service_pb2.WriteStdinRequest]:
             start = process_service_pb2.WriteStdinRequest.StdinStart(sandbox_id=sandbox_id, process_id=process_id)
             yield process_service_pb2.WriteStdinRequest(start=start)
-            for offset in range(0, len(data), CHUNK_BYTES):
-                yield process_service_pb2.WriteStdinRequest(data=data[offset : offset + CHUNK_BYTES])
+            for offset in range(0, len(stdin), CHUNK_BYTES):
+                yield process_service_pb2.WriteStdinRequest(data=stdin[offset : offset + CHUNK_BYTES])
             yield process_service_pb2.WriteStdinRequest(end=process_service_pb2.WriteStdinRequest.StdinEnd())
 
         try:
@@ -355,28 +387,24 @@ class GrpcSandboxes:
         offsets = {process_service_pb2.OUTPUT_STREAM_STDOUT: 0, process_service_pb2.OUTPUT_STREAM_STDERR: 0}
         failures = 0
         while True:
-            request = process_service_pb2.WatchProcessRequest(
-                sandbox_id=sandbox_id,
-                process_id=process_id,
-                stdout_offset=offsets[process_service_pb2.OUTPUT_STREAM_STDOUT],
-                stderr_offset=offsets[process_service_pb2.OUTPUT_STREAM_STDERR],
-            )
             try:
-                async for event in (await self._planes.at(sandbox_id)).processes.WatchProcess(request):
-                    failures = 0
-                    kind = event.WhichOneof("event")
-                    if kind == "chunk":
-                        chunk = event.chunk
-                        offsets[chunk.stream] = chunk.offset + len(chunk.data)
-                        yield Output(chunk.data, chunk.stream == process_service_pb2.OUTPUT_STREAM_STDERR)
-                    elif kind == "gap":
-                        offsets[event.gap.stream] = event.gap.end
-                    elif kind == "exit":
-                        yield exit_from_proto(event.exit)
-                        return
+                watches = (await self._planes.at(sandbox_id)).watches
+                async with aclosing(watches.watch(sandbox_id, process_id, *offsets.values())) as events:
+                    async for event in events:
+                        failures = 0
+                        kind = event.WhichOneof("event")
+                        if kind == "chunk":
+                            chunk = event.chunk
+                            offsets[chunk.stream] = chunk.offset + len(chunk.data)
+                            yield Output(chunk.data, chunk.stream == process_service_pb2.OUTPUT_STREAM_STDERR)
+                        elif kind == "gap":
+                            offsets[event.gap.stream] = event.gap.end
+                        elif kind == "exit":
+                            yield exit_from_proto(event.exit)
+                            return
                 error: PenstockError = Unavailable("the stream ended without an exit", reason="STREAM_BROKEN")
-            except grpc.aio.AioRpcError as broken:
-                error = error_from_rpc(broken)
+            except PenstockError as broken:
+                error = broken
             failures += 1
             if not isinstance(error, Unavailable) or failures > WATCH_RETRIES:
                 raise error
@@ -390,14 +418,28 @@ class GrpcSandboxes:
         with typed_errors():
             await (await self._planes.at(sandbox_id)).processes.KillProcess(request, timeout=CALL_S)
 
-    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
+    async def run(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        output_limit: int,
+        *,
+        kill_all_after: bool = False,
+        result_file: tuple[str, int] | None = None,
+        files: Sequence[FileToWrite] = (),
+    ) -> CommandResult:
         """See ports.Sandboxes."""
         request = process_service_pb2.RunRequest(
             sandbox_id=sandbox_id,
             process_id=process_id,
             command=command_to_proto(command),
             output_limit_bytes=output_limit,
+            kill_all_after=kill_all_after,
+            files=map(_initial_file, files),
         )
+        if result_file is not None:
+            request.result_file.path, request.result_file.max_bytes = result_file
         with typed_errors():
             answer = await (await self._planes.at(sandbox_id)).processes.Run(request)
         return result_from_proto(answer.result)
@@ -425,6 +467,47 @@ class GrpcSandboxes:
             await (await self._planes.at(sandbox_id)).sandboxes.DeleteSandbox(request, timeout=CALL_S)
         self._planes.drop(sandbox_id)
 
+    async def pause(self, sandbox_id: str, lease_s: float) -> bool:
+        """See ports.Sandboxes."""
+        request = sandbox_service_pb2.PauseSandboxRequest(sandbox_id=sandbox_id, hold_timeouts=True)
+        with typed_errors():
+            answer = await self._sandboxes.PauseSandbox(request, timeout=CALL_S)
+        await self.renew(sandbox_id, lease_s)
+        return not answer.timeouts_only
+
+    async def resume(self, sandbox_id: str, lease_s: float) -> None:
+        """See ports.Sandboxes."""
+        with typed_errors():
+            request = sandbox_service_pb2.ResumeSandboxRequest(sandbox_id=sandbox_id)
+            await self._sandboxes.ResumeSandbox(request, timeout=CALL_S)
+        await self.renew(sandbox_id, lease_s)
+
+    async def rejoin(self, sandbox_id: str, lease_s: float) -> None:
+        """See ports.Sandboxes."""
+        with typed_errors():
+            where = sandbox_service_pb2.GetDataPlaneRequest(sandbox_id=sandbox_id)
+            answer = await self._sandboxes.GetDataPlane(where, timeout=CALL_S)
+        await self.renew(sandbox_id, lease_s)
+        self._planes.keep(sandbox_id, answer.data_plane)
+
+    async def renew(self, sandbox_id: str, lease_s: float) -> None:
+        """See ports.Sandboxes."""
+        renewal = sandbox_service_pb2.RenewLeaseRequest(sandbox_id=sandbox_id, lease=times.duration(lease_s))
+        with typed_errors():
+            await self._sandboxes.RenewLease(renewal, timeout=CALL_S)
+
+    async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        """See ports.Sandboxes."""
+        found: list[str] = []
+        request = sandbox_service_pb2.ListSandboxesRequest(labels=labels, page_size=_PAGE_SIZE, all_namespaces=True)
+        while True:
+            with acting_in(None), typed_errors():
+                answer = await self._sandboxes.ListSandboxes(request, timeout=CALL_S)
+            found += [sandbox.sandbox_id for sandbox in answer.sandboxes]
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
     async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
         """See ports.Sandboxes."""
         request = sandbox_service_pb2.DeleteSandboxesRequest(labels=labels, all_namespaces=True)
@@ -440,12 +523,17 @@ _sandbox_spec: Final = writer(
     sandbox_pb2.SandboxSpec,
     renamed={name: f"resources.{name}" for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")}
     | {"image": "base.image", "setup_network": "network"},
-    left_out=("env", "toolbox_ids", "lease", "labels"),
+    left_out=("env", "toolbox_ids", "lease", "labels", "repeatable"),
 )
 
 
 def _facts(sandbox: sandbox_pb2.Sandbox) -> SandboxFacts:
-    return SandboxFacts(sandbox.sandbox_id, sandbox.home.rstrip("/") or "/", sandbox.workdir, sandbox.service)
+    home = sandbox.home.rstrip("/") or "/"
+    return SandboxFacts(sandbox.sandbox_id, home, sandbox.workdir, sandbox.service, sandbox.takes_files)
+
+
+def _initial_file(file: FileToWrite) -> process_service_pb2.InitialFile:
+    return process_service_pb2.InitialFile(path=file.path, content=file.content, mode=file.mode)
 
 
 def _tar(root: str, files: Sequence[FileToWrite]) -> bytes:

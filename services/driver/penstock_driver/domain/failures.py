@@ -7,13 +7,14 @@ cause, the agent gets the benefit of the doubt.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.agents.output_events import AgentEvent
-from penstock_driver.domain.ports import Exit, ExitReason, GateClosing
+from penstock_driver.domain.ports import CommandResult, Exit, ExitReason, GateClosing
 from penstock_driver.domain.rollout import Cause, Component, Failure, Phase, failed
 
 _OF_THE_SOURCE: Final = ("INFERENCE_", "UPSTREAM_", "TOKENIZER_", "TEMPLATE_", "SOURCE_")
@@ -21,7 +22,9 @@ _OF_THE_SOURCE: Final = ("INFERENCE_", "UPSTREAM_", "TOKENIZER_", "TEMPLATE_", "
 
 OF_THE_SANDBOX: Final = frozenset({"SANDBOX_LOST", "SANDBOX_NOT_READY", "SANDBOX_UNKNOWN"})
 """Reasons of errors that concern a whole sandbox, not a file in it."""
-_OF_THE_TASK: Final = frozenset({"CAPABILITY_MISSING", "IMAGE_NOT_ALLOWED", "USER_RESERVED"})
+_GONE: Final = frozenset({"SANDBOX_LOST", "SANDBOX_UNKNOWN"})
+"""No agent causes the second: somebody deleted the sandbox, its lease is over, or its host lost its disk."""
+_OF_THE_TASK: Final = frozenset({"CAPABILITY_MISSING", "HOST_NOT_ALLOWED", "IMAGE_NOT_ALLOWED", "USER_RESERVED"})
 """A task's demands on its sandbox that this backend, or this operator, does not meet."""
 _OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE", "SESSION_MESSAGE_LIMIT"})
 """Reasons why a call failed that the conversation causes: a policy could fill it to avoid being graded."""
@@ -93,12 +96,17 @@ def classify_exit(
 ) -> Failure | None:
     """Classify the agent's exit: None for a success (R59).
 
-    The order of the causes matters. An exhausted budget comes first: it explains any behaviour of the agent. Lost
-    calls, or a gate that was unreachable while the agent ran, explain a bad exit. An agent that reports its own failure
-    failed, whatever its exit code. An agent whose last call was lost is incomplete, even with a success code. A call
-    that failed because of its own request, or since which the source has answered the agent, excuses nothing: a policy
-    could send one to avoid being graded (decision 032).
+    The order of the causes matters. What happened after the gate had closed the rollout is not the policy's doing.
+    Neither is an exact replay that fails, whatever the agent does then. An exhausted budget comes before the rest: it
+    explains any behaviour of the agent. Lost calls, or a gate that was
+    unreachable while the agent ran, explain a bad exit. An agent that reports its own failure failed, whatever its exit
+    code. An agent whose last call was lost is incomplete, even with a success code. A call that failed because of its
+    own request, or since which the source has answered the agent, excuses nothing: a policy could send one to avoid
+    being graded (decision 032).
     """
+    if closing.lease_ended:
+        message = "the gate closed the rollout: this driver was away for longer than the gate's driver_lease_s"
+        return Failure(Cause.INFRASTRUCTURE, "GATE_LOST", message, True, phase, component=Component.GATE)
     if end.reason is ExitReason.SANDBOX_LOST:
         message = end.message or "the sandbox was lost"
         return Failure(Cause.INFRASTRUCTURE, "SANDBOX_LOST", message, True, phase, component=Component.SANDBOX)
@@ -108,6 +116,9 @@ def classify_exit(
     if end.reason is ExitReason.KILLED:
         message = "the agent was killed from outside"
         return Failure(Cause.INFRASTRUCTURE, "AGENT_KILLED", message, True, phase, component=Component.OPERATOR)
+    if closing.diverged:
+        message = f"the replay was to be exact, and the agent asked something else: {closing.diverged}"
+        return Failure(Cause.INFRASTRUCTURE, "REPLAY_DIVERGED", message, False, phase, component=Component.AGENT)
     if closing.exhausted_budget:
         return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", f"used up: {closing.exhausted_budget}", False, phase)
     if end.reason is ExitReason.TIMED_OUT:
@@ -142,6 +153,21 @@ def classify_exit(
     return Failure(Cause.AGENT, "AGENT_CRASHED", f"the agent failed: {describe(end)}{asked}", False, phase)
 
 
+def check_failure(result: CommandResult, phase: Phase) -> Failure:
+    """The failure of an agent's check command.
+
+    Like an agent that is killed from outside, one that SIGKILL ended says nothing of the agent: another attempt may go
+    well.
+    """
+    end = result.exit
+    if end.reason is ExitReason.KILLED or end.signal == signal.SIGKILL:
+        message = f"the agent's check command was killed from outside ({describe(end)})"
+        return Failure(Cause.INFRASTRUCTURE, "AGENT_KILLED", message, True, phase, component=Component.OPERATOR)
+    output = (result.stderr or result.stdout)[-500:].decode("utf-8", "replace")
+    message = f"the agent's check command failed ({describe(end)}): {output}"
+    return Failure(Cause.INFRASTRUCTURE, "AGENT_CHECK_FAILED", message, False, phase, component=Component.AGENT)
+
+
 def failure_of(error: PenstockError, phase: Phase, component: Component) -> Failure:
     """Turn an error of `component` into a failure: of infrastructure, and retriable if the error itself is transient.
 
@@ -154,7 +180,7 @@ def failure_of(error: PenstockError, phase: Phase, component: Component) -> Fail
         return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", error.message, False, phase)
     if error.reason in _OF_THE_TASK:
         return Failure(Cause.TASK, error.reason, error.message, False, phase)
-    passing = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
+    passing = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason in _GONE
     retriable = passing and error.metadata.get("permanent") != "true"
     if component is Component.GATE and error.reason.startswith(_OF_THE_SOURCE):
         component = Component.ENGINE

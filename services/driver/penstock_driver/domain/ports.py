@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import BinaryIO, Final, Protocol, TypeAlias
 
 from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock.sandbox.v1 import sandbox_pb2
@@ -51,6 +51,8 @@ class Exit:
     stdout_bytes: int = 0
     stderr_bytes: int = 0
     end_time: float = 0.0
+    all_killed: bool = False
+    """Whether every other process of the sandbox was killed before this was reported."""
 
     @property
     def ok(self) -> bool:
@@ -75,12 +77,22 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultContent:
+    """The first bytes of a file that a small command left, and its whole size."""
+
+    content: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CommandResult:
     """The result of a small command; the outputs are capped by the caller's limit."""
 
     exit: Exit
     stdout: bytes
     stderr: bytes
+    result_file: ResultContent | None = None
+    """None = it was not asked for, or `read_file` reads it or says why not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,20 @@ class SandboxTerms:
 
 
 @dataclass(frozen=True, slots=True)
+class Packages:
+    """Contents of a task's locks: pip's requirements with hashes, and a package-lock.json; empty = none."""
+
+    python: str = field(default="", repr=False)
+    npm: str = field(default="", repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.python or self.npm)
+
+
+NO_PACKAGES: Final = Packages()
+
+
+@dataclass(frozen=True, slots=True)
 class BackendFacts:
     """What a backend can do on this host now."""
 
@@ -122,6 +148,8 @@ class BackendFacts:
     diff: bool
     toolboxes: bool
     stdin: bool
+    egress_hosts: tuple[str, ...] = ()
+    """What allow-lists may name; empty where it has none."""
     limits: frozenset[str] = frozenset()
     """Names of the resources in SandboxTerms that it can limit."""
 
@@ -185,6 +213,8 @@ class SandboxFacts:
     workdir: str
     service: str = ""
     """Name of the sandbox service that has it; empty for one of an earlier version."""
+    takes_files: bool = False
+    """Whether `start` and `run` may have files; not of an earlier version."""
 
 
 class Sandboxes(Protocol):
@@ -207,10 +237,19 @@ class Sandboxes(Protocol):
         """Create a sandbox without network."""
 
     async def fork(
-        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+        self,
+        snapshot_id: str,
+        *,
+        request_id: str,
+        port: int,
+        upstream: str,
+        lease_s: float,
+        labels: Mapping[str, str],
+        repeatable: bool = False,
+        allowlist: sandbox_pb2.Allowlist | None = None,
     ) -> SandboxFacts:
-        """Create a sandbox whose only network access is `upstream`, at its own 127.0.0.1:`port`. It has no network at
-        all when `upstream` is empty.
+        """Create a sandbox whose only network access is `upstream`, at its own 127.0.0.1:`port`, and what `allowlist`
+        names. It has no network at all without both. `repeatable` as in `penstock.sandbox.v1.SandboxSpec`.
         """
 
     async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
@@ -257,10 +296,14 @@ class Sandboxes(Protocol):
         stdin: bytes | None,
         *,
         output_ends: tuple[int, int] | None = None,
+        kill_all_after: bool = False,
+        files: Sequence[FileToWrite] = (),
     ) -> None:
         """Start a process and send it its standard input unless that is None; idempotent.
 
-        `output_ends` sets how many bytes of each output's beginning and end are kept; None keeps the first 64 MiB.
+        `output_ends` sets how many bytes of each output's beginning and end are kept; None keeps the first 64 MiB. With
+        `kill_all_after`, everything else in the sandbox is killed after its end, if its exit says so (`all_killed`).
+        `files` are written before, as by `write_files`, where the sandbox takes them (`SandboxFacts.takes_files`).
         """
 
     def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
@@ -269,8 +312,49 @@ class Sandboxes(Protocol):
     async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
         """Kill the process and its descendants, or `everything` in the sandbox; all of it is dead on return."""
 
-    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
-        """Run a small command to its end; processes that it leaves live until `kill` or the end of the sandbox."""
+    async def send_stdin(self, sandbox_id: str, process_id: str, stdin: bytes) -> None:
+        """Send a process its standard input and close it; what it has already is not sent again.
+
+        NotFound (PROCESS_UNKNOWN) for a process that was never started.
+        """
+
+    async def pause(self, sandbox_id: str, lease_s: float) -> bool:
+        """Freeze everything in a sandbox, and let the timeouts of its commands stand still; idempotent.
+
+        Its lease ends `lease_s` from now. False if its backend cannot freeze: then only the timeouts stand still.
+        """
+
+    async def resume(self, sandbox_id: str, lease_s: float) -> None:
+        """End a pause; idempotent. The lease ends `lease_s` from now."""
+
+    async def rejoin(self, sandbox_id: str, lease_s: float) -> None:
+        """Find a sandbox that an earlier process of this driver made, and let its lease end `lease_s` from now.
+
+        NotFound and FailedPrecondition (SANDBOX_UNKNOWN, SANDBOX_LOST, SANDBOX_NOT_READY) if it is gone.
+        """
+
+    async def renew(self, sandbox_id: str, lease_s: float) -> None:
+        """Let a sandbox's lease end `lease_s` from now. Errors as of `rejoin`."""
+
+    async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        """Ids of the sandboxes that have all of the labels."""
+
+    async def run(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        output_limit: int,
+        *,
+        kill_all_after: bool = False,
+        result_file: tuple[str, int] | None = None,
+        files: Sequence[FileToWrite] = (),
+    ) -> CommandResult:
+        """Run a small command to its end; processes that it leaves live until `kill` or the end of the sandbox.
+
+        `kill_all_after` and `files` as in `start`. `result_file` is the path of a file to read after that, and its most
+        bytes.
+        """
 
     async def ended_inside(self, sandbox_id: str) -> bool:
         """Whether a sandbox was lost because a process in it ended it, while its host lives on. False if unknown."""
@@ -302,6 +386,8 @@ class OpenRequest:
     session_headers: tuple[str, ...]
     volatile_line_patterns: tuple[str, ...]
     labels: Mapping[str, str]
+    attempt: int = 1
+    branched_from: trajectory_pb2.BranchPoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +411,8 @@ class GateClosing:
     `last_failure` is the reason of the most recent failed call, and `is_final` whether a retry of it would be useless.
     `gave_up` means that the last call to end failed for a transient reason. Of the `unanswered` calls, `refused` counts
     those that failed because of their own request, and `lost` the others that came after the rollout's last answer.
+    `lease_ended` means that the gate had closed the rollout before, because it could not reach this driver.
+    `diverged` says which call differed from what was recorded, where an exact replay failed for that; empty = none.
     """
 
     exhausted_budget: str = ""
@@ -335,6 +423,8 @@ class GateClosing:
     gave_up: bool = False
     refused: int = 0
     lost: int = 0
+    lease_ended: bool = False
+    diverged: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +437,7 @@ class Load:
         free_memory_bytes: on its machine; None = unknown.
         snapshot_keys: the contents of the snapshots that it has.
         creation_s: how long it takes to make a sandbox, by this driver's clock; None = unknown.
+        unreachable_inference: of a gate: the inference services and pools, by name, that do not answer it.
     """
 
     count: int
@@ -354,6 +445,7 @@ class Load:
     free_memory_bytes: int | None = None
     snapshot_keys: frozenset[str] = frozenset()
     creation_s: float | None = None
+    unreachable_inference: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +501,18 @@ class Gate(GateCheck, Protocol):
     async def delete(self, rollout_id: str) -> None:
         """Remove the rollout and its capture; idempotent."""
 
+    async def load_recording(self, part: rollout_gate_service_pb2.LoadRecordingRequest) -> int:
+        """Add recorded calls to an open rollout; return how many it has. Unsupported: the gate is older than this."""
+
+    async def hold_calls(self, rollout_id: str, *, held: bool) -> None:
+        """Give out no call of an open rollout until this is called again; idempotent. Its times stand still."""
+
+    async def has(self, rollout_id: str) -> bool:
+        """Whether a rollout is there, and was not closed because its lease ended."""
+
+    async def ended_calls(self, rollout_id: str) -> Sequence[CallEnded]:
+        """The calls of a rollout that have ended, in order of arrival; none for an unknown rollout."""
+
     def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """Yield the calls of all rollouts with these labels as they end, from now on, without end."""
 
@@ -421,8 +525,17 @@ class Captures(Protocol):
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """Yield the trajectory in fragments; NotFound (ROLLOUT_UNKNOWN)."""
 
+    def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
+        """Yield its host tool calls with their results; NotFound (ROLLOUT_UNKNOWN)."""
+
     async def delete(self, rollout_id: str) -> None:
         """Remove it; idempotent."""
+
+    async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        """Say that it is stored, so that it is kept no longer than the gate's retention; idempotent.
+
+        To `gates`, or to all that answer if empty. Unavailable while one of `gates` does not answer.
+        """
 
 
 class GateReader(GateCheck, Captures, Protocol):

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 
 from penstock.driver.v1 import rollout_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.validation import check_request_id
+from penstock_driver.domain.pauses import Pause
 from penstock_driver.domain.rollout import Phase, RolloutSpec
 
 
@@ -42,7 +44,11 @@ class RequestKey:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A recorded rollout. `spec` is the effective spec, without secrets and contents."""
+    """A recorded rollout. `spec` is the effective spec, without secrets and contents.
+
+    `paused_s` and `pauses` are of the pauses that are over, in seconds and as a count. `branched_from` is set for a
+    branch of another rollout.
+    """
 
     rollout_id: str
     group_id: str | None
@@ -64,6 +70,13 @@ class Record:
     attempts: int = 1
     namespace: str = DEFAULT_NAMESPACE
     home: rollout_pb2.Home | None = None
+    export: rollout_pb2.Export | None = None
+    pause: Pause | None = None
+    paused_s: float = 0.0
+    pauses: int = 0
+    branched_from: trajectory_pb2.BranchPoint | None = None
+    grades: Sequence[rollout_pb2.Grade] = field(default=(), repr=False)
+    """Further grades, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,7 @@ class GroupRecord:
     create_time: float
     rollout_ids: tuple[str, ...]
     namespace: str = DEFAULT_NAMESPACE
+    branched_from: trajectory_pb2.BranchPoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,8 @@ class Filter:
 class RolloutEnd:
     """The end of a rollout as it is recorded, with its last event.
 
-    `cleanup_pending` means that something which the rollout held in other services is not released yet.
+    `cleanup_pending` means that something which the rollout held in other services is not released yet. `gates` are the
+    names of those that have a capture of any of its attempts, the last one's last; empty = not known, or none.
     """
 
     outcome: rollout_pb2.Outcome
@@ -116,6 +131,17 @@ class RolloutEnd:
     fork_kind: int = 0
     attempts: int = 1
     cleanup_pending: bool = False
+    gates: tuple[str, ...] = ()
+
+
+def recording_of(record: Record) -> str:
+    """The recording of what a rollout's sandboxes are answered, of which its siblings get the same."""
+    return f"group/{record.group_id}" if record.group_id else f"rollout/{record.rollout_id}"
+
+
+def seed_of(point: trajectory_pb2.BranchPoint) -> int | None:
+    """The seed of the first branch of a group, where its creator gave one: that of each is it plus its index."""
+    return point.seed if point.HasField("seed") else None
 
 
 def new_records(
@@ -125,10 +151,12 @@ def new_records(
     group_id: str | None = None,
     *,
     driver: str = "",
+    branched_from: trajectory_pb2.BranchPoint | None = None,
 ) -> list[Record]:
     """Records of the new rollouts of one spec.
 
-    `effective` is the form that is stored, without secrets; `driver` is this driver's name.
+    `effective` is the form that is stored, without secrets; `driver` is this driver's name. `branched_from` makes them
+    branches.
     """
     now = time.time()
     return [
@@ -145,6 +173,7 @@ def new_records(
             create_time=now,
             namespace=spec.namespace,
             home=rollout_pb2.Home(driver=driver),
+            branched_from=branched_from,
         )
         for index, rollout_id in enumerate(ids)
     ]

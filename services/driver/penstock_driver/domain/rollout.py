@@ -16,12 +16,14 @@ from typing import Final, TypeAlias
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_driver.agents.launch import AgentChoice, FileToWrite
 from penstock_driver.agents.output_events import AgentEvent
 from penstock_driver.agents.registry import Agent
-from penstock_driver.domain.ports import CallSpent, Command, CommandResult, Exit, SandboxTerms
+from penstock_driver.domain.pauses import RolloutPaused, RolloutResumed
+from penstock_driver.domain.ports import NO_PACKAGES, CallSpent, Command, CommandResult, Exit, Packages, SandboxTerms
 
 
 class Phase(IntEnum):
@@ -150,6 +152,10 @@ class Changes:
     left_out_paths: tuple[str, ...] = ()
 
 
+FIRST_GRADE: Final = "first"
+"""The name of the grade that a rollout ended with, among further ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grading:
     """How a rollout was graded: the verifier commands that ran, and their `total` number."""
@@ -159,6 +165,7 @@ class Grading:
     commands: tuple[CommandFinished, ...] = ()
     changes: Changes | None = None
     restored: int = 0
+    verifier_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +238,14 @@ class Limits:
         return self.agent_s + self.verify_s + 2 * CARRY_S + 2 * DIFF_S + 30.0
 
 
+class Replay(StrEnum):
+    """What a further attempt does with the answers of the last one."""
+
+    OFF = "off"
+    UNTIL_DIVERGENCE = "until_divergence"
+    EXACT = "exact"
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
     """Everything that the driver needs to run one rollout; `gate_terms` as in `ports.OpenRequest`.
@@ -250,15 +265,38 @@ class RolloutSpec:
     run_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     max_attempts: int = 1
+    replay: Replay = Replay.UNTIL_DIVERGENCE
+    repeatable: bool = False
+    """Whether the sandbox in which its agent works is repeatable."""
     namespace: str = DEFAULT_NAMESPACE
+    packages: Packages = NO_PACKAGES
+    agent_network: sandbox_pb2.Allowlist | None = field(default=None, hash=False)
+    """What the agent may reach beside the gate, and the verifier at all; None for nothing. Messages have no hash."""
+    verifier_network: sandbox_pb2.Allowlist | None = field(default=None, hash=False)
     reports_changes: bool = False
     """Whether its backend reports what changed in a sandbox."""
+    keep_end_state: bool | None = None
+    """Whether the agent's changes are kept; None = if they are read to be graded in a fresh fork."""
+    verifier_sha256: str = ""
+    """Of its verifier, in hex; empty without one."""
 
     def at(self, index: int) -> RolloutSpec:
         """The spec of one rollout of a group: its seed is the group's plus its index."""
         if self.choice.seed is None or index == 0:
             return self
         return replace(self, choice=replace(self.choice, seed=self.choice.seed + index))
+
+    def of_branch(self, seed: int | None, index: int) -> RolloutSpec:
+        """The spec of one branch: its parent's, with a seed of its own if its creator gave one.
+
+        The gate sets that seed, and the agent has its parent's: an agent with another one would make other requests.
+        """
+        if seed is None:
+            return self
+        terms = rollout_gate_service_pb2.OpenRolloutRequest()
+        terms.CopyFrom(self.gate_terms)
+        terms.sampling_override.seed = seed + index
+        return replace(self, gate_terms=terms)
 
 
 TAIL_BYTES: Final = 4096
@@ -302,10 +340,15 @@ class CommandFinished:
 
 @dataclass(frozen=True, slots=True)
 class CallFinished:
-    """A model call ended; `call` and `spent` as in `ports.CallEnded`."""
+    """A model call ended; `call` and `spent` as in `ports.CallEnded`.
+
+    `recorded_count`: the attempt's recorded calls. `replayed_count`: those that have answered one until then.
+    """
 
     call: trajectory_pb2.Call
     spent: CallSpent = field(default_factory=CallSpent)
+    recorded_count: int = 0
+    replayed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +376,8 @@ RolloutEvent: TypeAlias = (
     | ArtifactCollected
     | Progress
     | AttemptFailed
+    | RolloutPaused
+    | RolloutResumed
     | Outcome
 )
 
@@ -361,6 +406,14 @@ class RunProgress:
             raise ValueError("a rollout that has ended cannot start again")
         self.attempt += counted
         self._move(Phase.QUEUED)
+
+    @classmethod
+    def continued(cls, phase: Phase, attempt: int, since: float, seconds: dict[Phase, float]) -> RunProgress:
+        """The progress of a rollout that an earlier process ran.
+
+        `since` is when it entered the phase, in seconds since the epoch.
+        """
+        return cls(phase, attempt, time.monotonic() - max(0.0, time.time() - since), seconds)
 
     def _move(self, phase: Phase) -> float:
         now = time.monotonic()

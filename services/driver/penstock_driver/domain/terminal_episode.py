@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from penstock.driver.v1 import terminal_service_pb2
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, ResourceExhausted
-from penstock_driver.domain.ports import Command, CommandResult, SandboxTerms
+from penstock_driver.domain.ports import NO_PACKAGES, Command, CommandResult, Packages, SandboxTerms
 from penstock_driver.domain.rollout import Failure, Limits, Reward, Task
 
 MAX_COMMANDS: Final = 240
@@ -47,6 +47,7 @@ class TerminalSpec:
     max_commands: int = MAX_COMMANDS
     labels: Mapping[str, str] = field(default_factory=dict)
     namespace: str = DEFAULT_NAMESPACE
+    packages: Packages = NO_PACKAGES
 
 
 @dataclass(frozen=True, slots=True)

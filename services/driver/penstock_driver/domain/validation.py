@@ -13,13 +13,17 @@ from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import ListValue, Struct
+from packaging.markers import InvalidMarker, Marker
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
+from penstock.sandbox.v1 import sandbox_pb2
+from penstock.values import hosts
+from penstock.values.locks import LockProblem, npm_lock, python_lock
 from penstock_chassis import times
 from penstock_chassis.errors import Violation
 from penstock_chassis.validation import invalid, invalid_field
 from penstock_driver.agents.launch import FileToWrite
-from penstock_driver.domain.ports import Command, SandboxTerms
+from penstock_driver.domain.ports import Command, Packages, SandboxTerms
 from penstock_driver.domain.records import GroupPlan
 from penstock_driver.domain.rollout import RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import MAX_COMMANDS as MAX_STEPS
@@ -55,6 +59,7 @@ IN_MEMORY: Final = frozenset({"dev", "proc", "sys", "tmp"})
 """Directories of the root that every sandbox has in memory: no diff has changes in them."""
 MAX_LIMIT_S: Final = 7 * 86400.0
 MAX_GROUP: Final = 256
+MAX_SEED: Final = (1 << 63) - 1
 _MAX_TTL_S: Final = 366 * 86_400
 _MAX_PERIOD_S: Final = 86_400
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -87,6 +92,13 @@ def check_group(plan: GroupPlan, found: Violations) -> None:
         found.add("stragglers.grace", "must not be negative")
 
 
+def check_seeds(spec: RolloutSpec, count: int) -> None:
+    """Check that each of a group's `count` rollouts has a seed. InvalidArgument (FIELD_INVALID)."""
+    seed = spec.choice.seed
+    if seed is not None and seed + count - 1 > MAX_SEED:
+        raise invalid_field("spec.seed", f"at most {MAX_SEED - count + 1}: the seeds of the group count up from it")
+
+
 def check_rollout(spec: RolloutSpec, found: Violations) -> None:
     """Check a rollout's whole spec, but for its agent's options (`launch.check_choice`)."""
     where = "spec."
@@ -100,6 +112,8 @@ def check_rollout(spec: RolloutSpec, found: Violations) -> None:
         found.add(f"{where}run_id", "expected 1 to 63 letters, digits and . _ / -")
     _check_gate_terms(spec.gate_terms, where, found)
     _check_sandbox(spec.sandbox, where, found)
+    _check_networks(spec, where, found)
+    _check_packages(spec.packages, where, found)
     if not 1 <= spec.max_attempts <= MAX_ATTEMPTS:
         found.add(f"{where}max_attempts", f"expected 1 to {MAX_ATTEMPTS}")
 
@@ -123,6 +137,12 @@ def check_terminal(spec: TerminalSpec, found: Violations) -> None:
     if spec.task.keep_files:
         found.add("task.keep_files", "a terminal episode keeps no files: print them by a command")
     _check_sandbox(spec.sandbox, "", found)
+    for name in ("agent_network", "verifier_network"):
+        if spec.request.sandbox.HasField(name):
+            found.add(
+                f"sandbox.{name}", "a terminal episode has no agent and one sandbox: only its setup has a network"
+            )
+    _check_packages(spec.packages, "", found)
 
 
 def check_step_command(command: Command, found: Violations) -> None:
@@ -249,10 +269,57 @@ def _check_variables(variables: Mapping[str, str], where: str, found: Violations
 
 
 def _check_sandbox(terms: SandboxTerms, where: str, found: Violations) -> None:
+    if terms.setup_network is not None and terms.setup_network.HasField("allowlist"):
+        _check_allowlist(terms.setup_network.allowlist, f"{where}sandbox.setup_network.allowlist", found)
     for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes"):
         value = getattr(terms, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             found.add(f"{where}sandbox.resources.{name}", "expected a positive number")
+
+
+def _check_allowlist(listed: sandbox_pb2.Allowlist, here: str, found: Violations) -> None:
+    if not listed.hosts:
+        found.add(f"{here}.hosts", "at least one is required")
+    for field in ("hosts", "denied_hosts"):
+        for index, pattern in enumerate(getattr(listed, field)):
+            if not hosts.is_pattern(pattern):
+                problem = 'expected "name", "*.name" (in lower case) or a CIDR block'
+                found.add(f"{here}.{field}[{index}]", problem)
+    for index, port in enumerate(listed.ports):
+        if not 0 < port < 65536:
+            found.add(f"{here}.ports[{index}]", "expected 1 to 65535")
+
+
+def _check_networks(spec: RolloutSpec, where: str, found: Violations) -> None:
+    for name, listed in (("agent_network", spec.agent_network), ("verifier_network", spec.verifier_network)):
+        if listed is None:
+            continue
+        _check_allowlist(listed, f"{where}sandbox.{name}", found)
+        if listed.HasField("one_endpoint"):
+            found.add(f"{where}sandbox.{name}.one_endpoint", "the driver sets it: leave it unset")
+    verifier = spec.task.verifier
+    if spec.verifier_network is not None and (verifier is None or verifier.fresh_fork is False):
+        found.add(f"{where}sandbox.verifier_network", "needs a verifier that runs in a fresh fork")
+
+
+def _check_packages(packages: Packages, where: str, found: Violations) -> None:
+    if packages.npm:
+        try:
+            npm_lock(packages.npm)
+        except LockProblem as problem:
+            found.add(f"{where}sandbox.packages.npm", str(problem))
+    if not packages.python:
+        return
+    try:
+        pinned = python_lock(packages.python)
+    except LockProblem as problem:
+        found.add(f"{where}sandbox.packages.python", str(problem))
+        return
+    for package in pinned:
+        try:
+            Marker(package.marker or "python_version > '3'")
+        except InvalidMarker:
+            found.add(f"{where}sandbox.packages.python", f"{package.name}: {package.marker} is not a condition")
 
 
 def _check_nesting(struct: Struct, field: str, found: Violations) -> None:

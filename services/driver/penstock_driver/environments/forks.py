@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from penstock.sandbox.v1 import sandbox_pb2
 from penstock_driver.domain.ports import Sandboxes, SandboxFacts
 from penstock_driver.environments.throttle import AdaptiveThrottle
 
@@ -29,15 +30,24 @@ class ThrottledForks:
         patience_s: float,
         port: int = 0,
         upstream: str = "",
+        repeatable: bool = False,
+        allowlist: sandbox_pb2.Allowlist | None = None,
     ) -> SandboxFacts:
-        """Fork a snapshot of `backend` as in `ports.Sandboxes`, without network unless `upstream` is given; idempotent.
+        """Fork a snapshot of `backend` as in `ports.Sandboxes`; idempotent.
 
         Waits `patience_s` for a full service, and the throttle's short limit for one that does not answer; then raises
         its last error.
         """
         return await self._throttles[backend].run(
             lambda: self._sandboxes.fork(
-                snapshot_id, request_id=request_id, port=port, upstream=upstream, lease_s=lease_s, labels=labels
+                snapshot_id,
+                request_id=request_id,
+                port=port,
+                upstream=upstream,
+                lease_s=lease_s,
+                labels=labels,
+                repeatable=repeatable,
+                allowlist=allowlist,
             ),
             full_s=patience_s,
         )

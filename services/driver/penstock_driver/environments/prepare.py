@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from penstock_chassis.aio.single_flight import KEPT, SingleFlight
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_driver.agents.launch import check_command
 from penstock_driver.agents.specs import Toolbox
 from penstock_driver.domain.ports import (
@@ -26,6 +26,7 @@ from penstock_driver.domain.ports import (
     SnapshotSpec,
 )
 from penstock_driver.domain.rollout import TAIL_BYTES, Cause, Component, Limits, Phase, RolloutSpec, Task, failed
+from penstock_driver.environments.packages import TaskPackages
 
 CHECK_TIMEOUT_S: Final = 120.0
 """For an agent's check command: the first start of a native program reads hundreds of megabytes."""
@@ -41,6 +42,8 @@ class PreparedEnvironment:
     toolbox: PreparedToolbox
     snapshot: PreparedSnapshot
     reports: tuple[CommandReport, ...]
+    plain: set[str] = field(default_factory=set, compare=False)
+    """Directories that are known to lie behind no link there: a fresh fork need not be asked again (`Grader`)."""
 
 
 class SetupFailed(Exception):
@@ -70,6 +73,7 @@ class Environments:
         self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
         self._snapshots: SingleFlight[tuple[str, str, str], PreparedEnvironment] = SingleFlight()
         self._contents: dict[tuple[str, str, str], str] = {}
+        self._packages = TaskPackages(sandboxes)
 
     def content(self, spec: RolloutSpec) -> str:
         """The content key of the snapshot that `spec` starts from; empty if it was not prepared here."""
@@ -93,17 +97,29 @@ class Environments:
             self._toolboxes.forget(toolbox_key)
             self._snapshots.forget(snapshot_key)
 
-        async def make() -> PreparedEnvironment:
+        def forward(line: str) -> None:
+            self._forward(toolbox_key, line)
+
+        async def attempt(again: bool) -> PreparedEnvironment:
             async with asyncio.timeout(spec.limits.prepare_s):
                 toolbox = await self._toolboxes.get(
                     toolbox_key,
-                    lambda: self._sandboxes.prepare_toolbox(
-                        toolbox_name, agent.toolbox, spec.sandbox.backend, lambda line: self._forward(toolbox_key, line)
-                    ),
+                    lambda: self._sandboxes.prepare_toolbox(toolbox_name, agent.toolbox, spec.sandbox.backend, forward),
                 )
                 facts = await self._bases.get(spec.sandbox, lambda: self._facts(spec.sandbox))
+                packages = await self._packages.get(spec.packages, spec.sandbox, spec.namespace, forward, again=again)
             async with asyncio.timeout(spec.limits.prepare_s + spec.limits.setup_s):
-                made = await self._snapshot(spec, toolbox, facts)
+                return await self._snapshot(spec, toolbox, packages, facts)
+
+        async def make() -> PreparedEnvironment:
+            try:
+                made = await attempt(again)
+            except NotFound as error:
+                if error.reason != "TOOLBOX_UNKNOWN":
+                    raise
+                # The sandbox service evicted a toolbox since it was prepared.
+                self._toolboxes.forget(toolbox_key)
+                made = await attempt(True)
             self._contents.pop(snapshot_key, None)
             self._contents[snapshot_key] = made.snapshot.key
             if len(self._contents) > KEPT:
@@ -137,13 +153,16 @@ class Environments:
         await self._sandboxes.delete(facts.sandbox_id)
         return facts
 
-    async def _snapshot(self, spec: RolloutSpec, toolbox: PreparedToolbox, facts: SandboxFacts) -> PreparedEnvironment:
+    async def _snapshot(
+        self, spec: RolloutSpec, toolbox: PreparedToolbox, packages: tuple[str, ...], facts: SandboxFacts
+    ) -> PreparedEnvironment:
         task = spec.task
         check = check_command(spec.agent.spec, home=facts.home, workdir=facts.workdir, toolbox=toolbox.mount_path)
         checks = [Command(argv=check, timeout_s=CHECK_TIMEOUT_S)] if check else []
         wanted = SnapshotSpec(
             terms=spec.sandbox,
-            toolbox_ids=(toolbox.toolbox_id,),
+            # First the task's: grades do not depend on which programs an agent brings.
+            toolbox_ids=(*packages, toolbox.toolbox_id),
             files=task.files,
             setup=(*checks, *setup_of(task, spec.limits)),
         )

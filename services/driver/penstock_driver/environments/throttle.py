@@ -1,8 +1,7 @@
 """Retries of requests to another service that fails for a transient reason.
 
 `AdaptiveThrottle` limits requests that create something, one for each service or backend (R51); `patiently` retries a
-single request of another kind. `Pace` spaces the creations at one sandbox service, so that a throttle's window or many
-terminals do not start all at once; `Creations` measures them.
+single request of another kind. `Creations` measures creations.
 
 While the service is well, requests go out at once, and the window grows by one with each success. After
 RESOURCE_EXHAUSTED or UNAVAILABLE all callers back off together: exponentially, with jitter, and at least as long as the
@@ -13,21 +12,26 @@ the service's last error at once. Other errors pass through and change nothing.
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from penstock_chassis.aio.broadcast import Signal
 from penstock_chassis.aio.retry import Backoff, Delays, retry
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
 
 FIRST_WINDOW: Final = 32
 """Concurrent requests before the service has shown its capacity."""
+MOST_AT_ONCE: Final = 192
+"""Requests of a kind that a service has at once. It answers none faster for having more, and all other requests wait
+behind them. A connection takes 256: with more than that, services refused calls when 10,000 rollouts began at once."""
 FIRST_PAUSE_S: Final = 0.2
 MOST_PAUSE_S: Final = 15.0
-_JITTER: Final = 0.25
 UNAVAILABLE_PATIENCE_S: Final = 10.0
 """Wait limit for a service that does not answer: its absence is reported soon (R51)."""
+_JITTER: Final = 0.25
 _OLD: Final = 0.7
 """Weight of the earlier creations in the mean."""
 _DELAYS: Final = Delays(0.2, 5.0, jitter=(1.0, 1.25))
@@ -42,10 +46,21 @@ def passes(error: PenstockError) -> bool:
     return isinstance(error, _PASSING) and not is_final
 
 
+TAKES_NO_MORE: Final = frozenset({"DRAINING", "CAPTURES_FULL"})
+"""Refusals of a service that drains, or is full of what was not exported yet: another one may take the attempt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    granted: asyncio.Future[float]
+    limit: Callable[[PenstockError], float]
+    """Time of the loop up to which it waits out an error."""
+
+
 class AdaptiveThrottle:
     """One per service and kind of request, shared by all rollouts.
 
-    `waits_out_drains`: whether a service that drains is waited for. Where there are others, it is not.
+    `waits_out_drains`: whether a service that takes no more is waited for. Where there are others, it is not.
     """
 
     def __init__(
@@ -63,7 +78,9 @@ class AdaptiveThrottle:
         self._opens = 0.0
         self._failed_at = 0.0
         self._trouble: PenstockError | None = None
-        self._changed = Signal()
+        self._waiting: deque[_Waiting] = deque()
+        self._timer: asyncio.Handle | None = None
+        self._looks_at = math.inf
 
     async def run(
         self, work: Callable[[], Awaitable[T]], *, full_s: float, absent_s: float = UNAVAILABLE_PATIENCE_S
@@ -71,44 +88,94 @@ class AdaptiveThrottle:
         """Run `work`, retrying transient errors, and return its result.
 
         Raises the last error once the wait exceeds, or would exceed, its limit: `full_s` if the service is full,
-        `absent_s` if it does not answer.
+        `absent_s` if it does not answer. Callers take their turns in the order in which they came.
         """
-
-        def patience_s(error: PenstockError) -> float:
-            return full_s if isinstance(error, ResourceExhausted) else absent_s
-
         began = asyncio.get_running_loop().time()
+
+        def limit(error: PenstockError) -> float:
+            is_full = isinstance(error, ResourceExhausted) or error.reason == "STREAM_REFUSED"
+            return began + (full_s if is_full else absent_s)
+
         while True:
-            asked = await self._place(began, patience_s)
+            asked = await self._place(limit)
             try:
                 result = await work()
             except PenstockError as error:
-                if not passes(error) or (error.reason == "DRAINING" and not self._waits_out_drains):
+                if not passes(error) or (error.reason in TAKES_NO_MORE and not self._waits_out_drains):
                     raise
                 self._fails(error, asked)
-                if self._opens > began + patience_s(error):
+                if self._opens > limit(error):
                     raise
             else:
                 self._succeeds(asked)
                 return result
             finally:
-                self._under_way -= 1
-                self._changed.notify()
+                self._leave()
 
-    async def _place(self, began: float, patience_s: Callable[[PenstockError], float]) -> float:
+    async def _place(self, limit: Callable[[PenstockError], float]) -> float:
         """Wait for a slot; return the time at which it was granted."""
         loop = asyncio.get_running_loop()
-        while (now := loop.time()) < self._opens or self._under_way >= self._window:
-            trouble, number = self._trouble, self._changed.number
-            until = self._opens if now < self._opens else None
-            if trouble is not None:
-                limit = began + patience_s(trouble)
-                if max(now, self._opens) > limit:
-                    raise trouble
-                until = limit if until is None else min(until, limit)
-            await self._changed.wait(number, None if until is None else until - now)
-        self._under_way += 1
-        return now
+        now = loop.time()
+        if not self._waiting and self._has_room(now):
+            self._under_way += 1
+            return now
+        if self._trouble is not None:
+            until = limit(self._trouble)
+            if max(now, self._opens) > until:
+                raise self._trouble
+            self._look_at(min(until, self._opens) if now < self._opens else until)
+        one = _Waiting(loop.create_future(), limit)
+        self._waiting.append(one)
+        try:
+            return await one.granted
+        except asyncio.CancelledError:
+            if one.granted.done() and not one.granted.cancelled() and one.granted.exception() is None:
+                self._leave()
+            raise
+
+    def _has_room(self, now: float) -> bool:
+        return now >= self._opens and self._under_way < self._window
+
+    def _leave(self) -> None:
+        self._under_way -= 1
+        self._grant(asyncio.get_running_loop().time())
+
+    def _grant(self, now: float) -> None:
+        """Give the free slots to the first that wait. The others are not woken: there may be thousands."""
+        while self._waiting and self._has_room(now):
+            one = self._waiting.popleft()
+            if not one.granted.done():
+                self._under_way += 1
+                one.granted.set_result(now)
+
+    def _look_at(self, when: float) -> None:
+        """Have `_look` called then, or before."""
+        if when < self._looks_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._looks_at = when
+            self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        """Grant what the end of a pause allows; give the error to those whose limit has passed, or would pass."""
+        self._timer, self._looks_at = None, math.inf
+        now = asyncio.get_running_loop().time()
+        self._grant(now)
+        if self._trouble is None:
+            return
+        opens, kept, following = max(now, self._opens), deque[_Waiting](), list[float]()
+        for one in self._waiting:
+            if one.granted.done():
+                continue
+            limit = one.limit(self._trouble)
+            if opens > limit:
+                one.granted.set_exception(self._trouble)
+            else:
+                kept.append(one)
+                following.append(limit)
+        self._waiting = kept
+        if kept:
+            self._look_at(min(*following, opens) if now < opens else min(following))
 
     def _fails(self, error: PenstockError, asked: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -118,13 +185,14 @@ class AdaptiveThrottle:
         pause = max(self._pause_s, error.retry_after_s or 0.0)
         self._trouble, self._failed_at, self._window = error, now, 1
         self._opens = max(self._opens, now + pause)
+        self._look_at(now)
 
     def _succeeds(self, asked: float) -> None:
         if asked < self._failed_at:
             return  # sent before the failure: it does not show that the service has recovered
         self._backoff.reset()
         self._trouble, self._opens = None, 0.0
-        self._window += 1
+        self._window = min(self._window + 1, MOST_AT_ONCE)
 
 
 async def patiently(
@@ -144,22 +212,6 @@ async def patiently(
         return full_s if isinstance(error, ResourceExhausted) else absent_s
 
     return await retry(work, _DELAYS, patience_s=patience_s)
-
-
-class Pace:
-    """At most so many starts a second, evenly spaced with jitter; 0 = any number."""
-
-    def __init__(self, per_s: float = 0.0) -> None:
-        self._spacing = Delays(0.0, 0.0) if not per_s else Delays(1 / per_s, 1 / per_s, jitter=(1.0, 1.0 + _JITTER))
-        self._next = 0.0
-
-    async def turn(self) -> None:
-        """Wait for this caller's turn. A caller that is cancelled meanwhile leaves its turn unused."""
-        now = asyncio.get_running_loop().time()
-        at = max(now, self._next)
-        self._next = at + self._spacing.after(1)
-        if at > now:
-            await asyncio.sleep(at - now)
 
 
 class Creations:

@@ -12,13 +12,14 @@ cost it its grade, as its own failure, but never count as an infrastructure fail
 from __future__ import annotations
 
 import asyncio
+import os
 import posixpath
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 from penstock_chassis.errors import PermissionDenied, ResourceExhausted
 from penstock_driver.domain.failures import OF_THE_SANDBOX, of_the_agent
@@ -26,6 +27,7 @@ from penstock_driver.domain.ports import PathKind, Sandboxes, SandboxFacts
 from penstock_driver.domain.rollout import (
     CARRY_S,
     Cause,
+    Changes,
     CommandFinished,
     Grading,
     Phase,
@@ -36,10 +38,13 @@ from penstock_driver.domain.rollout import (
 )
 from penstock_driver.domain.validation import IN_MEMORY
 from penstock_driver.grading import overlay, restore
+from penstock_driver.grading.carried import Fetched, Work
 from penstock_driver.grading.verifier import verify
 
 ROOT: Final = ("root", "0")
 """Users whose agents may change the system: grading those in place is the task's choice."""
+MOST_PLAIN: Final = 256
+"""How many directories of one prepared state are remembered as checked."""
 TAKE_S: Final = 120.0
 """The part of CARRY_S for reading the agent's changes."""
 DEFAULT_MAX_CHANGES_BYTES: Final = 1 << 30
@@ -51,6 +56,11 @@ SYSTEM: Final = (
 _OF_THE_CONTAINER: Final = frozenset({"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"})
 """Files that a container engine creates itself."""
 _MAX_SYSTEM_BYTES: Final = 1 << 20
+_IN_MEMORY_BYTES: Final = 64 << 10
+"""How much of an agent's changes is kept in memory while they are copied: most agents change little."""
+_SMALL_BYTES: Final = 16 << 10
+_FEW: Final = 16
+"""A diff of at most so many bytes and deletions is read on the event loop, in less than about a millisecond."""
 
 
 class Grader:
@@ -60,22 +70,33 @@ class Grader:
     Copied files are kept in temporary files in `spool`, at most `max_bytes` of each kind.
     """
 
-    def __init__(self, sandboxes: Sandboxes, verifier: Verifier, *, spool: Path | None, max_bytes: int) -> None:
+    def __init__(
+        self,
+        sandboxes: Sandboxes,
+        verifier: Verifier,
+        *,
+        spool: Path | None,
+        max_bytes: int,
+        verifier_sha256: str = "",
+    ) -> None:
         self._sandboxes = sandboxes
         self._verifier = verifier
         self._spool = spool
         self._max_bytes = max_bytes
         self._kept: restore.Baseline | None = None
         self._layer: BinaryIO | None = None
-        self.grading = Grading(bool(verifier.fresh_fork), len(verifier.commands))
+        self._layer_begin = 0
+        self.grading = Grading(bool(verifier.fresh_fork), len(verifier.commands), verifier_sha256=verifier_sha256)
 
-    async def save_baseline(self, sandbox: SandboxFacts) -> None:
+    async def save_baseline(self, sandbox: SandboxFacts, plain: set[str]) -> None:
         """Save the paths to restore from the agent's sandbox before the agent starts. RolloutFailed (TASK).
 
-        A fresh fork still has them, so that nothing is saved for it: only the directories to copy are checked.
+        A fresh fork still has them, so that nothing is saved for it: only the directories to copy are checked. Those
+        that are in `plain` were found in order in the state that the sandbox is a fork of; others are added to it.
         """
         if self._verifier.fresh_fork:  # bad directories are reported before the agent has worked
-            await self._refuse_links(sandbox)
+            await self._refuse_links(sandbox, [root for root in self._roots(sandbox) if root not in plain])
+            plain.update(self._roots(sandbox)[: max(0, MOST_PLAIN - len(plain))])
             return
         try:
             async with asyncio.timeout(CARRY_S):
@@ -83,6 +104,11 @@ class Grader:
         except TimeoutError:
             message = f"the paths to restore could not be read in {CARRY_S:g} s"
             raise failed(Cause.TASK, "RESTORE_TOO_LARGE", message, Phase.CONFIGURING) from None
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether something is saved from the agent's sandbox before the agent starts."""
+        return bool(self._verifier.restore) and not self._verifier.fresh_fork
 
     async def take(self, sandbox: SandboxFacts) -> None:
         """Fetch the agent's changes. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
@@ -96,16 +122,40 @@ class Grader:
             raise _too_large(str(error)) from error
 
     async def _take(self, sandbox: SandboxFacts, roots: list[str]) -> None:
-        with tempfile.TemporaryFile(dir=self._spool) as diff:
+        with self._temporary() as diff:
             with of_the_agent():
                 try:
                     deleted = await self._sandboxes.diff(sandbox.sandbox_id, roots, diff, self._max_bytes)
                 except ResourceExhausted as error:
                     raise _too_large(error.message) from error
+            size = diff.tell()
             diff.seek(0)
-            self._layer = tempfile.TemporaryFile(dir=self._spool)  # noqa: SIM115 - closed by close()
-            taken = await asyncio.to_thread(overlay.layer, diff, deleted, roots, self._layer)
+            self._layer = self._temporary()
+            if size <= _SMALL_BYTES and len(deleted) <= _FEW:
+                taken = overlay.layer(diff, deleted, roots, self._layer)
+            else:
+                taken = await asyncio.to_thread(overlay.layer, diff, deleted, roots, self._layer)
         self.grading = replace(self.grading, changes=taken)
+
+    def taken(self, artifacts: Sequence[Fetched]) -> tuple[Work, int]:
+        """What was taken, with the agent's `artifacts`, and the layer's size in bytes."""
+        assert self._layer is not None
+        assert self.grading.changes is not None
+        size = self._layer.seek(0, os.SEEK_END)
+        self._layer.seek(0)
+        return Work(self.grading.changes, artifacts, self._layer), size
+
+    def end_state(self) -> tuple[Changes, BinaryIO]:
+        """What was taken or given, to be read from its current position."""
+        assert self._layer is not None
+        assert self.grading.changes is not None
+        self._layer.seek(self._layer_begin)
+        return self.grading.changes, self._layer
+
+    def give(self, work: Work) -> None:
+        """Go on with what an earlier driver process had taken."""
+        self._layer, self._layer_begin = work.layer, work.layer.tell()
+        self.grading = replace(self.grading, changes=work.changes)
 
     async def put(self, fork: SandboxFacts) -> None:
         """Put the changes into a fresh fork. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
@@ -115,7 +165,7 @@ class Grader:
         assert taken is not None
         if not taken.entries and not taken.removed and not taken.left_out:
             return
-        self._layer.seek(0)
+        self._layer.seek(self._layer_begin)
         with of_the_agent():
             try:
                 async with asyncio.timeout(CARRY_S):
@@ -136,7 +186,14 @@ class Grader:
             with of_the_agent():
                 restored = await self._kept.put_back(self._sandboxes, sandbox.sandbox_id, self._spool)
             self.grading = replace(self.grading, restored=restored)
-        return await verify(self._sandboxes, sandbox.sandbox_id, sandbox.workdir, self._verifier, report)
+        return await verify(
+            self._sandboxes,
+            sandbox.sandbox_id,
+            sandbox.workdir,
+            self._verifier,
+            report,
+            takes_files=sandbox.takes_files,
+        )
 
     def close(self) -> None:
         """Remove the temporary files; idempotent."""
@@ -145,6 +202,12 @@ class Grader:
         if self._layer is not None:
             with suppress(OSError):  # as in Baseline.close
                 self._layer.close()
+
+    def _temporary(self) -> BinaryIO:
+        """A file in memory, which moves to the spool when it grows; close it."""
+        spool = None if self._spool is None else str(self._spool)
+        file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES, dir=spool)  # noqa: SIM115 - the caller's
+        return cast("BinaryIO", file)
 
     async def _keep(self, sandbox: SandboxFacts) -> None:
         if self._verifier.restore:
@@ -167,12 +230,12 @@ class Grader:
                 raise _invalid(root, f"/{top} is memory, and what is there is in no fork; use a directory elsewhere")
         return roots
 
-    async def _refuse_links(self, sandbox: SandboxFacts) -> None:
+    async def _refuse_links(self, sandbox: SandboxFacts, roots: Sequence[str]) -> None:
         """Check that no directory to copy lies behind a link, where a diff shows nothing. RolloutFailed (TASK,
         CHANGES_BELOW_INVALID).
         """
         seen: dict[str, PathKind | None] = {}
-        for root in self._roots(sandbox):
+        for root in roots:
             path = ""
             for name in root.split("/")[1:]:
                 path = f"{path}/{name}"

@@ -14,14 +14,16 @@ import json
 import math
 import secrets
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from penstock_chassis.errors import FailedPrecondition, NotFound, PermissionDenied
 from penstock_driver.agents.launch import FileToWrite
 from penstock_driver.domain.failures import OF_THE_SANDBOX, describe, of_the_agent
-from penstock_driver.domain.ports import ExitReason, Sandboxes
+from penstock_driver.domain.ports import CommandResult, ExitReason, Sandboxes
 from penstock_driver.domain.rollout import (
     TAIL_BYTES,
     Cause,
@@ -49,13 +51,15 @@ async def verify(
     workdir: str,
     verifier: Verifier,
     record: Callable[[CommandFinished], None],
+    *,
+    takes_files: bool = False,
 ) -> Reward:
     """Run the verifier and return its reward; RolloutFailed (VERIFIER, AGENT, INFRASTRUCTURE) when it gives none.
 
-    Every command runs, whatever the results of the others; each is recorded.
+    Every command runs, whatever the results of the others; each is recorded. `takes_files` as in `SandboxFacts`.
     """
     with of_the_agent():
-        return await _verified(sandboxes, sandbox_id, workdir, verifier, record)
+        return await _verified(sandboxes, sandbox_id, workdir, verifier, record, takes_files=takes_files)
 
 
 async def _verified(
@@ -64,30 +68,35 @@ async def _verified(
     workdir: str,
     verifier: Verifier,
     record: Callable[[CommandFinished], None],
+    *,
+    takes_files: bool,
 ) -> Reward:
     # Two paths, because processes beside the verifier can see the path of the caches.
     reward_path, caches = f"{_scratch()}/reward", _scratch()
-    try:
+    reward_file = FileToWrite(reward_path, b"", 0o600)
+    with _files_refused():
         if verifier.files:
             files = [replace(file, path=_absolute(workdir, file.path)) for file in verifier.files]
             await sandboxes.put_layer(sandbox_id, "/", _layer(files))
         if verifier.reward_by_file:
             if not verifier.fresh_fork:
                 # Written at its maximum size: a lack of room left by the agent shows before the file is needed.
-                await sandboxes.write_files(sandbox_id, [FileToWrite(reward_path, bytes(MAX_REWARD_BYTES), 0o600)])
-            await sandboxes.write_files(sandbox_id, [FileToWrite(reward_path, b"", 0o600)])
-    except (PermissionDenied, FailedPrecondition) as error:
-        if error.reason in OF_THE_SANDBOX:
-            raise
-        raise _failure("VERIFIER_FILES_REFUSED", f"the verifier's files cannot be written: {error.message}") from error
+                await sandboxes.write_files(sandbox_id, [replace(reward_file, content=bytes(MAX_REWARD_BYTES))])
+            if not takes_files:
+                await sandboxes.write_files(sandbox_id, [reward_file])
 
     passed, cut_short, process_ids = 0, "", list[str]()
+    result: CommandResult | None = None
+    last = len(verifier.commands) - 1
     for index, command in enumerate(verifier.commands):
-        if index:
+        if result is not None:
             # A command may have run the agent's code: none of it may live on beside the next one.
-            await sandboxes.kill(sandbox_id, process_ids[-1], everything=True)
+            await _kill_all(sandboxes, sandbox_id, process_ids[-1], result)
             if verifier.reward_by_file:
-                reward_path = await _handed_on(sandboxes, sandbox_id, reward_path)
+                reward_file = await _handed_on(sandboxes, sandbox_id, reward_path, result)
+                reward_path = reward_file.path
+                if not takes_files:
+                    await sandboxes.write_files(sandbox_id, [reward_file])
         reward_environment = {REWARD_VARIABLE: reward_path} if verifier.reward_by_file else {}
         bounded = replace(
             command,
@@ -95,12 +104,23 @@ async def _verified(
             timeout_s=verifier.command_timeout_s if command.timeout_s is None else command.timeout_s,
         )
         process_ids.append(_process_id(index))
-        result = await sandboxes.run(sandbox_id, process_ids[-1], bounded, OUTPUT_LIMIT)
+        run = partial(
+            sandboxes.run,
+            sandbox_id,
+            command=bounded,
+            output_limit=OUTPUT_LIMIT,
+            kill_all_after=verifier.reward_by_file or index < last,
+            result_file=(reward_path, MAX_REWARD_BYTES) if verifier.reward_by_file else None,
+        )
+        if verifier.reward_by_file and takes_files:
+            result = await _run_with(sandboxes, sandbox_id, reward_file, partial(run, process_ids[-1]))
+        else:
+            result = await run(process_ids[-1])
         if result.exit.reason is ExitReason.START_FAILED:
             # The agent or an earlier command may have removed or locked the start directory.
             await sandboxes.put_layer(sandbox_id, workdir, _layer(()))
             process_ids[-1] = f"{_process_id(index)}-again"
-            result = await sandboxes.run(sandbox_id, process_ids[-1], bounded, OUTPUT_LIMIT)
+            result = await run(process_ids[-1])
         record(CommandFinished.of(Phase.VERIFYING, index, command, result))
         if result.exit.reason in (ExitReason.START_FAILED, ExitReason.SANDBOX_LOST, ExitReason.KILLED):
             message = f"verifier command {index} could not be run: {result.exit.reason}: {result.exit.message}"
@@ -122,10 +142,49 @@ async def _verified(
         value = verifier.range_min + span * passed / len(verifier.commands)
         return in_range(value, verifier, {})
     # Only the reward of a verifier that came to its own end counts, and none of its processes may write to it later.
-    await sandboxes.kill(sandbox_id, process_ids[-1], everything=True)
+    assert result is not None
+    await _kill_all(sandboxes, sandbox_id, process_ids[-1], result)
     if cut_short:
         raise _failure("VERIFIER_CUT_SHORT", f"{cut_short}: its output is not a reward")
-    return await _reward_of_file(sandboxes, sandbox_id, reward_path, verifier)
+    return await _reward_of_file(sandboxes, sandbox_id, reward_path, result, verifier)
+
+
+@contextmanager
+def _files_refused() -> Iterator[None]:
+    """Turns the errors of writing the verifier's files into its failure."""
+    try:
+        yield
+    except (PermissionDenied, FailedPrecondition) as error:
+        if error.reason in OF_THE_SANDBOX:
+            raise
+        raise _failure("VERIFIER_FILES_REFUSED", f"the verifier's files cannot be written: {error.message}") from error
+
+
+async def _run_with(
+    sandboxes: Sandboxes, sandbox_id: str, file: FileToWrite, run: Callable[..., Awaitable[CommandResult]]
+) -> CommandResult:
+    """Run a command that brings its reward file along; if that is refused, write it before: an error then says why."""
+    try:
+        return await run(files=[file])
+    except (PermissionDenied, FailedPrecondition) as error:
+        if error.reason in OF_THE_SANDBOX:
+            raise
+    with _files_refused():
+        await sandboxes.write_files(sandbox_id, [file])
+    return await run()
+
+
+async def _kill_all(sandboxes: Sandboxes, sandbox_id: str, process_id: str, result: CommandResult) -> None:
+    """Kill what a command left running, unless its sandbox service has done so."""
+    if not result.exit.all_killed:
+        await sandboxes.kill(sandbox_id, process_id, everything=True)
+
+
+async def _left(sandboxes: Sandboxes, sandbox_id: str, path: str, result: CommandResult) -> tuple[bytes, int]:
+    """The reward file that a command left, and its size; only what was read after everything was killed counts."""
+    if result.result_file is not None and result.exit.all_killed:
+        return result.result_file.content, result.result_file.size_bytes
+    return await sandboxes.read_file(sandbox_id, path, MAX_REWARD_BYTES)
 
 
 def _scratch() -> str:
@@ -133,25 +192,25 @@ def _scratch() -> str:
     return f"/tmp/penstock-{secrets.token_hex(16)}"  # noqa: S108
 
 
-async def _handed_on(sandboxes: Sandboxes, sandbox_id: str, path: str) -> str:
-    """Copy the reward left by a command to a new file for the next one, and return its path.
+async def _handed_on(sandboxes: Sandboxes, sandbox_id: str, path: str, result: CommandResult) -> FileToWrite:
+    """The reward left by a command, as a new file for the next one.
 
     A file that is no longer a regular reward file, or is too large, is passed on as an empty one.
     """
-    content, size, successor = b"", 0, f"{_scratch()}/reward"
+    content, size = b"", 0
     try:
-        content, size = await sandboxes.read_file(sandbox_id, path, MAX_REWARD_BYTES)
+        content, size = await _left(sandboxes, sandbox_id, path, result)
     except (NotFound, FailedPrecondition, PermissionDenied) as error:
         if error.reason in OF_THE_SANDBOX:
             raise
-    left = content if size <= MAX_REWARD_BYTES else b""
-    await sandboxes.write_files(sandbox_id, [FileToWrite(successor, left, 0o600)])
-    return successor
+    return FileToWrite(f"{_scratch()}/reward", content if size <= MAX_REWARD_BYTES else b"", 0o600)
 
 
-async def _reward_of_file(sandboxes: Sandboxes, sandbox_id: str, path: str, verifier: Verifier) -> Reward:
+async def _reward_of_file(
+    sandboxes: Sandboxes, sandbox_id: str, path: str, result: CommandResult, verifier: Verifier
+) -> Reward:
     try:
-        content, size = await sandboxes.read_file(sandbox_id, path, MAX_REWARD_BYTES)
+        content, size = await _left(sandboxes, sandbox_id, path, result)
     except (NotFound, FailedPrecondition, PermissionDenied) as error:
         if error.reason in OF_THE_SANDBOX:
             raise

@@ -31,13 +31,15 @@ def choose(
         loads: what each member that may be chosen has to do now; >= 0.
         key: work with the same key goes to the same members.
         avoid: names that are taken only if there are no others.
-        holding: names that have what the work needs: the first of them whose load is near the mean is taken, else the
-            first of the others.
+        holding: names that have what the work needs: the first of them whose load is near the mean is taken, unless it
+            has clearly more to do than the first of all, which then gets it too. So a newcomer, which holds nothing,
+            soon has its share.
     """
     names = [name for name in loads if name not in avoid] or list(loads)
     if not names:
         return None
     mean = sum(loads[name] for name in names) / len(names)
     near = [name for name in names if loads[name] <= SPILL * mean + SLACK]
-    preferred = ranking([name for name in near if name in holding] or near, key)
-    return preferred[0] if preferred else min(names, key=lambda name: (loads[name], name))
+    order = ranking(near, key)  # never empty: one has no more than the mean
+    holder = next((name for name in order if name in holding), order[0])
+    return holder if loads[holder] <= SPILL * loads[order[0]] + SLACK else order[0]

@@ -13,6 +13,7 @@ from functools import partial
 from typing import BinaryIO, Final
 
 from penstock.interception.v1 import rollout_gate_service_pb2
+from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import ids
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
@@ -77,10 +78,26 @@ class AllSandboxes:
         return await self._for(_WITH_TOOLBOXES).create(terms, lease_s, labels)
 
     async def fork(
-        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+        self,
+        snapshot_id: str,
+        *,
+        request_id: str,
+        port: int,
+        upstream: str,
+        lease_s: float,
+        labels: Mapping[str, str],
+        repeatable: bool = False,
+        allowlist: sandbox_pb2.Allowlist | None = None,
     ) -> SandboxFacts:
         return await self._of(snapshot_id).fork(
-            snapshot_id, request_id=request_id, port=port, upstream=upstream, lease_s=lease_s, labels=labels
+            snapshot_id,
+            request_id=request_id,
+            port=port,
+            upstream=upstream,
+            lease_s=lease_s,
+            labels=labels,
+            repeatable=repeatable,
+            allowlist=allowlist,
         )
 
     async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
@@ -112,17 +129,61 @@ class AllSandboxes:
         stdin: bytes | None,
         *,
         output_ends: tuple[int, int] | None = None,
+        kill_all_after: bool = False,
+        files: Sequence[FileToWrite] = (),
     ) -> None:
-        await self._of(sandbox_id).start(sandbox_id, process_id, command, stdin, output_ends=output_ends)
+        await self._of(sandbox_id).start(
+            sandbox_id, process_id, command, stdin, output_ends=output_ends, kill_all_after=kill_all_after, files=files
+        )
 
     def watch(self, sandbox_id: str, process_id: str) -> AsyncGenerator[Output | Exit, None]:
         return self._of(sandbox_id).watch(sandbox_id, process_id)
 
+    async def send_stdin(self, sandbox_id: str, process_id: str, stdin: bytes) -> None:
+        await self._of(sandbox_id).send_stdin(sandbox_id, process_id, stdin)
+
+    async def pause(self, sandbox_id: str, lease_s: float) -> bool:
+        return await self._of(sandbox_id).pause(sandbox_id, lease_s)
+
+    async def resume(self, sandbox_id: str, lease_s: float) -> None:
+        await self._of(sandbox_id).resume(sandbox_id, lease_s)
+
+    async def rejoin(self, sandbox_id: str, lease_s: float) -> None:
+        await self._of(sandbox_id).rejoin(sandbox_id, lease_s)
+
+    async def renew(self, sandbox_id: str, lease_s: float) -> None:
+        await self._of(sandbox_id).renew(sandbox_id, lease_s)
+
+    async def labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        """Those of every service that answers."""
+        found: list[str] = []
+        for node in self._nodes.answering():
+            found += await node.services.sandboxes.labelled(labels)
+        return found
+
     async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
         await self._of(sandbox_id).kill(sandbox_id, process_id, everything=everything)
 
-    async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
-        return await self._of(sandbox_id).run(sandbox_id, process_id, command, output_limit)
+    async def run(
+        self,
+        sandbox_id: str,
+        process_id: str,
+        command: Command,
+        output_limit: int,
+        *,
+        kill_all_after: bool = False,
+        result_file: tuple[str, int] | None = None,
+        files: Sequence[FileToWrite] = (),
+    ) -> CommandResult:
+        return await self._of(sandbox_id).run(
+            sandbox_id,
+            process_id,
+            command,
+            output_limit,
+            kill_all_after=kill_all_after,
+            result_file=result_file,
+            files=files,
+        )
 
     async def ended_inside(self, sandbox_id: str) -> bool:
         return await self._of(sandbox_id).ended_inside(sandbox_id)
@@ -203,12 +264,34 @@ class AllGates:
                 return
         raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
 
+    async def tool_results(self, rollout_id: str, *, gate: str) -> AsyncIterator[trajectory_pb2.HostToolCall]:
+        """See ports.Captures. Raises Unavailable (GATE_LOST) while the rollout's gate does not answer."""
+        for member in self._gates.all():
+            if member.peer.own_name == gate or not gate:
+                if member.peer.is_lost:
+                    message = f"gate {member.name}, which has these results, does not answer"
+                    raise Unavailable(message, reason="GATE_LOST", retry_after_s=1.0)
+                async for call in member.services.gate.tool_results(rollout_id, gate=gate):
+                    yield call
+                return
+        raise NotFound(f"no gate among the members has {rollout_id}", reason="ROLLOUT_UNKNOWN")
+
     async def delete(self, rollout_id: str) -> None:
         """See ports.Captures: at all gates, since each attempt may have been at another one."""
         for member in self._gates.all():
             failure = await tried(member.peer, partial(member.services.gate.delete, rollout_id))
             if failure is not None:
                 message = f"what gate {member.name} has of the rollout cannot be deleted now: {failure}"
+                raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
+
+    async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        """See ports.Captures. What a gate that is no member any more had went with it."""
+        for member in self._gates.all():
+            if gates and member.peer.own_name not in gates:
+                continue
+            failure = await tried(member.peer, partial(member.services.gate.stored, rollout_id, gates))
+            if failure is not None and gates:
+                message = f"gate {member.name} cannot be informed now that the rollout is stored: {failure}"
                 raise Unavailable(message, reason="GATE_LOST", retry_after_s=5.0) from failure
 
 

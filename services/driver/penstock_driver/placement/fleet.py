@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from penstock.interception.v1 import rollout_gate_service_pb2
 from penstock_chassis.errors import PenstockError, Unavailable
 from penstock_chassis.membership.peers import Host, Peer, PeerLost, Peers, State, until_lost
 from penstock_driver.domain.ports import CallEnded, Gate, GateClient, Load, Sandboxes
@@ -19,7 +20,7 @@ from penstock_driver.environments.throttle import AdaptiveThrottle
 from penstock_driver.placement.choice import choose, ranking
 from penstock_driver.placement.loads import Loads
 from penstock_driver.placement.placement import Avoid, OnLoss, Place
-from penstock_driver.placement.services import RunnerServices
+from penstock_driver.placement.services import RunnerServices, new_loadings
 
 PLACE_S: Final = 30.0
 """How long an attempt waits for a sandbox service and a gate that can take it."""
@@ -27,6 +28,8 @@ PATIENCE_S: Final = 30.0
 """How long a service may not answer that still accepts connections, and a gate that restarts, which keeps its calls."""
 NODE_PATIENCE: Final = {Host.SILENT: 0.0, Host.REFUSING: 0.0, Host.ACCEPTING: PATIENCE_S}
 RELEASE_S: Final = 30.0
+DEFAULT_INFERENCE: Final = "default"
+"""A gate's name for its inference service without a name."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -69,12 +72,13 @@ class NodeServices:
 
 @dataclass(frozen=True, slots=True)
 class GateServices:
-    """A gate, with the throttle of the requests that open rollouts there."""
+    """A gate, with the throttle of the requests that open rollouts there, and the limit of loads of recordings."""
 
     gate: GateClient
     is_lost: Callable[[], bool] = never
     openings: AdaptiveThrottle = field(default_factory=AdaptiveThrottle)
     ask_load: AskLoad = unknown_load
+    loadings: asyncio.Semaphore = field(default_factory=new_loadings)
 
 
 @dataclass(eq=False, slots=True)
@@ -246,6 +250,15 @@ class FleetPlacement:
         gate = await self._chosen(self._gates, _gate_missing, lambda: self._gate(spec, avoid))
         return Place(self._compose(node.services, gate.services), node.name, gate.name)
 
+    def at(self, node: str, gate: str) -> Place:
+        """See Placement."""
+        its_node, its_gate = self._nodes.get(node), self._gates.get(gate)
+        if its_node is None:
+            raise RolloutFailed(node_lost(node))
+        if its_gate is None:
+            raise RolloutFailed(gate_lost(gate))
+        return Place(self._compose(its_node.services, its_gate.services), node, gate)
+
     @contextmanager
     def occupied(self, place: Place, on_loss: OnLoss) -> Iterator[None]:
         """See Placement."""
@@ -331,10 +344,20 @@ class FleetPlacement:
             if chosen is None or chosen.peer.state is not State.LOST:
                 return chosen
             raise RolloutFailed(_run_gate_lost(chosen.name))
-        ready = self._gates.ready()
+        ready: Collection[Member[GateServices]] = self._gates.ready()
+        if (inference := inference_of(spec.gate_terms)) is not None:
+            ready = self._gate_loads.reaching(ready, inference)
         ready = [gate for gate in ready if gate.name not in avoid.gates] or ready
         loads = self._gate_loads.of(ready)
         return min(ready, key=lambda gate: (loads[gate.name], gate.name), default=None)
+
+
+def inference_of(terms: rollout_gate_service_pb2.OpenRolloutRequest) -> str | None:
+    """The gate's name for the inference service or pool that a rollout uses; None = it uses none."""
+    kind = terms.source.WhichOneof("source")
+    if kind is None:
+        return DEFAULT_INFERENCE
+    return (terms.source.inference.name or DEFAULT_INFERENCE) if kind == "inference" else None
 
 
 def pinned(gates: Members[GateServices], run_id: str) -> Member[GateServices] | None:

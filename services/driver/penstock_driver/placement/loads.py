@@ -104,6 +104,13 @@ class Loads(Generic[M]):
         """Those that are not full, for work that needs so much memory; all of them if all are full."""
         return [member for member in members if self._has_room(member, memory_bytes or 0)] or members
 
+    def reaching(self, members: Collection[M], inference: str) -> Collection[M]:
+        """Those that reach an inference service or pool of this name; all of them if none does."""
+        said = [(member, self._fresh(member)) for member in members]
+        return [
+            member for member, one in said if one is None or inference not in one.load.unreachable_inference
+        ] or members
+
     def holding(self, members: Collection[M], snapshot_key: str) -> Collection[str]:
         """The names of those that have a snapshot of this content."""
         said = ((member.name, self._fresh(member)) for member in members)

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
 
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock_chassis.membership.peers import Peers, State
-
-_STATES: Final = {
-    State.NEW: pb.MEMBER_STATE_UNSPECIFIED,
-    State.SERVING: pb.MEMBER_STATE_UP,
-    State.DRAINING: pb.MEMBER_STATE_DRAINING,
-    State.LOST: pb.MEMBER_STATE_LOST,
-}
+from penstock_chassis.membership.reporting import STATES
 
 
 class PeerAddresses(Mapping[str, str]):
@@ -53,5 +46,5 @@ def shown(lists: Mapping[str, Peers], own_name: str) -> Iterable[pb.Member]:
                 name=name,
                 address=peer.member.address,
                 certified_name=peer.member.certified,
-                state=pb.MEMBER_STATE_UP if is_own and peer.state is not State.DRAINING else _STATES[peer.state],
+                state=pb.MEMBER_STATE_UP if is_own and peer.state is not State.DRAINING else STATES[peer.state],
             )

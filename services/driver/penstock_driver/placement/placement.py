@@ -46,6 +46,9 @@ class Placement(Protocol):
     async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
         """Choose a place, waiting for one a while. Raises RolloutFailed: there is none."""
 
+    def at(self, node: str, gate: str) -> Place:
+        """The place of these names, where an attempt of an earlier process runs. Raises RolloutFailed: it is gone."""
+
     def occupied(self, place: Place, on_loss: OnLoss) -> AbstractContextManager[None]:
         """While the context is open, the attempt counts as load there, and `on_loss` is called once if it is lost."""
 
@@ -75,6 +78,10 @@ class OnePlace:
 
     async def place(self, spec: RolloutSpec, avoid: Avoid) -> Place:
         """See Placement."""
+        return self._place
+
+    def at(self, node: str, gate: str) -> Place:
+        """See Placement. Names are of no use where there is one place."""
         return self._place
 
     @contextmanager

@@ -1,19 +1,19 @@
 """Runs an agent's process in its sandbox, records its output as events, and fetches its artifacts.
 
-Invariant: when `run_agent` returns, the agent and all processes that it started are dead (R60).
+Invariant: when `watch_agent` returns, the agent and all processes that it started are dead (R60).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition, NotFound, PermissionDenied
 from penstock_driver.agents.launch import Launch, LaunchContext, artifact_paths
 from penstock_driver.agents.output_events import AgentEvent, EventParser
-from penstock_driver.agents.specs import AgentSpec, EventSource
+from penstock_driver.agents.specs import AgentSpec, EventSource, PromptDelivery
 from penstock_driver.domain.failures import OF_THE_SANDBOX
 from penstock_driver.domain.ports import Command, Exit, ExitReason, Sandboxes, SandboxFacts
 from penstock_driver.domain.rollout import (
@@ -25,13 +25,14 @@ from penstock_driver.domain.rollout import (
     RolloutEvent,
     RolloutSpec,
 )
+from penstock_driver.grading.carried import Fetched
 from penstock_driver.rollouts.event_limits import Allowance, OutputEvents
 from penstock_driver.rollouts.process_watch import watched
 
 AGENT_PROCESS: Final = "agent"
 STDERR_TAIL_BYTES: Final = 4096
-
-Fetched: TypeAlias = ArtifactCollected | Failure
+BROUGHT_BYTES: Final = 256 << 10
+"""The most bytes of files that come with the request to start an agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +43,63 @@ class AgentRun:
     done: AgentEvent | None
 
 
-async def run_agent(
-    sandboxes: Sandboxes,
-    sandbox_id: str,
-    spec: RolloutSpec,
-    launch: Launch,
-    record: Callable[[RolloutEvent], None],
-    allowance: Allowance,
-    ended: Callable[[Exit], None],
-) -> AgentRun:
-    """Start an agent and watch it to its end; `ended` is called with its exit before its other processes are killed.
+def brings_files(sandbox: SandboxFacts, launch: Launch) -> bool:
+    """Whether `start_agent` writes the agent's files too, in one call less: small ones, where they are taken."""
+    return sandbox.takes_files and sum(len(file.content) for file in launch.files) <= BROUGHT_BYTES
 
-    Output is recorded through `record` while the `allowance` lasts.
 
-    RolloutFailed (SANDBOX_UNRESPONSIVE) when the process does not end and the sandbox does not respond.
-    """
+async def start_agent(sandboxes: Sandboxes, sandbox: SandboxFacts, spec: RolloutSpec, launch: Launch) -> None:
+    """Start an agent and give it its instruction, and its files if it brings them."""
     command = Command(
         argv=launch.argv,
         env={**spec.task.env, **launch.env},
         secret_env=launch.secret_env,
         timeout_s=spec.limits.agent_s,
     )
-    await sandboxes.start(sandbox_id, AGENT_PROCESS, command, launch.stdin)
+    files = launch.files if brings_files(sandbox, launch) else ()
+    await sandboxes.start(sandbox.sandbox_id, AGENT_PROCESS, command, launch.stdin, kill_all_after=True, files=files)
+
+
+async def rejoin_agent(sandboxes: Sandboxes, sandbox_id: str, spec: RolloutSpec) -> None:
+    """Give an agent that an earlier process started what it has not got of its instruction.
+
+    One that a pause has frozen has all of it: it was started before. NotFound (PROCESS_UNKNOWN) if it was not started.
+    """
+    stdin = spec.task.instruction.encode() if spec.agent.spec.instruction.method is PromptDelivery.STDIN else None
+    if stdin is not None:
+        try:
+            await sandboxes.send_stdin(sandbox_id, AGENT_PROCESS, stdin)
+        except FailedPrecondition as error:
+            if error.reason != "SANDBOX_PAUSED":
+                raise
+
+
+async def watch_agent(
+    sandboxes: Sandboxes,
+    sandbox_id: str,
+    spec: RolloutSpec,
+    record: Callable[[RolloutEvent], None],
+    allowance: Allowance,
+    ended: Callable[[Exit], None],
+    *,
+    limit_s: float,
+    held_s: Callable[[], float],
+    recorded: Sequence[int] = (),
+) -> AgentRun:
+    """Watch a started agent to its end; `ended` is called with its exit before its other processes are killed.
+
+    Output is recorded through `record` while the `allowance` lasts; `recorded` as in `OutputEvents`. The agent may run
+    for `limit_s` seconds more, without those in which it is held: `held_s`, as in `watched`.
+
+    RolloutFailed (SANDBOX_UNRESPONSIVE) when the process does not end and the sandbox does not respond; NotFound
+    (PROCESS_UNKNOWN) if it was not started.
+    """
     mapping = spec.agent.spec.events
     output = OutputEvents(
-        allowance, record, lambda: EventParser(mapping.rules, text=mapping.source is EventSource.STDOUT_LINES)
+        allowance, record, lambda: EventParser(mapping.rules, text=mapping.source is EventSource.STDOUT_LINES), recorded
     )
     stderr, end = bytearray(), Exit(ExitReason.KILLED)
-    watching = watched(sandboxes, sandbox_id, AGENT_PROCESS, spec.limits.agent_s, what="the agent")
+    watching = watched(sandboxes, sandbox_id, AGENT_PROCESS, limit_s, what="the agent", held_s=held_s)
     async with aclosing(watching) as items:
         async for item in items:
             if isinstance(item, Exit):
@@ -81,7 +111,7 @@ async def run_agent(
             else:
                 await output.take(item.data)
     output.finish()
-    if end.reason is not ExitReason.SANDBOX_LOST:
+    if end.reason is not ExitReason.SANDBOX_LOST and not end.all_killed:
         await sandboxes.kill(sandbox_id, AGENT_PROCESS, everything=True)
     return AgentRun(AgentExit(end, bytes(stderr)), output.done)
 

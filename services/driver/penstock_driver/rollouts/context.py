@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from penstock_driver.domain.records import Record
 from penstock_driver.domain.rollout import Cause, Failure, Outcome, Phase, RolloutSpec
+from penstock_driver.domain.unended import AttemptPlace, Stage
+from penstock_driver.rollouts.pausing import Pausing
+from penstock_driver.store.end_states import EndStates
 
 _CANCELLED: Final = Failure(Cause.CANCELLED, "CANCELLED", "the rollout was cancelled", False, Phase.QUEUED)
 
 
 @dataclass(frozen=True, slots=True)
+class TakenUp:
+    """An attempt of an earlier process of this driver, whose agent had been started, or was about to be."""
+
+    place: AttemptPlace
+    stage: Stage
+    so_far: Outcome
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptSpec:
-    """One attempt at a rollout, counted from 1. `labels` are those of its resources in other services."""
+    """One attempt at a rollout, counted from 1. `labels` are those of its resources in other services.
+
+    `node` and `gate` are the names of its place among the members.
+    """
 
     record: Record
     rollout: RolloutSpec
     number: int
     labels: dict[str, str]
     is_moved: bool = False
-    """Whether it began at another place before, which took no new work."""
+    """Whether it began before: at another place, which took no new work, or by an earlier process of this driver."""
+    node: str = ""
+    gate: str = ""
+    taken_up: TakenUp | None = None
+    """Where to go on; None = at its beginning."""
+    pausing: Pausing = field(kw_only=True, repr=False, compare=False)
+    end_states: EndStates | None = field(default=None, repr=False, compare=False)
+    """Where the agent's changes are kept, to be graded again; None = nowhere."""
 
     @property
     def is_first(self) -> bool:
@@ -30,9 +52,10 @@ class AttemptSpec:
 
 @dataclass(slots=True)
 class Cancellation:
-    """Why a rollout is to end early; None while it is not."""
+    """Why a rollout is to end early; None while it is not. `is_left`: the next process goes on with it."""
 
     failure: Failure | None = None
+    is_left: bool = False
 
     def at(self, phase: Phase) -> Failure:
         """The failure of a rollout that was cancelled in this phase."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,8 +67,14 @@ class OutputEvents:
     """
 
     def __init__(
-        self, allowance: Allowance, record: Callable[[RolloutEvent], None], make_parser: Callable[[], EventParser]
+        self,
+        allowance: Allowance,
+        record: Callable[[RolloutEvent], None],
+        make_parser: Callable[[], EventParser],
+        recorded: Sequence[int] = (),
     ) -> None:
+        """`recorded` has the sizes of the first events of this output, which an earlier driver process recorded."""
+        self._recorded = deque(recorded)
         self._allowance = allowance
         self._record = record
         self._make_parser = make_parser
@@ -122,16 +128,22 @@ class OutputEvents:
             self._note_done(event)
             last.append(event)
         dropped = {"dropped_lines": self._lines, "dropped_bytes": self._size_bytes, "last_events": len(last)}
-        self._record(AgentEvent(EventKind.OTHER, dropped, b""))
+        self._put(AgentEvent(EventKind.OTHER, dropped, b""))
         for event in last:
-            self._record(event)
+            self._put(event)
 
     def _may_read(self) -> bool:
         return not self._allowance.is_used_up and self._parser.lines < _LINES_FOR_EACH * self._allowance.limits.events
 
     def _record_event(self, event: AgentEvent) -> None:
         self._note_done(event)
-        self._record(event)
+        self._put(event)
+
+    def _put(self, event: AgentEvent) -> None:
+        if self._recorded:
+            self._allowance.took(self._recorded.popleft())
+        else:
+            self._record(event)
 
     def _note_done(self, event: AgentEvent) -> None:
         self.done = event if event.kind is EventKind.DONE else self.done

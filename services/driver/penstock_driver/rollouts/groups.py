@@ -51,7 +51,11 @@ class GroupWatch:
     policy: GroupPolicy
     running: Callable[[], Collection[str]]
     cancel: Callable[[Collection[str], Failure], Awaitable[None]]
+    is_paused: Callable[[], bool] = lambda: False
+    """Whether a running rollout of the group is paused: the grace does not run then."""
     results: int = 0
+    quorum_ago_s: float = 0.0
+    """Of a group that an earlier process of the driver started: how long ago it had its quorum, in seconds."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def ended(self, *, is_result: bool) -> None:
@@ -59,22 +63,29 @@ class GroupWatch:
         self.results += is_result
         self._changed.set()
 
+    def paused_or_resumed(self) -> None:
+        """Look again whether a rollout is paused."""
+        self._changed.set()
+
     async def run(self) -> None:
         """Wait for rollouts to end and apply the policy."""
-        deadline: float | None = None
+        left_s: float | None = None  # of the grace
         loop = asyncio.get_running_loop()
         while self.running():
             verdict = self.policy.verdict(self.results)
             if verdict is Verdict.CANCEL_REST:
                 await self.cancel(self.running(), COMPLETE)
                 return
-            if verdict is Verdict.CANCEL_AFTER_GRACE and deadline is None:
+            if verdict is Verdict.CANCEL_AFTER_GRACE and left_s is None:
                 assert self.policy.grace_s is not None
-                deadline = loop.time() + self.policy.grace_s
+                left_s = self.policy.grace_s - self.quorum_ago_s
+            stands_still, begin = self.is_paused(), loop.time()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout(None if left_s is None or stands_still else max(0.0, left_s)):
                     await self._changed.wait()
                     self._changed.clear()
             except TimeoutError:
                 await self.cancel(self.running(), STRAGGLER)
                 return
+            if left_s is not None and not stands_still:
+                left_s -= loop.time() - begin

@@ -1,9 +1,9 @@
 """Runs all rollouts as owned tasks: start, cancel, wait, and recovery after a restart.
 
-Invariants: every accepted rollout ends with one outcome on disk, also after a kill -9 of the driver: the next start
-ends it as DRIVER_RESTARTED and releases its sandbox and its rollout at the gate, found by labels (R50). Cancelling is
-idempotent and returns when the sandbox is gone (R70). A rollout that runs costs no thread and two tasks: its runner's,
-and one that records its end. One that waits costs no task.
+Invariants: every accepted rollout ends with one outcome on disk. After a kill -9 of the driver the next start goes on
+with it in its phase, or ends it and releases its sandbox and its rollout at the gate, found by labels (R50, R127).
+Cancelling is idempotent and returns when the sandbox is gone (R70). A rollout that runs costs no thread and two tasks:
+its runner's, and one that records its end. One that waits costs no task.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.aio.fair_queue import FairQueue, Ticket
-from penstock_chassis.errors import NotFound, ResourceExhausted, Unavailable
-from penstock_driver.domain.failures import internal_failure
+from penstock_chassis.aio.moment import Moment
+from penstock_chassis.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from penstock_driver.domain.pauses import PauseEnd, PauseLimits
 from penstock_driver.domain.ports import CallEnded
-from penstock_driver.domain.records import Filter, GroupRecord, Record, RolloutEnd
+from penstock_driver.domain.records import GroupRecord, Record, RolloutEnd
 from penstock_driver.domain.rollout import (
     MAKE_S,
     CallFinished,
     Cause,
-    Component,
     Failure,
     Outcome,
     Phase,
@@ -39,16 +38,21 @@ from penstock_driver.domain.rollout import (
 )
 from penstock_driver.environments.cleanup import DRIVER_LABEL, Cleanups
 from penstock_driver.placement.placement import Placement
+from penstock_driver.rollouts.adoption import NotAdoptable, SealedSpecs
 from penstock_driver.rollouts.event_limits import DEFAULT_LIMITS, EventLimits
 from penstock_driver.rollouts.groups import GroupPolicy, GroupWatch
-from penstock_driver.rollouts.recorder import RolloutRecorder, count_end
-from penstock_driver.rollouts.runner import STOPPED, RolloutRunner
+from penstock_driver.rollouts.history import History
+from penstock_driver.rollouts.pausing import Pausing
+from penstock_driver.rollouts.recorder import RolloutRecorder, count_end, serializable
+from penstock_driver.rollouts.runner import STOPPED, Left, RolloutRunner
+from penstock_driver.store.end_states import EndStates
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.wire.specs import limits_from_proto
 from penstock_driver.wire.to_proto import outcome_to_proto
 
 ROLLOUT_LABEL: Final = "penstock_rollout"
+PAUSE_LIMITS: Final = PauseLimits(86_400.0)
 RETRY_S: Final = 1.0
 """Delay before retrying work that must eventually succeed."""
 
@@ -59,7 +63,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """At most `max_running` rollouts run at once; `max_queued` more of each namespace may wait, and share what becomes
-    free (`FairQueue`). `events` limits what each records.
+    free (`FairQueue`). `events` limits what each records, `pauses` how long each may be paused. A paused one keeps its
+    slot, or its place among those that wait.
 
     `quotas` has the most that run at once in a namespace, for those that have a quota; `weights` the share of those
     whose share is not 1.
@@ -70,30 +75,15 @@ class Capacity:
     events: EventLimits = DEFAULT_LIMITS
     quotas: Mapping[str, int] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
-
-
-class _Moment:
-    """A moment that callers wait for. As `asyncio.Event`, without the 600 bytes of one that nobody waits for."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self) -> None:
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def set(self) -> None:
-        if not self._future.done():
-            self._future.set_result(None)
-
-    async def wait(self) -> None:
-        await asyncio.wait([self._future])
+    pauses: PauseLimits = PAUSE_LIMITS
 
 
 @dataclass(slots=True)
 class _End:
     """The end of a rollout: `reached` is set when nothing of it runs any more, `recorded` when it is also on disk."""
 
-    reached: _Moment = field(default_factory=_Moment)
-    recorded: _Moment = field(default_factory=_Moment)
+    reached: Moment = field(default_factory=Moment)
+    recorded: Moment = field(default_factory=Moment)
     cancelled: Failure | None = None
     """Why it was cancelled before it was started."""
 
@@ -106,18 +96,32 @@ class RolloutManager:
     """All rollouts of one driver. Start with `recover()` and `watch_calls()`, stop with `aclose()`."""
 
     def __init__(
-        self, records: Records, log: EventLog, placement: Placement, *, instance_id: str, capacity: Capacity
+        self,
+        records: Records,
+        log: EventLog,
+        placement: Placement,
+        specs: SealedSpecs,
+        *,
+        instance_id: str,
+        capacity: Capacity,
+        on_end: Callable[[str], None] = lambda _: None,
+        end_states: EndStates | None = None,
     ) -> None:
+        """`on_end` is called with a rollout's id once its end is on disk."""
         self._records = records
         self._event_log = log
         self._placement = placement
+        self._specs = specs
         self._instance_id = instance_id
+        self._on_end = on_end
+        self._end_states = end_states
         weights = capacity.weights
         self._queue = FairQueue[str](capacity.max_running, capacity.quotas.get, lambda name: weights.get(name, 1.0))
         self._max_live = capacity.max_running + capacity.max_queued
         self._held: Counter[str] = Counter()
         """By namespace: the rollouts that run, wait, or are being recorded."""
         self._limits = capacity.events
+        self._pause_limits = capacity.pauses
         self._cleanups = Cleanups(self._release)
         self._live: dict[str, RolloutRunner] = {}
         """Those that run, and those that wait for a slot."""
@@ -127,6 +131,7 @@ class RolloutManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: dict[str, GroupWatch] = {}
         self._stopping = False
+        self._leaving = False
         self.draining = False
         """Whether new rollouts are refused."""
         self._calls: asyncio.Task[None] | None = None
@@ -156,29 +161,58 @@ class RolloutManager:
     # Recovery ---------------------------------------------------------------------------------------------------------
 
     async def recover(self) -> int:
-        """Start ending the rollouts that ran when the last driver died; return their number.
+        """Go on with the rollouts that the last process left; return how many that are.
 
-        Each one is released first, found by its labels, and then ended, so an ended rollout has no sandbox. If the
-        other services stay unreachable for a minute, the rollout is ended anyway with an event that states this, and
-        its cleanup stays pending.
+        Those that are furthest get their slots first. One that cannot be taken up is released, found by its labels, and
+        then ended, so an ended rollout has no sandbox. If the other services stay unreachable for a minute, it is ended
+        anyway with an event that states this, and its cleanup stays pending.
         """
         pending = await self._records.pending_cleanups()
-        lost = [record async for record in self._records.all(Filter(ended=False))]
+        found = await self._records.unended()
         for rollout_id in pending:
             self._clean_up_later(rollout_id)
-        for record in lost:
+        # Read first: an end that a watch of its group did not see would be counted twice, or never.
+        groups = [await self._read_group(one) for one in {item.record.group_id for item in found} if one is not None]
+        runners: list[RolloutRunner] = []
+        for unended in found:
+            record = unended.record
             self._ends[record.rollout_id] = _End()
-            self._own(self._recover(record))
-        return len(lost)
+            try:
+                spec = self._specs.opened(unended)
+            except NotAdoptable as error:
+                _log.warning("a rollout is not taken up", rollout_id=record.rollout_id, reason=error.failure.reason)
+                self._own(self._recover(record, error.failure))
+                continue
+            history = await History.read(self._event_log, record, self._limits)
+            recorder = RolloutRecorder(record, self._event_log, self._limits, history)
+            left = Left(unended, self._cleanups.release)
+            runners.append(self._runner(spec, recorder, left))
+        for runner in runners:
+            self._live[runner.recorder.record.rollout_id] = runner
+            self._held[runner.recorder.record.namespace] += 1
+        for group, ends in groups:
+            quorum_time = ends[group.plan.quorum - 1] if 0 < group.plan.quorum <= len(ends) else None
+            ago_s = 0.0 if quorum_time is None else max(0.0, time.time() - quorum_time)
+            # How long a pause lasted within the grace is not known: the grace begins anew after it.
+            is_paused = self.paused_count(group.rollout_ids) > 0
+            self._begin_group(group, len(ends), 0.0 if is_paused else ago_s)
+        for runner in runners:
+            self._await_slot(runner)
+        return len(found)
 
-    async def _recover(self, record: Record) -> None:
+    async def _read_group(self, group_id: str) -> tuple[GroupRecord, list[float]]:
+        """A group, and when each of its results ended, in order, in seconds since the epoch."""
+        ended = await self._records.group_ended(group_id)
+        return await self._records.group(group_id), [one.end_time or 0.0 for one in ended if one.is_result]
+
+    async def _recover(self, record: Record, failure: Failure) -> None:
         try:
-            await self._end_lost(record)
+            await self._end_lost(record, failure)
         except Exception:  # noqa: BLE001 - release the waiters even if the end is not on disk
             _log.exception("a rollout's end was not journalled", rollout_id=record.rollout_id)
         self._ends.pop(record.rollout_id).set()
 
-    async def _end_lost(self, record: Record) -> None:
+    async def _end_lost(self, record: Record, failure: Failure) -> None:
         released = await self._cleanups.release(record.rollout_id)
         if not released and self._stopping:
             return  # the next start continues this
@@ -187,10 +221,6 @@ class RolloutManager:
             sequence += 1
             event = Progress("the sandbox service or the gate is unreachable; leftovers are cleaned up later")
             self._event_log.append(record.rollout_id, record.group_id, sequence, event, is_summary=False)
-        message = "the driver died while the rollout ran"
-        failure = Failure(
-            Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, record.phase, component=Component.DRIVER
-        )
         outcome = Outcome(failure=failure)
         end = RolloutEnd(
             outcome_to_proto(outcome),
@@ -199,6 +229,7 @@ class RolloutManager:
             fork_kind=record.fork_kind,
             attempts=record.attempts,
             cleanup_pending=not released,
+            gates=(record.home.gate,) if record.home and record.home.gate and record.attempts == 1 else (),
         )
         await self._finish(record, outcome, end)
 
@@ -238,25 +269,41 @@ class RolloutManager:
         """Start rollouts that are already recorded."""
         for record in records:
             recorder = RolloutRecorder(record, self._event_log, self._limits)
-            labels = self._labels(record.rollout_id)
-            runner = RolloutRunner(spec, recorder, self._placement, labels)
+            runner = self._runner(spec, recorder)
             self._live[record.rollout_id] = runner
             self._held[record.namespace] += 1
+            if self._leaving:
+                self._left(runner)
+                continue
             end = self._ends.setdefault(record.rollout_id, _End())
             # Of `aclose`: recorded before it, started too late for its cancellation.
             if cancelled := end.cancelled or (STOPPED if self._stopping else None):
                 self._end_waiting(runner, cancelled)
             else:
                 self._await_slot(runner)
-        if group:
-            ids = frozenset(record.rollout_id for record in records)
-            watch = GroupWatch(
-                GroupPolicy(group.plan.size, group.plan.quorum, group.plan.grace_s),
-                running=lambda: ids & self._live.keys(),
-                cancel=self._cancel_all,
-            )
-            self._groups[group.group_id] = watch
-            self._own(self._watch_group(group.group_id, watch))
+        if group and not self._leaving:
+            self._begin_group(group)
+
+    def _runner(self, spec: RolloutSpec, recorder: RolloutRecorder, left: Left | None = None) -> RolloutRunner:
+        rollout_id = recorder.record.rollout_id
+        pausing = Pausing(recorder, self._pause_limits, partial(self._unpaused, rollout_id))
+        labels = self._labels(rollout_id)
+        return RolloutRunner(
+            spec, recorder, self._placement, labels, left, pausing=pausing, end_states=self._end_states
+        )
+
+    def _begin_group(self, group: GroupRecord, results: int = 0, quorum_ago_s: float = 0.0) -> None:
+        ids = frozenset(group.rollout_ids)
+        watch = GroupWatch(
+            GroupPolicy(group.plan.size, group.plan.quorum, group.plan.grace_s),
+            running=lambda: ids & self._live.keys(),
+            cancel=self._cancel_all,
+            is_paused=lambda: self.paused_count(ids) > 0,
+            results=results,
+            quorum_ago_s=quorum_ago_s,
+        )
+        self._groups[group.group_id] = watch
+        self._own(self._watch_group(group.group_id, watch))
 
     def _await_slot(self, runner: RolloutRunner) -> None:
         """Start a rollout once its namespace has a slot for it. Until then it has neither a task nor a place."""
@@ -267,7 +314,9 @@ class RolloutManager:
             runner.start()
             self._own(self._supervise(runner, lambda: self._queue.give_back(record.namespace)))
 
-        ticket = self._queue.request(record.namespace, granted)
+        # One that was paused while it waited keeps waiting; one that had a slot gets it again.
+        aside = record.phase is Phase.QUEUED and record.attempts == 1 and runner.pausing.pause is not None
+        ticket = self._queue.request(record.namespace, granted, aside=aside)
         if not runner.is_started:
             self._waiting[record.rollout_id] = ticket
 
@@ -326,8 +375,15 @@ class RolloutManager:
         is_running = self.is_running(rollout_id)
         record = await self.get(rollout_id)
         if record.outcome is None and not is_running:
+            self.check_stays()
             raise end_not_recorded()
         return record
+
+    def check_stays(self) -> None:
+        """Raise Unavailable (DRIVER_STOPPING) if the next process of this driver goes on with what ran here."""
+        if self._leaving:
+            message = "the driver stops, and its next process goes on with the rollout: repeat the call there"
+            raise Unavailable(message, reason="DRIVER_STOPPING", retry_after_s=RETRY_S)
 
     async def cancel(self, rollout_id: str, reason: str) -> Record:
         """End a rollout; its sandbox is gone when this returns. A rollout that has ended keeps its outcome.
@@ -336,10 +392,111 @@ class RolloutManager:
         """
         await self._records.get(rollout_id)
         await self._cancel_all([rollout_id], _cancelled(reason))
+        self.check_stays()
         return await self.get(rollout_id)
 
     async def cancel_group(self, group: GroupRecord, reason: str) -> None:
         await self._cancel_all(group.rollout_ids, _cancelled(reason))
+        self.check_stays()
+
+    # Pauses -----------------------------------------------------------------------------------------------------------
+
+    async def pause(self, rollout_id: str, reason: str, duration_s: float | None, patience_s: float) -> Record:
+        """Hold a rollout for at most `duration_s` (None: as long as is allowed); return it once it is held.
+
+        FailedPrecondition (ROLLOUT_ENDED), ResourceExhausted (PAUSE_LIMIT), Unavailable (DRAINING; PAUSE_PENDING: it is
+        not held after `patience_s` yet).
+        """
+        record = await self._records.get(rollout_id)
+        if not await self.pause_all([rollout_id], reason, duration_s, patience_s):
+            raise _has_ended()
+        return self.current(record)
+
+    async def pause_all(
+        self, rollout_ids: Collection[str], reason: str, duration_s: float | None, patience_s: float
+    ) -> int:
+        """Hold those rollouts that have not ended; return how many that are. Raises as `pause` does.
+
+        If some may not be paused any more, the others are.
+        """
+        if self.draining or self._stopping:
+            raise Unavailable("the driver ends every pause: it drains", reason="DRAINING", retry_after_s=5.0)
+        self.check_stays()
+        paused: list[RolloutRunner] = []
+        refusal: ResourceExhausted | None = None
+        for rollout_id in rollout_ids:
+            runner = self._live.get(rollout_id)
+            if runner is None:
+                if rollout_id in self._ends:
+                    raise _pending("the rollout is just being started, or ended")
+                continue
+            if runner.pausing.is_closed:
+                continue
+            try:
+                runner.pausing.begin(reason, duration_s)
+            except ResourceExhausted as error:
+                refusal = error
+                continue
+            paused.append(runner)
+            if ticket := self._waiting.get(rollout_id):
+                self._queue.set_aside(ticket)
+            self._pause_changed(runner)
+        if refusal is not None and not paused:
+            raise refusal
+        await self._settled(paused, patience_s)
+        return len(paused)
+
+    async def resume(self, rollout_id: str, patience_s: float) -> Record:
+        """End a rollout's pause, if there is one; return it once nothing holds it. Unavailable (PAUSE_PENDING)."""
+        await self._records.get(rollout_id)
+        await self.resume_all([rollout_id], patience_s)
+        return await self.get(rollout_id)
+
+    async def resume_all(
+        self, rollout_ids: Collection[str], patience_s: float, why: PauseEnd = PauseEnd.RESUMED
+    ) -> None:
+        """End the pauses of rollouts. Raises as `resume` does."""
+        self.check_stays()
+        resumed = [runner for rollout_id in rollout_ids if (runner := self._live.get(rollout_id))]
+        for runner in resumed:
+            runner.pausing.end(why)
+        await self._settled(resumed, patience_s)
+
+    def drain(self, *, on: bool) -> None:
+        """Refuse new rollouts and end every pause, or take rollouts again."""
+        self.draining = on
+        if on:
+            for runner in list(self._live.values()):
+                runner.pausing.end(PauseEnd.DRAINING)
+
+    def paused_count(self, rollout_ids: Collection[str]) -> int:
+        """How many of these rollouts are paused."""
+        return sum(runner.pausing.pause is not None for one in rollout_ids if (runner := self._live.get(one)))
+
+    async def _settled(self, runners: Collection[RolloutRunner], patience_s: float) -> None:
+        """Wait until what was asked is in force, and on disk."""
+        if not runners:
+            return
+        loop, any_recorder = asyncio.get_running_loop(), next(iter(runners)).recorder
+        until = loop.time() + patience_s
+        await any_recorder.secure()  # all that was recorded, of the others too
+        for runner in runners:
+            is_settled = await runner.pausing.settled(max(0.0, until - loop.time()))
+            self.check_stays()
+            if not is_settled:
+                raise _pending("a service that holds the rollout has not answered yet; the driver keeps trying")
+        await any_recorder.secure()
+
+    def _unpaused(self, rollout_id: str) -> None:
+        if ticket := self._waiting.get(rollout_id):
+            self._queue.put_back(ticket)
+        if runner := self._live.get(rollout_id):
+            self._pause_changed(runner)
+
+    def _pause_changed(self, runner: RolloutRunner) -> None:
+        group_id = runner.recorder.record.group_id
+        if group_id and (watch := self._groups.get(group_id)):
+            watch.paused_or_resumed()
 
     async def delete(self, rollout_id: str) -> None:
         """Delete the record and the events of an ended rollout."""
@@ -371,6 +528,49 @@ class RolloutManager:
         """Whether a rollout has not ended, or its end is not on disk yet."""
         return rollout_id in self._ends
 
+    async def ended(self, rollout_id: str) -> None:
+        """Return once a rollout whose end is on disk does not count as running any more, a moment later."""
+        if end := self._ends.get(rollout_id):
+            await end.recorded.wait()
+
+    async def leave(self, wait_s: float) -> None:
+        """Stop without ending a rollout: this driver's next process goes on with all (decision 061).
+
+        Wait at most `wait_s` seconds for what that could not go on with, such as a verifier in an agent's own sandbox.
+        """
+        self._leaving = True
+        for rollout_id, ticket in list(self._waiting.items()):
+            if self._queue.withdraw(ticket):
+                del self._waiting[rollout_id]
+                self._left(self._live[rollout_id])
+        for runner in list(self._live.values()):
+            runner.leave()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._until_none_lives()
+        except TimeoutError:
+            for runner in list(self._live.values()):
+                runner.leave(at_once=True)
+            await self._until_none_lives()
+        try:
+            await self._event_log.flush()
+        except OperationalError as error:
+            _log.warning("the next process goes on from what is on the disk, which is full", error=repr(error))
+        self._event_log.wake()
+
+    async def _until_none_lives(self) -> None:
+        for end in [self._ends[rollout_id] for rollout_id in self._live]:
+            await end.reached.wait()
+
+    def _left(self, runner: RolloutRunner) -> None:
+        record = runner.recorder.record
+        del self._live[record.rollout_id]
+        self._let_go(record.namespace)
+        if end := self._ends.pop(record.rollout_id, None):
+            end.set()
+        if record.group_id and (watch := self._groups.get(record.group_id)):
+            watch.ended(is_result=False)
+
     async def aclose(self) -> None:
         """Cancel all running rollouts as DRIVER_STOPPED and wait until all of them are released."""
         self._stopping = True
@@ -392,8 +592,12 @@ class RolloutManager:
             result = await runner.result()
         finally:
             free_slot()
+        if runner.is_left:
+            self._left(runner)
+            return
+        runner.pausing.close()
         recorder, record = runner.recorder, runner.recorder.record
-        outcome, message = _serializable(result.outcome, recorder)
+        outcome, message = serializable(result.outcome, recorder)
         sequence = recorder.close()  # `_finish` appends the outcome with this number
         is_result = outcome.is_result(verified=runner.spec.task.verifier is not None)
         end = RolloutEnd(
@@ -404,6 +608,7 @@ class RolloutManager:
             fork_kind=recorder.fork_kind,
             attempts=recorder.progress.attempt,
             cleanup_pending=result.cleanup_pending,
+            gates=recorder.gates,
         )
         try:
             await self._finish(record, outcome, end)
@@ -430,6 +635,7 @@ class RolloutManager:
         else:
             if end.cleanup_pending:
                 self._clean_up_later(record.rollout_id)
+        self._on_end(record.rollout_id)
 
     async def _until_written(self) -> None:
         """Wait out a full disk: no rollout may appear ended to a caller before the next start would find it ended."""
@@ -498,16 +704,12 @@ def end_not_recorded() -> Unavailable:
     return Unavailable(message, reason="END_NOT_RECORDED", retry_after_s=RETRY_S)
 
 
-def _serializable(outcome: Outcome, recorder: RolloutRecorder) -> tuple[Outcome, rollout_pb2.Outcome]:
-    """The outcome with its message; an internal failure if no message can hold it."""
-    try:
-        message = outcome_to_proto(outcome)
-        message.SerializeToString()
-    except Exception:  # noqa: BLE001 - the rollout ends, whatever the error
-        _log.exception("a rollout's outcome event failed", rollout_id=recorder.record.rollout_id)
-        outcome = Outcome(failure=internal_failure(recorder.progress.phase))
-        return outcome, outcome_to_proto(outcome)
-    return outcome, message
+def _has_ended() -> FailedPrecondition:
+    return FailedPrecondition("the rollout has ended: there is nothing to pause", reason="ROLLOUT_ENDED")
+
+
+def _pending(message: str) -> Unavailable:
+    return Unavailable(f"not in force yet: {message}; try again", reason="PAUSE_PENDING", retry_after_s=1.0)
 
 
 def _cancelled(reason: str) -> Failure:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from penstock.sandbox.v1 import sandbox_pb2
+from penstock.values import hosts
 from penstock_chassis.aio.single_flight import SingleFlight
 from penstock_chassis.errors import FailedPrecondition
 from penstock_driver.agents.launch import check_host_tools
@@ -33,17 +35,22 @@ class Preflight:
         """Return the spec with its backend named, and the fields that depend on it filled in.
 
         Unavailable (SANDBOX_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN, BACKEND_UNAVAILABLE, CAPABILITY_MISSING,
-        AGENT_NEEDS_ROOT, AGENT_WITHOUT_MCP); the errors of `Gate.check`.
+        HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT, AGENT_WITHOUT_MCP); the errors of `Gate.check`.
         """
         placed = check_backend(spec, await self._backends.get(None, self._sandboxes.backends))
         offered = await self._gate.check(spec.gate_terms, rollout_id=rollout_id, group_id=group_id, labels=spec.labels)
         check_host_tools(spec.agent.spec, offered)
         return placed
 
-    async def check_terminal(self, terms: SandboxTerms) -> SandboxTerms:
-        """Check a terminal episode, which has no agent and no model; return its terms with the backend named."""
+    async def check_terminal(self, terms: SandboxTerms, *, toolboxes: bool = False) -> SandboxTerms:
+        """Check a terminal episode, which has no agent and no model; return its terms with the backend named.
+
+        `toolboxes`: whether its task has packages.
+        """
         backend = _available(terms.backend, await self._backends.get(None, self._sandboxes.backends))
-        _check_capabilities(backend, terms, {"fork": backend.forks, "stdin_stream": backend.stdin})
+        needed = {"fork": backend.forks, "stdin_stream": backend.stdin, "toolboxes": backend.toolboxes or not toolboxes}
+        _check_capabilities(backend, terms, needed)
+        _check_hosts(backend, _listed(terms))
         return replace(terms, backend=backend.name)
 
 
@@ -64,10 +71,14 @@ def check_backend(spec: RolloutSpec, backends: Sequence[BackendFacts]) -> Rollou
         "one_endpoint": backend.one_endpoint,
         "fork": backend.forks,
         "toolboxes": backend.toolboxes,
-        "diff": backend.diff or not (verifier and (verifier.fresh_fork or verifier.changes_below)),
+        "diff": backend.diff
+        or not (spec.keep_end_state or (verifier and (verifier.fresh_fork or verifier.changes_below))),
         "stdin_stream": backend.stdin or agent.instruction.method is not PromptDelivery.STDIN,
     }
+    if spec.verifier_network is not None:
+        needed["diff"] = backend.diff
     _check_capabilities(backend, spec.sandbox, needed)
+    _check_hosts(backend, _listed(spec.sandbox), spec.agent_network, spec.verifier_network)
     if verifier and verifier.fresh_fork is None:
         spec = replace(spec, task=replace(spec.task, verifier=replace(verifier, fresh_fork=backend.diff)))
     return replace(spec, sandbox=replace(spec.sandbox, backend=backend.name), reports_changes=backend.diff)
@@ -99,4 +110,23 @@ def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapp
         raise FailedPrecondition(
             f"backend {backend.name} lacks capabilities that are needed: {', '.join(missing)}",
             reason="CAPABILITY_MISSING",
+        )
+
+
+def _listed(terms: SandboxTerms) -> sandbox_pb2.Allowlist | None:
+    setup = terms.setup_network
+    return setup.allowlist if setup is not None and setup.HasField("allowlist") else None
+
+
+def _check_hosts(backend: BackendFacts, *lists: sandbox_pb2.Allowlist | None) -> None:
+    named = [host for listed in lists if listed is not None for host in listed.hosts]
+    if named and not backend.egress_hosts:
+        raise FailedPrecondition(
+            f"backend {backend.name} lacks capabilities that are needed: network ALLOWLIST", reason="CAPABILITY_MISSING"
+        )
+    if missing := hosts.uncovered(named, backend.egress_hosts):
+        raise FailedPrecondition(
+            f"sandboxes may not reach {', '.join(missing)}; the operator's egress_hosts must cover it",
+            reason="HOST_NOT_ALLOWED",
+            metadata={"hosts": ",".join(missing)},
         )

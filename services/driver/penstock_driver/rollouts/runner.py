@@ -1,7 +1,8 @@
 """Runs one rollout: its attempts one after another.
 
 Invariants: a rollout is retried only after failures unrelated to the policy, under the same id, with everything of the
-previous attempt released. Anything that an attempt could not release stays pending, whatever the next attempt does.
+previous attempt released. Anything that an attempt could not release stays pending, whatever the next attempt does. An
+attempt that an earlier process of this driver began goes on, and counts once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Final, TypeGuard
 
 import structlog
@@ -17,11 +21,19 @@ from penstock_chassis.auth import acting_in
 from penstock_chassis.telemetry.tracing import working_for
 from penstock_driver import metrics
 from penstock_driver.domain.failures import internal_failure
+from penstock_driver.domain.records import seed_of
 from penstock_driver.domain.rollout import Cause, Component, Failure, Outcome, Phase, RolloutFailed, RolloutSpec
-from penstock_driver.placement.placement import Avoid, Placement
+from penstock_driver.domain.unended import AttemptPlace, Stage, Unended
+from penstock_driver.environments.throttle import TAKES_NO_MORE
+from penstock_driver.grading.carried import CarriedWork
+from penstock_driver.placement.placement import Avoid, Place, Placement
 from penstock_driver.rollouts.attempt import Attempt
-from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation, RolloutResult
+from penstock_driver.rollouts.context import AttemptResult, AttemptSpec, Cancellation, RolloutResult, TakenUp
+from penstock_driver.rollouts.continued import ContinuedAttempt
+from penstock_driver.rollouts.pausing import Pausing
 from penstock_driver.rollouts.recorder import RolloutRecorder
+from penstock_driver.store.end_states import EndStates
+from penstock_driver.wire.outcomes import outcome_from_proto
 
 FIRST_PAUSE_S: Final = 0.5
 MOST_PAUSE_S: Final = 30.0
@@ -38,10 +50,24 @@ STOPPED: Final = Failure(
 _log = structlog.get_logger("penstock.driver")
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What an earlier process left of a rollout. `release` frees what it has in other services; False if it cannot."""
+
+    unended: Unended
+    release: Callable[[str], Awaitable[bool]]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of it can be in other services."""
+        record = self.unended.record
+        return record.phase is Phase.QUEUED and record.attempts == 1 and not (record.home and record.home.gate)
+
+
 class RolloutRunner:
     """Runs one rollout in a task of its own, from `start` to `result`.
 
-    `labels` are those of its resources in other services.
+    `labels` are those of its resources in other services. `left` is of one that an earlier process began.
     """
 
     __slots__ = (
@@ -49,9 +75,12 @@ class RolloutRunner:
         "_attempt",
         "_cancellation",
         "_cleanup_pending",
+        "_end_states",
         "_labels",
+        "_left",
         "_placement",
         "_task",
+        "pausing",
         "recorder",
         "spec",
     )
@@ -62,15 +91,23 @@ class RolloutRunner:
         recorder: RolloutRecorder,
         placement: Placement,
         labels: dict[str, str],
+        left: Left | None = None,
+        *,
+        pausing: Pausing,
+        end_states: EndStates | None = None,
     ) -> None:
-        self.spec = spec.at(recorder.record.index)
+        self._end_states = end_states
+        self.pausing = pausing
+        branch, index = recorder.record.branched_from, recorder.record.index
+        self.spec = spec.at(index) if branch is None else spec.of_branch(seed_of(branch), index)
         self.recorder = recorder
         self._placement = placement
         self._labels = labels
         self._cancellation = Cancellation()
         self._attempt = Cancellation()
         """Of the current attempt, which a loss of its place also ends."""
-        self._cleanup_pending = False
+        self._cleanup_pending = left is not None and left.unended.owed
+        self._left = left
         self._accepted_at = time.monotonic()
         self._task: asyncio.Task[Outcome] | None = None
 
@@ -82,7 +119,8 @@ class RolloutRunner:
     def start(self) -> None:
         """Begin to run, unless the rollout was cancelled."""
         if self._cancellation.failure is None:
-            metrics.QUEUE_SECONDS.observe(time.monotonic() - self._accepted_at)
+            if self._left is None:
+                metrics.QUEUE_SECONDS.observe(time.monotonic() - self._accepted_at)
             self._task = asyncio.ensure_future(self._run())
 
     def cancel(self, failure: Failure) -> None:
@@ -90,6 +128,23 @@ class RolloutRunner:
         if self._cancellation.failure is None:
             self._cancellation.failure = failure
             self._end_attempt(failure)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it has stopped without an end, for the next process of this driver."""
+        return self._cancellation.is_left and (self._task is None or self._task.cancelled())
+
+    def leave(self, *, at_once: bool = False) -> None:
+        """Stop without an end, for the next process of this driver. What that could not go on with ends first, unless
+        `at_once`: a verifier in the agent's own sandbox, and a cancellation.
+        """
+        self._cancellation.is_left = True
+        if not at_once and (self._cancellation.failure is not None or self.recorder.is_better_awaited):
+            return
+        self._attempt.is_left = True
+        self.pausing.leave()
+        if self._task is not None:
+            self._task.cancel()
 
     def _end_attempt(self, failure: Failure) -> None:
         if self._attempt.failure is None:
@@ -120,44 +175,114 @@ class RolloutRunner:
         record, progress = self.recorder.record, self.recorder.progress
         working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
         with acting_in(record.namespace):
-            pause, avoid, moves = FIRST_PAUSE_S, Avoid(), 0
+            pause, avoid, moves, is_moved = FIRST_PAUSE_S, Avoid(), 0, False
             while True:
-                result = await self._attempted(avoid, is_moved=moves > 0)
-                self._cleanup_pending |= result.cleanup_pending
+                left, self._left = self._left, None
+                if left is not None and left.unended.place is not None:
+                    result = await self._taken_up(left, avoid)
+                else:
+                    if left is not None:
+                        is_moved = not left.is_untouched
+                        await self._begin_again(left)
+                    await self.pausing.passed()
+                    result = await self._attempted(avoid, is_moved=is_moved or moves > 0)
+                is_moved = False
+                if result.cleanup_pending:
+                    self._cleanup_pending = True
+                    self.recorder.owe()
                 outcome = result.outcome
-                if moves < MOVES and self._cancellation.failure is None and _is_of_a_drain(outcome.failure, avoid):
+                is_last = progress.attempt >= self.spec.max_attempts or self._cancellation.failure is not None
+                is_over = outcome.failure is None or not outcome.failure.retriable or bool(outcome.reward) or is_last
+                if self._cancellation.is_left and not is_over:
+                    raise asyncio.CancelledError  # the next process makes the next attempt
+                if moves < MOVES and self._cancellation.failure is None and _takes_no_more(outcome.failure, avoid):
                     moves += 1
-                    self.recorder.move(outcome.failure)
+                    self.recorder.begin_again(f"the attempt begins again at another place: {outcome.failure.message}")
                     await asyncio.sleep(FIRST_PAUSE_S)
                     continue
-                is_last = progress.attempt >= self.spec.max_attempts or self._cancellation.failure is not None
-                if outcome.failure is None or not outcome.failure.retriable or outcome.reward or is_last:
+                if outcome.failure is None or is_over:
                     return outcome
                 self.recorder.retry(outcome.failure)
                 await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
                 pause = min(2 * pause, MOST_PAUSE_S)
 
+    async def _begin_again(self, left: Left) -> None:
+        """Release what an attempt had whose agent was not started."""
+        if left.is_untouched:
+            return
+        if not await left.release(self.recorder.record.rollout_id):
+            self._cleanup_pending = True
+            self.recorder.owe()
+        if self.recorder.progress.phase is not Phase.QUEUED:
+            self.recorder.begin_again("the attempt begins again: the driver was restarted before its agent ran")
+
+    async def _taken_up(self, left: Left, avoid: Avoid) -> AttemptResult:
+        """Go on with an attempt whose agent was started, or was about to be."""
+        unended, phase = left.unended, self.recorder.progress.phase
+        assert unended.place is not None
+        so_far = Outcome() if unended.so_far is None else outcome_from_proto(unended.so_far)
+        if unended.stage is Stage.DECIDED:
+            await self._remove_carried(unended.place)
+            return AttemptResult(so_far, not await left.release(self.recorder.record.rollout_id))
+        self.recorder.continue_at(unended.place, unended.stage, unended.so_far)
+        try:
+            place = self._placement.at(unended.place.node, unended.place.gate)
+        except RolloutFailed as error:
+            failure = replace(error.failure, phase=phase)
+            return AttemptResult(Outcome(failure=failure), not await left.release(self.recorder.record.rollout_id))
+        return await self._run_attempt(place, avoid, taken_up=TakenUp(unended.place, unended.stage, so_far))
+
+    async def _remove_carried(self, at: AttemptPlace) -> None:
+        """Remove what an attempt left that had ended, but for its recording."""
+        with suppress(RolloutFailed):  # the place is lost, and the driver's next start removes it
+            if (carried := self._placement.at(at.node, at.gate).services.carried) is not None:
+                await CarriedWork(carried, self.recorder.record.rollout_id).remove()
+
     async def _attempted(self, avoid: Avoid, *, is_moved: bool) -> AttemptResult:
-        """Run one attempt at a place of its own, and add that place to `avoid`."""
+        """Run one attempt at a place of its own."""
         try:
             place = await self._placement.place(self.spec, avoid)
         except RolloutFailed as error:
             return AttemptResult(Outcome(failure=error.failure))
+        return await self._run_attempt(place, avoid, is_moved=is_moved)
+
+    async def _run_attempt(
+        self, place: Place, avoid: Avoid, *, is_moved: bool = False, taken_up: TakenUp | None = None
+    ) -> AttemptResult:
+        """Run one attempt, and add its place to `avoid`."""
         avoid.nodes.add(place.node)
         avoid.gates.add(place.gate)
-        self._attempt, task = Cancellation(), asyncio.current_task()
+        self._attempt, task = Cancellation(is_left=self._attempt.is_left), asyncio.current_task()
         assert task is not None
-        spec = AttemptSpec(self.recorder.record, self.spec, self.recorder.progress.attempt, self._labels, is_moved)
+        spec = AttemptSpec(
+            self.recorder.record,
+            self.spec,
+            self.recorder.progress.attempt,
+            self._labels,
+            is_moved,
+            place.node,
+            place.gate,
+            taken_up,
+            pausing=self.pausing,
+            end_states=self._end_states,
+        )
         with self._placement.occupied(place, self._lose_place):
-            result = await Attempt(spec, place.services, self.recorder, self._attempt).run()
+            kind = Attempt if taken_up is None else ContinuedAttempt
+            result = await kind(spec, place.services, self.recorder, self._attempt).run()
+        self.pausing.attempt_over()
         if self._attempt.failure is not self._cancellation.failure:
             while task.cancelling():  # losses end this attempt alone
                 task.uncancel()
         return result
 
 
-def _is_of_a_drain(failure: Failure | None, avoid: Avoid) -> TypeGuard[Failure]:
-    """Whether a service refused an attempt before its agent ran because it drains, and there may be others."""
+def _takes_no_more(failure: Failure | None, avoid: Avoid) -> TypeGuard[Failure]:
+    """Whether a service refused an attempt before its agent ran because it drains, or is full of what was not exported
+    yet, and there may be others.
+    """
     return (
-        failure is not None and failure.reason == "DRAINING" and failure.phase < Phase.RUNNING and "" not in avoid.nodes
+        failure is not None
+        and failure.reason in TAKES_NO_MORE
+        and failure.phase < Phase.RUNNING
+        and "" not in avoid.nodes
     )

@@ -20,16 +20,26 @@ from penstock_chassis.homes import Home
 from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.domain.ports import Captures
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey, new_records
-from penstock_driver.domain.rollout import RolloutSpec
-from penstock_driver.domain.validation import Violations, check_chosen_id, check_group
+from penstock_driver.domain.rollout import FIRST_GRADE, RolloutSpec
+from penstock_driver.domain.validation import Violations, check_chosen_id, check_group, check_seeds
+from penstock_driver.exports.exporter import Exporter
+from penstock_driver.exports.trajectories import fragments
+from penstock_driver.rollouts.adoption import SealedSpecs
+from penstock_driver.rollouts.branch_room import Recorded
+from penstock_driver.rollouts.branching import BranchOrder, Parents
 from penstock_driver.rollouts.manager import RolloutManager, end_not_recorded
 from penstock_driver.rollouts.preflight import Preflight
+from penstock_driver.rollouts.recording import RecordingFile
+from penstock_driver.rollouts.regrading import Regrader
+from penstock_driver.store.end_states import EndStates, gone
 from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.wire.specs import effective_spec, rollout_spec
 from penstock_driver.wire.to_proto import add_driver_fields
 
 CLEANUP_RETRY_S: Final = 5.0
+EXPORT_S: Final = 10.0
+"""How long a deletion waits for the export of what it would delete."""
 HEARTBEAT_S: Final = 10.0
 
 
@@ -43,15 +53,25 @@ class RolloutUseCases:
         event_log: EventLog,
         agents: AgentRegistry,
         preflight: Preflight,
+        specs: SealedSpecs,
         captures: Captures,
         home: Home,
+        parents: Parents,
+        exporter: Exporter | None = None,
+        regrader: Regrader | None = None,
+        end_states: EndStates | None = None,
     ) -> None:
+        self._regrader = regrader
+        self._end_states = end_states
+        self._parents = parents
         self._home = home
+        self._exporter = exporter
         self._manager = manager
         self._records = records
         self._event_log = event_log
         self._agents = agents
         self._preflight = preflight
+        self._specs = specs
         self._captures = captures
         self._deleting: Counter[str] = Counter()
 
@@ -79,6 +99,7 @@ class RolloutUseCases:
             found.refuse()
             spec = rollout_spec(request, self._agents, key.namespace)
             count = plan.size + plan.spares
+            check_seeds(spec, count)
             check_chosen_id(group_id, "group_id")
             group_id = group_id or self._home.new_id("g")
             ids = tuple(f"{group_id}-{index}" for index in range(count))
@@ -90,8 +111,60 @@ class RolloutUseCases:
                 known = await self._manager.see_through(self._begin(key, spec, records, group))
         return await self._records.group(known)
 
+    async def branch(self, key: RequestKey, order: BranchOrder) -> GroupRecord:
+        """Like `create_group`, for rollouts that continue another one from one of its calls.
+
+        Also FailedPrecondition (SPEC_FORGOTTEN, TRAJECTORY_ABSENT, CALL_UNANSWERED), NotFound (ROLLOUT_UNKNOWN,
+        CALL_UNKNOWN), ResourceExhausted (RECORDINGS_FULL).
+        """
+        known = await self._records.known_request(key)
+        if known is None:
+            plan, found = GroupPlan(size=order.count, quorum=order.count), Violations()
+            order.check(found)
+            check_chosen_id(order.group_id, "group_id")
+            parent = await self._manager.get(order.rollout_id)
+            request = await self._parents.request(parent, order)
+            spec = rollout_spec(request, self._agents, parent.namespace)
+            group_id = order.group_id or self._home.new_id("g")
+            ids = tuple(f"{group_id}-{index}" for index in range(order.count))
+            with self._manager.room(spec.namespace, order.count):
+                spec = await self._preflight.check(spec, ids[0], group_id)
+                file, counted, point = await self._parents.record(parent, order)
+                effective = effective_spec(spec)
+                records = new_records(spec, effective, ids, group_id, driver=self._home.name, branched_from=point)
+                group = GroupRecord(group_id, spec.run_id, effective, plan, time.time(), ids, spec.namespace, point)
+                known = await self._manager.see_through(self._begin_branches(key, spec, records, group, file, counted))
+        return await self._records.group(known)
+
+    async def _begin_branches(
+        self,
+        key: RequestKey,
+        spec: RolloutSpec,
+        records: Sequence[Record],
+        group: GroupRecord,
+        file: RecordingFile,
+        counted: Recorded,
+    ) -> str:
+        """Begin branches, each with the file of what it replays. An equal concurrent request has the same content."""
+        begun = ""
+        try:
+            file.share(one for one in group.rollout_ids if not self._manager.is_running(one))
+            begun = await self._begin(key, spec, records, group, file)
+        except BaseException:
+            self._parents.unshare(one for one in group.rollout_ids if not self._manager.is_running(one))
+            raise
+        finally:
+            file.remove()
+            self._parents.counts(counted, group if begun == group.group_id else None)
+        return begun
+
     async def _begin(
-        self, key: RequestKey, spec: RolloutSpec, records: Sequence[Record], group: GroupRecord | None = None
+        self,
+        key: RequestKey,
+        spec: RolloutSpec,
+        records: Sequence[Record],
+        group: GroupRecord | None = None,
+        file: RecordingFile | None = None,
     ) -> str:
         """Record new rollouts and start them; return the id created by this request, or by an equal concurrent one.
 
@@ -103,12 +176,14 @@ class RolloutUseCases:
             raise AlreadyExists(message, reason="ROLLOUT_EXISTS")
         with self._manager.beginning(ids):
             try:
-                await self._records.create(key, records, group)
+                sealed = await self._specs.sealed(spec, records[0])
+                await self._records.create(key, records, group, sealed=sealed)
             except AlreadyExists:
                 known = await self._records.known_request(key)
                 if known is None:
                     raise
                 return known
+            self._parents.assign(ids, file)
             self._manager.start(spec, records, group)
         return group.group_id if group else records[0].rollout_id
 
@@ -122,9 +197,16 @@ class RolloutUseCases:
                 # Cleanup finds its resources by its id, which another rollout could reuse after a deletion.
                 message = "the rollout's clean-up is still pending: try again later"
                 raise Unavailable(message, reason="RELEASE_OWED", retry_after_s=CLEANUP_RETRY_S)
+            if self._exporter and (left := await self._exporter.settled(rollout_ids, EXPORT_S)):
+                message = f"{left[0]} is not exported yet, and would be lost: try again later, see `penstock doctor`"
+                raise Unavailable(message, reason="EXPORT_PENDING", retry_after_s=CLEANUP_RETRY_S)
             for rollout_id in rollout_ids:
                 await self._captures.delete(rollout_id)
                 await self._manager.delete(rollout_id)
+                if self._end_states:
+                    await self._end_states.forget(rollout_id)
+            if self._exporter:
+                await self._exporter.forget(rollout_ids)
 
     async def delete_group(self, group_id: str) -> None:
         """Delete a group and its rollouts; idempotent."""
@@ -148,6 +230,7 @@ class RolloutUseCases:
                 await self._manager.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
         is_running = any(map(self._manager.is_running, group.rollout_ids))
         if not is_running and len(await self._records.group_ended(group_id)) < len(group.rollout_ids):
+            self._manager.check_stays()
             raise end_not_recorded()
         return group
 
@@ -155,6 +238,19 @@ class RolloutUseCases:
         """End all rollouts of a group that run; their sandboxes are gone when this returns."""
         group = await self._records.group(group_id)
         await self._manager.cancel_group(group, reason)
+        return group
+
+    async def pause_group(self, group_id: str, reason: str, duration_s: float | None, patience_s: float) -> GroupRecord:
+        """Pause all rollouts of a group that have not ended. Raises as `RolloutManager.pause`."""
+        group = await self._records.group(group_id)
+        if not await self._manager.pause_all(group.rollout_ids, reason, duration_s, patience_s):
+            raise FailedPrecondition("all rollouts of the group have ended", reason="ROLLOUT_ENDED")
+        return group
+
+    async def resume_group(self, group_id: str, patience_s: float) -> GroupRecord:
+        """End the pauses of a group's rollouts. Raises as `RolloutManager.resume_all`."""
+        group = await self._records.group(group_id)
+        await self._manager.resume_all(group.rollout_ids, patience_s)
         return group
 
     @contextmanager
@@ -165,6 +261,16 @@ class RolloutUseCases:
             yield
         finally:
             self._deleting -= Counter(ids)  # keeps none that no deletion holds
+
+    async def regrade(self, rollout_id: str, verifier: rollout_pb2.Verifier | None, name: str) -> rollout_pb2.Grade:
+        """Grade an ended rollout again. Raises as `Regrader.regrade`, and FailedPrecondition (ROLLOUT_RUNNING)."""
+        record = await self._records.get(rollout_id)
+        if self._manager.is_running(rollout_id):
+            raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
+        if self._regrader is None:
+            raise gone(rollout_id, "this driver keeps none")
+        with self._manager.room(record.namespace, 0):  # none while it drains
+            return await self._regrader.regrade(record, verifier, name)
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -177,12 +283,14 @@ class RolloutUseCases:
                 has_ended = not self._manager.is_running(rollout_id)
                 page = await self._event_log.events(rollout_id, after)
                 for event in page:
+                    await self._known_ended(event)
                     yield event
                     after = event.sequence
                     if event.HasField("ended"):
                         return
                 if not page:
                     if has_ended:
+                        self._manager.check_stays()
                         return
                     if not await _within(signal, HEARTBEAT_S):
                         yield None
@@ -202,30 +310,44 @@ class RolloutUseCases:
                 page = await self._event_log.group_events(group_id, position, summary=summary)
                 for position, event in page:  # noqa: B007 - the next page starts there
                     if event.sequence > after.get(event.rollout_id, 0):
+                        await self._known_ended(event)
                         yield event
                 if not page:
                     if has_ended:
+                        self._manager.check_stays()
                         return
                     if not await _within(signal, HEARTBEAT_S):
                         yield None
 
+    async def _known_ended(self, event: rollout_pb2.RolloutEvent) -> None:
+        """Hold back an end that this process has written and not taken note of: its watcher asks for the outcome."""
+        if event.HasField("ended"):
+            await self._manager.ended(event.rollout_id)
+
     async def trajectory(
-        self, rollout_id: str, *, include_bodies: bool, include_top: bool = False
+        self, rollout_id: str, *, include_bodies: bool, include_top: bool = False, grade: str = ""
     ) -> AsyncGenerator[trajectory_pb2.Trajectory, None]:
         """Yield the capture of an ended rollout in fragments, with the fields that only the driver knows.
 
-        `include_top`: with the alternatives of sampled tokens.
+        `include_top`: with the alternatives of sampled tokens. `grade`: with the reward of that further grade; empty or
+        "first" = the one that it ended with.
 
-        FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
+        NotFound (GRADE_UNKNOWN); FailedPrecondition (ROLLOUT_RUNNING, TRAJECTORY_ABSENT).
         """
         record = await self._records.get(rollout_id)
         if self._manager.is_running(rollout_id):
             raise FailedPrecondition("the rollout has not ended: wait for it", reason="ROLLOUT_RUNNING")
-        async for fragment in self._trajectory(record, include_bodies=include_bodies, include_top=include_top):
+        if grade not in ("", FIRST_GRADE, *(one.name for one in record.grades)):
+            names = ", ".join([FIRST_GRADE, *(one.name for one in record.grades)])
+            message = f"{rollout_id} has no grade {grade}; it has: {names}. `penstock regrade` makes further ones"
+            raise NotFound(message, reason="GRADE_UNKNOWN")
+        async for fragment in self._trajectory(
+            record, include_bodies=include_bodies, include_top=include_top, grade=grade
+        ):
             yield fragment
 
     async def export(
-        self, matching: Filter, *, include_bodies: bool, include_top: bool = False
+        self, matching: Filter, *, include_bodies: bool, include_top: bool = False, grade: str = ""
     ) -> AsyncGenerator[tuple[trajectory_pb2.Trajectory, rollout_pb2.Outcome | None], None]:
         """Yield the trajectories of all matching rollouts that have ended; the outcome comes with the first fragment.
 
@@ -236,31 +358,18 @@ class RolloutUseCases:
             if outcome is None:
                 continue
             try:
-                async for fragment in self._trajectory(record, include_bodies=include_bodies, include_top=include_top):
+                async for fragment in self._trajectory(
+                    record, include_bodies=include_bodies, include_top=include_top, grade=grade
+                ):
                     yield fragment, outcome
                     outcome = None
             except FailedPrecondition:
-                yield add_driver_fields(trajectory_pb2.Trajectory(), record), outcome
+                yield add_driver_fields(trajectory_pb2.Trajectory(), record, grade), outcome
 
-    async def _trajectory(
-        self, record: Record, *, include_bodies: bool, include_top: bool
+    def _trajectory(
+        self, record: Record, *, include_bodies: bool, include_top: bool, grade: str
     ) -> AsyncIterator[trajectory_pb2.Trajectory]:
-        is_first = True
-        try:
-            fragments = self._captures.capture(
-                record.rollout_id,
-                gate=record.home.gate if record.home else "",
-                include_bodies=include_bodies,
-                include_top=include_top,
-            )
-            async for fragment in fragments:
-                yield add_driver_fields(fragment, record) if is_first else fragment
-                is_first = False
-        except NotFound as error:
-            message = "the gate has no capture of this rollout: it was never opened there, or its capture was deleted"
-            raise FailedPrecondition(message, reason="TRAJECTORY_ABSENT") from error
-        if is_first:
-            yield add_driver_fields(trajectory_pb2.Trajectory(), record)
+        return fragments(self._captures, record, include_bodies=include_bodies, include_top=include_top, grade=grade)
 
 
 async def _within(signal: asyncio.Event, seconds: float) -> bool:

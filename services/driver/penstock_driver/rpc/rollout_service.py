@@ -10,8 +10,10 @@ from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service
 from penstock_chassis import auth, times
 from penstock_chassis.auth import Owned
 from penstock_chassis.homes import Home
-from penstock_chassis.validation import page_size
+from penstock_chassis.validation import invalid_field, page_size
+from penstock_driver.domain.pauses import MOST_REASON
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, RequestKey
+from penstock_driver.rollouts.branching import branch_order
 from penstock_driver.rollouts.manager import RolloutManager
 from penstock_driver.rollouts.use_cases import HEARTBEAT_S, RolloutUseCases
 from penstock_driver.rpc.row_stream import watch_rows
@@ -19,9 +21,13 @@ from penstock_driver.store.event_log import EventLog
 from penstock_driver.store.records import Records
 from penstock_driver.store.summaries import Summaries
 from penstock_driver.wire.converters import page_token
-from penstock_driver.wire.to_proto import group_to_proto, rollout_to_proto
+from penstock_driver.wire.to_proto import group_to_proto, listed_to_proto, rollout_to_proto
 
+FEATURES: Final = ("rollouts.pause",)
 WAIT_SHARE: Final = 0.8
+HOLD_S: Final = 45.0
+"""How long at most a pause, or its end, is waited for."""
+_PAUSE_S: Final = (1.0, 86_400.0)
 SERVICE: Final = "penstock.driver.v1.RolloutService"
 
 
@@ -69,7 +75,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             _filter(request.filter), page_token(request.page_token), page_size(request.page_size)
         )
         return rollout_service_pb2.ListRolloutsResponse(
-            rollouts=[rollout_to_proto(self._manager.current(record)) for record in records],
+            rollouts=[listed_to_proto(self._manager.current(record)) for record in records],
             next_page_token=str(more) if more else "",
         )
 
@@ -104,6 +110,22 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         record = await self._manager.cancel(request.rollout_id, request.reason)
         return rollout_service_pb2.CancelRolloutResponse(rollout=rollout_to_proto(record))
 
+    async def PauseRollout(  # noqa: N802
+        self, request: rollout_service_pb2.PauseRolloutRequest, context: Any
+    ) -> rollout_service_pb2.PauseRolloutResponse:
+        """Returns when it is held."""
+        reason, duration_s = _pause_terms(request)
+        record = await self._manager.pause(request.rollout_id, reason, duration_s, _patience_s(context))
+        is_frozen = record.pause is not None and record.pause.sandbox_frozen
+        return rollout_service_pb2.PauseRolloutResponse(rollout=rollout_to_proto(record), sandbox_paused=is_frozen)
+
+    async def ResumeRollout(  # noqa: N802
+        self, request: rollout_service_pb2.ResumeRolloutRequest, context: Any
+    ) -> rollout_service_pb2.ResumeRolloutResponse:
+        """Returns when nothing holds it."""
+        record = await self._manager.resume(request.rollout_id, _patience_s(context))
+        return rollout_service_pb2.ResumeRolloutResponse(rollout=rollout_to_proto(record))
+
     async def DeleteRollout(  # noqa: N802
         self, request: rollout_service_pb2.DeleteRolloutRequest, context: Any
     ) -> rollout_service_pb2.DeleteRolloutResponse:
@@ -127,6 +149,22 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         key = RequestKey.of(auth.caller().home, request.request_id, request)
         group = await self._service.create_group(key, request.spec, plan, request.group_id)
         return rollout_service_pb2.CreateGroupResponse(group=await self._group(group))
+
+    async def BranchRollout(  # noqa: N802
+        self, request: rollout_service_pb2.BranchRolloutRequest, context: Any
+    ) -> rollout_service_pb2.BranchRolloutResponse:
+        """Reads the parent's answers, then starts a group of its branches."""
+        key = RequestKey.of(auth.caller().home, request.request_id, request, b"BranchRollout")
+        group = await self._service.branch(key, branch_order(request))
+        return rollout_service_pb2.BranchRolloutResponse(group=await self._group(group))
+
+    async def RegradeRollout(  # noqa: N802
+        self, request: rollout_service_pb2.RegradeRolloutRequest, context: Any
+    ) -> rollout_service_pb2.RegradeRolloutResponse:
+        """Returns when the grade is on disk."""
+        verifier = request.verifier if request.HasField("verifier") else None
+        grade = await self._service.regrade(request.rollout_id, verifier, request.name)
+        return rollout_service_pb2.RegradeRolloutResponse(grade=grade)
 
     async def GetGroup(  # noqa: N802
         self, request: rollout_service_pb2.GetGroupRequest, context: Any
@@ -177,6 +215,20 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         group = await self._service.cancel_group(request.group_id, request.reason)
         return rollout_service_pb2.CancelGroupResponse(group=await self._group(group))
 
+    async def PauseGroup(  # noqa: N802
+        self, request: rollout_service_pb2.PauseGroupRequest, context: Any
+    ) -> rollout_service_pb2.PauseGroupResponse:
+        """Like PauseRollout, for all that have not ended."""
+        group = await self._service.pause_group(request.group_id, *_pause_terms(request), _patience_s(context))
+        return rollout_service_pb2.PauseGroupResponse(group=await self._group(group))
+
+    async def ResumeGroup(  # noqa: N802
+        self, request: rollout_service_pb2.ResumeGroupRequest, context: Any
+    ) -> rollout_service_pb2.ResumeGroupResponse:
+        """Like ResumeRollout, for each."""
+        group = await self._service.resume_group(request.group_id, _patience_s(context))
+        return rollout_service_pb2.ResumeGroupResponse(group=await self._group(group))
+
     async def DeleteGroup(  # noqa: N802
         self, request: rollout_service_pb2.DeleteGroupRequest, context: Any
     ) -> rollout_service_pb2.DeleteGroupResponse:
@@ -191,7 +243,10 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_service_pb2.GetTrajectoryResponse]:
         """The gate's capture, with the fields that only the driver knows."""
         fragments = self._service.trajectory(
-            request.rollout_id, include_bodies=request.include_bodies, include_top=request.include_top
+            request.rollout_id,
+            include_bodies=request.include_bodies,
+            include_top=request.include_top,
+            grade=request.grade,
         )
         async with aclosing(fragments):
             async for trajectory in fragments:
@@ -205,14 +260,18 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_service_pb2.ExportTrajectoriesResponse]:
         """Every ended rollout that matches; one that never reached the gate has only its outcome."""
         exported = self._service.export(
-            _filter(request.filter), include_bodies=request.include_bodies, include_top=request.include_top
+            _filter(request.filter),
+            include_bodies=request.include_bodies,
+            include_top=request.include_top,
+            grade=request.grade,
         )
         async with aclosing(exported):
             async for trajectory, outcome in exported:
                 yield rollout_service_pb2.ExportTrajectoriesResponse(trajectory=trajectory, outcome=outcome)
 
     async def _group(self, group: GroupRecord) -> rollout_pb2.Group:
-        message = group_to_proto(group, await self._records.group_ended(group.group_id))
+        paused = self._manager.paused_count(group.rollout_ids)
+        message = group_to_proto(group, await self._records.group_ended(group.group_id), paused)
         message.home = self._home.name
         return message
 
@@ -221,8 +280,11 @@ def owned(records: Records) -> Mapping[str, Owned]:
     """Whose the rollouts and groups are that requests name."""
     rollout = Owned(("rollout_id",), records.namespace_of)
     group = Owned(("group_id",), records.namespace_of_group)
-    of_rollouts = ("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "DeleteRollout", "GetTrajectory")
-    of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "DeleteGroup")
+    of_rollouts = (
+        *("GetRollout", "WatchRollout", "WaitRollout", "CancelRollout", "PauseRollout", "ResumeRollout"),
+        *("BranchRollout", "RegradeRollout", "DeleteRollout", "GetTrajectory"),
+    )
+    of_groups = ("GetGroup", "WatchGroup", "WaitGroup", "CancelGroup", "PauseGroup", "ResumeGroup", "DeleteGroup")
     return {
         **{f"{SERVICE}/{method}": rollout for method in of_rollouts},
         **{f"{SERVICE}/{method}": group for method in of_groups},
@@ -239,6 +301,25 @@ def _filter(wire: rollout_service_pb2.RolloutFilter) -> Filter:
         agent=wire.agent if wire.HasField("agent") else None,
         namespace=auth.caller().scope(wire.all_namespaces),
     )
+
+
+def _pause_terms(
+    request: rollout_service_pb2.PauseRolloutRequest | rollout_service_pb2.PauseGroupRequest,
+) -> tuple[str, float | None]:
+    """A pause's reason and duration. InvalidArgument (FIELD_INVALID)."""
+    if len(request.reason) > MOST_REASON:
+        raise invalid_field("reason", f"at most {MOST_REASON} characters")
+    if not request.HasField("max_duration"):
+        return request.reason, None
+    duration_s = times.seconds(request.max_duration)
+    if not _PAUSE_S[0] <= duration_s <= _PAUSE_S[1]:
+        raise invalid_field("max_duration", "1 s to 1 day")
+    return request.reason, duration_s
+
+
+def _patience_s(context: Any) -> float:
+    limit = _wait_limit(context)
+    return HOLD_S if limit is None else min(limit, HOLD_S)
 
 
 def _wait_limit(context: Any) -> float | None:

@@ -113,6 +113,7 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
         attempts=row.attempts,
         namespace=row.namespace,
         home=row.home,
+        paused=row.paused,
         calls=rollout_pb2.CallSums(
             calls=row.calls,
             prompt_tokens=row.prompt_tokens,

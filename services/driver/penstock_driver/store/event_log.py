@@ -23,8 +23,11 @@ import structlog
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.journal import Journal, Statement
 from penstock_driver.agents.output_events import AgentEvent
+from penstock_driver.domain.pauses import Pause
 from penstock_driver.domain.records import RolloutEnd
 from penstock_driver.domain.rollout import CallFinished, Phase, RolloutEvent
+from penstock_driver.domain.unended import AttemptPlace, Stage
+from penstock_driver.store.exports import to_be_exported
 from penstock_driver.store.summaries import Changes, counted
 from penstock_driver.wire.to_proto import decode_event, event_to_proto
 
@@ -36,6 +39,9 @@ RETRY_S: Final = 1.0
 """Delay before retrying a failed write."""
 _ROW_BYTES: Final = 256
 """Size counted per row in addition to its event."""
+_SMALL_BYTES: Final = 16 << 10
+"""Maximum of a commit that the event loop may make itself, which saves waking the journal's thread: some 60 events, for
+which the loop stops about as long as for a rollout's creation. What an agent prints in a burst is the thread's."""
 PIECE_BYTES: Final = 64 << 10
 """Maximum of agents' events per commit: a caller waits for one such commit, not for an agent's whole burst."""
 
@@ -55,11 +61,39 @@ class _Pending(NamedTuple):
     """Whether a commit may end between this item and an adjacent one that also stands alone."""
 
 
+_TRIM: Final = """
+WITH RECURSIVE
+ranked AS (
+    SELECT SUM(bytes) OVER up - bytes AS below, COUNT(*) OVER () - ROW_NUMBER() OVER up + 1 AS sharers
+    FROM kept_specs WHERE bytes > 0 WINDOW up AS (ORDER BY bytes, namespace)
+),
+share AS (SELECT MAX((? - below) / sharers) AS bytes FROM ranked),
+doomed (namespace, ended, spec_id, excess) AS (
+    SELECT namespace, -1.0, '', kept_specs.bytes - share.bytes FROM kept_specs, share
+    WHERE kept_specs.bytes > share.bytes
+    UNION ALL
+    SELECT doomed.namespace, sealed_specs.ended, sealed_specs.spec_id, excess - LENGTH(sealed)
+    FROM doomed JOIN sealed_specs ON sealed_specs.spec_id = (
+        SELECT spec_id FROM sealed_specs AS next WHERE next.ended IS NOT NULL AND next.namespace = doomed.namespace
+        AND (next.ended, next.spec_id) > (doomed.ended, doomed.spec_id) ORDER BY next.ended, next.spec_id LIMIT 1
+    ) WHERE excess > 0
+)
+DELETE FROM sealed_specs WHERE spec_id IN (SELECT spec_id FROM doomed)
+"""
+"""Deletes the oldest specs of ended rollouts of those namespaces that have more than their share, until all together
+have no more than the given bytes. The share is the greatest with which that holds: what a namespace leaves free of an
+equal part is divided among the others. It reads the namespaces and what it deletes, so each end can afford it."""
+
+
 class EventLog:
     """The events of all rollouts. `aclose()` writes what is pending."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, *, exports: bool = False, kept_spec_bytes: int = 0) -> None:
+        """`kept_spec_bytes`: the most bytes of sealed specs of ended rollouts that are kept, for branches of them."""
         self._journal = journal
+        self._kept_spec_bytes = kept_spec_bytes
+        self._exports = exports
+        """Whether rollouts that end are to be exported."""
         self._pending: list[_Pending] = []
         self._touched: dict[str, bool] = {}
         """Ids with pending writes: rollouts (True) and groups (False)."""
@@ -69,6 +103,8 @@ class EventLog:
         self._wake = asyncio.Event()
         self._closing = asyncio.Event()
         self._broken: Exception | None = None
+        self._put((_TRIM, (kept_spec_bytes,)))  # the last driver may have been allowed more
+        self._wake.set()
         self._writer = asyncio.ensure_future(self._write())
 
     async def aclose(self) -> None:
@@ -98,15 +134,45 @@ class EventLog:
         self._put(counted(rollout_id, event.spent))
         self._touch(rollout_id, group_id)
 
-    def set_phase(self, rollout_id: str, phase: Phase, attempt: int, fork_kind: int) -> None:
-        """Append a change of phase, with the attempt and how its sandbox was forked (0: not yet)."""
-        sql = "UPDATE rollouts SET phase = ?, attempts = ?, fork_kind = ? WHERE rollout_id = ?"
-        self._put((sql, (int(phase), attempt, fork_kind, rollout_id)))
+    def set_phase(
+        self,
+        rollout_id: str,
+        phase: Phase,
+        attempt: int,
+        fork_kind: int,
+        *,
+        place: AttemptPlace | None = None,
+        stage: Stage = Stage.NONE,
+        so_far: rollout_pb2.Outcome | None = None,
+    ) -> None:
+        """Append a change of phase or stage, with the attempt and how its sandbox was forked (0: not yet).
+
+        `place`, `stage` and `so_far` as in `Unended`.
+        """
+        sql = (
+            "UPDATE rollouts SET phase = ?, attempts = ?, fork_kind = ?, place = ?, stage = ?, so_far = ?"
+            " WHERE rollout_id = ?"
+        )
+        known = None if place is None else place.to_json()
+        outcome = None if so_far is None else so_far.SerializeToString()
+        self._put((sql, (int(phase), attempt, fork_kind, known, stage.value, outcome, rollout_id)))
+        self._wake.set()
+
+    def set_owed(self, rollout_id: str) -> None:
+        """Append that an attempt of a rollout left something in other services."""
+        self._put(("UPDATE rollouts SET owed = 1 WHERE rollout_id = ?", (rollout_id,)))
         self._wake.set()
 
     def set_home(self, rollout_id: str, home: rollout_pb2.Home) -> None:
         """Append which services have the rollout."""
         self._put(("UPDATE rollouts SET home = ? WHERE rollout_id = ?", (home.SerializeToString(), rollout_id)))
+        self._wake.set()
+
+    def set_pause(self, rollout_id: str, pause: Pause | None, paused_s: float, pauses: int) -> None:
+        """Append a pause or its end; `paused_s` and `pauses` as in `Record`."""
+        known = None if pause is None else pause.to_json()
+        sql = "UPDATE rollouts SET pause = ?, paused_s = ?, pauses = ? WHERE rollout_id = ?"
+        self._put((sql, (known, paused_s, pauses, rollout_id)))
         self._wake.set()
 
     async def last_sequence(self, rollout_id: str) -> int:
@@ -118,15 +184,29 @@ class EventLog:
         """Append the end of a rollout, after its events."""
         self._put((
             "UPDATE rollouts SET phase = ?, end_time = ?, phase_times = ?, outcome = ?, is_result = ?, fork_kind = ?,"
-            " last_sequence = ?, attempts = ? WHERE rollout_id = ?",
+            " last_sequence = ?, attempts = ?, place = NULL, stage = '', so_far = NULL, owed = 0,"
+            " pause = NULL WHERE rollout_id = ?",
             (
                 int(Phase.ENDED), time.time(), _dump_times(end.phase_times), end.outcome.SerializeToString(),
                 end.is_result, end.fork_kind, end.last_sequence, end.attempts, rollout_id,
             ),
         ))  # fmt: skip
+        self._put(self._spec_ended(group_id or rollout_id, group_id))
+        if self._kept_spec_bytes:
+            self._put((_TRIM, (self._kept_spec_bytes,)))
         if end.cleanup_pending:
             self._put(("INSERT OR IGNORE INTO owed VALUES (?)", (rollout_id,)))
+        if self._exports:
+            self._put(to_be_exported(rollout_id, end.gates))
         self._touch(rollout_id, group_id)
+
+    def _spec_ended(self, spec_id: str, group_id: str | None) -> Statement:
+        """Once the last rollout of a sealed spec has ended, the spec is kept for branches, or deleted."""
+        is_over = "NOT EXISTS (SELECT 1 FROM rollouts WHERE group_id = ? AND end_time IS NULL)"
+        if not self._kept_spec_bytes:
+            return f"DELETE FROM sealed_specs WHERE spec_id = ? AND {is_over}", (spec_id, group_id)  # noqa: S608
+        sql = f"UPDATE sealed_specs SET ended = ? WHERE spec_id = ? AND {is_over}"  # noqa: S608 - fixed texts
+        return sql, (time.time(), spec_id, group_id)
 
     def _put(self, statement: Statement, size: int = 0, *, stands_alone: bool = False) -> None:
         self._pending.append(_Pending(statement, size, stands_alone))
@@ -148,6 +228,12 @@ class EventLog:
         self._flushes.append(done)
         self._wake.set()
         await done
+
+    def wake(self) -> None:
+        """Set all signals: watchers look again."""
+        for signals in self._signals.values():
+            for signal in signals:
+                signal.set()
 
     @contextmanager
     def signal(self, resource_id: str) -> Iterator[asyncio.Event]:
@@ -180,6 +266,11 @@ class EventLog:
             if watcher.namespace in (None, namespace):
                 watcher.add(rollout_ids)
 
+    def changed(self, rollout_ids: Collection[str]) -> None:
+        """Notify the watchers of all rollouts of a change that is on disk."""
+        for watcher in self._watchers:
+            watcher.add(rollout_ids)
+
     async def events(self, rollout_id: str, after: int) -> list[rollout_pb2.RolloutEvent]:
         """Up to PAGE events of a rollout after a sequence number."""
         sql = "SELECT sequence, payload FROM events WHERE rollout_id = ? AND sequence > ? ORDER BY sequence LIMIT ?"
@@ -187,6 +278,12 @@ class EventLog:
         if len(rows) == _FEW:
             rows += await self._journal.read(sql, (rollout_id, rows[-1][0], PAGE - _FEW))
         return [decode_event(row[1]) for row in rows]
+
+    async def history(self, rollout_id: str, after: int) -> list[tuple[int, rollout_pb2.RolloutEvent]]:
+        """Up to PAGE events of a rollout after a sequence number, each with its size in bytes as it was appended."""
+        sql = "SELECT payload FROM events WHERE rollout_id = ? AND sequence > ? ORDER BY sequence LIMIT ?"
+        rows = await self._journal.read(sql, (rollout_id, after, PAGE))
+        return [(len(row[0]), decode_event(row[0])) for row in rows]
 
     async def group_events(
         self, group_id: str, after_position: int, *, summary: bool
@@ -210,7 +307,9 @@ class EventLog:
             try:
                 while pending:
                     count = _piece(pending)
-                    await self._journal.write(list(_joined([item.statement for item in pending[:count]])))
+                    size = sum(item.size + _ROW_BYTES for item in pending[:count])
+                    statements = list(_joined([item.statement for item in pending[:count]]))
+                    await self._journal.submit(statements, size=size if size <= _SMALL_BYTES else None)
                     del pending[:count]
             except Exception as error:
                 _log.exception("the journal cannot be written")

@@ -10,12 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 from sqlite3 import IntegrityError, Row
 from typing import Final
 
+import structlog
+
 from penstock.driver.v1 import rollout_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_chassis.journal import Journal, SqlValue, Statement
+from penstock_driver.domain.pauses import Pause
 from penstock_driver.domain.records import Filter, GroupPlan, GroupRecord, Record, RequestKey
 from penstock_driver.domain.rollout import Phase
+from penstock_driver.domain.unended import AttemptPlace, Stage, Unended, spec_id
 
+_log = structlog.get_logger("penstock.driver")
 MIGRATION: Final = """
 CREATE TABLE driver (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE requests (request_id TEXT PRIMARY KEY, digest TEXT NOT NULL, resource_id TEXT NOT NULL) WITHOUT ROWID;
@@ -58,6 +64,50 @@ DROP TABLE former_requests;
 """
 MIGRATION_HOME: Final = "ALTER TABLE rollouts ADD COLUMN home BLOB;"
 """Adds which services have the rollout."""
+MIGRATION_ADOPTION: Final = """
+ALTER TABLE rollouts ADD COLUMN place TEXT;
+ALTER TABLE rollouts ADD COLUMN stage TEXT NOT NULL DEFAULT '';
+ALTER TABLE rollouts ADD COLUMN so_far BLOB;
+ALTER TABLE rollouts ADD COLUMN owed INTEGER NOT NULL DEFAULT 0;
+CREATE TABLE sealed_specs (spec_id TEXT PRIMARY KEY, sealed BLOB NOT NULL) WITHOUT ROWID;
+"""
+"""Adds what the next driver needs to go on with a rollout that has not ended (`domain.unended`)."""
+MIGRATION_PAUSES: Final = """
+ALTER TABLE rollouts ADD COLUMN pause TEXT;
+ALTER TABLE rollouts ADD COLUMN paused_s REAL NOT NULL DEFAULT 0;
+ALTER TABLE rollouts ADD COLUMN pauses INTEGER NOT NULL DEFAULT 0;
+"""
+"""Adds how a rollout is paused, and for how long and how often it has been."""
+MIGRATION_BRANCHES: Final = """
+ALTER TABLE rollouts ADD COLUMN branch BLOB;
+ALTER TABLE groups ADD COLUMN branch BLOB;
+ALTER TABLE sealed_specs ADD COLUMN ended REAL;
+CREATE INDEX sealed_specs_by_end ON sealed_specs (ended) WHERE ended IS NOT NULL;
+"""
+"""Adds what rollouts are branches of, and when the last rollout of a sealed spec ended: it is kept for branches."""
+MIGRATION_KEPT_SPECS: Final = """
+ALTER TABLE sealed_specs ADD COLUMN namespace TEXT NOT NULL DEFAULT 'default';
+UPDATE sealed_specs SET namespace = COALESCE(
+    (SELECT namespace FROM groups WHERE group_id = spec_id),
+    (SELECT namespace FROM rollouts WHERE rollout_id = spec_id),
+    'default'
+);
+DROP INDEX sealed_specs_by_end;
+CREATE INDEX sealed_specs_by_end ON sealed_specs (namespace, ended, spec_id) WHERE ended IS NOT NULL;
+CREATE TABLE kept_specs (namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO kept_specs
+    SELECT namespace, SUM(LENGTH(sealed)) FROM sealed_specs WHERE ended IS NOT NULL GROUP BY namespace;
+CREATE TRIGGER spec_kept AFTER UPDATE OF ended ON sealed_specs WHEN OLD.ended IS NULL AND NEW.ended IS NOT NULL BEGIN
+    INSERT INTO kept_specs VALUES (NEW.namespace, LENGTH(NEW.sealed))
+    ON CONFLICT (namespace) DO UPDATE SET bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER spec_forgotten AFTER DELETE ON sealed_specs WHEN OLD.ended IS NOT NULL BEGIN
+    UPDATE kept_specs SET bytes = bytes - LENGTH(OLD.sealed) WHERE namespace = OLD.namespace;
+    DELETE FROM kept_specs WHERE namespace = OLD.namespace AND bytes = 0;
+END;
+"""
+"""Adds whose sealed specs of ended rollouts are kept, and how many bytes of them each namespace has. They are counted
+by triggers, in the transaction that changes a spec, whatever changes it."""
 PAGE: Final = 256
 """Events that a watcher reads at once."""
 
@@ -89,8 +139,12 @@ class Records:
             raise AlreadyExists("this request_id was used for another request", reason="REQUEST_ID_REUSED")
         return str(rows[0][1])
 
-    async def create(self, key: RequestKey, rollouts: Sequence[Record], group: GroupRecord | None = None) -> None:
+    async def create(
+        self, key: RequestKey, rollouts: Sequence[Record], group: GroupRecord | None = None, *, sealed: bytes = b""
+    ) -> None:
         """Record new rollouts, their group and the request that created them, atomically.
+
+        `sealed` is their spec for the next driver; without it, that one ends them.
 
         AlreadyExists (ROLLOUT_EXISTS) when the request or one of the ids was used before. This includes deleted
         rollouts with a pending cleanup, which finds its resources by the id.
@@ -108,9 +162,17 @@ class Records:
                 *(group.group_id, group.run_id, group.spec.SerializeToString()),
                 *(plan.size, plan.spares, plan.quorum, plan.grace_s),
                 *(group.create_time, json.dumps(list(group.rollout_ids)), group.namespace),
+                group.branched_from.SerializeToString() if group.branched_from else None,
             )
-            statements.append(("INSERT INTO groups VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values))
+            statements.append(("INSERT INTO groups VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values))
         statements.extend(_insertion(record) for record in rollouts)
+        if sealed:
+            statements.append(
+                (
+                    "INSERT INTO sealed_specs (spec_id, sealed, namespace) VALUES (?, ?, ?)",
+                    (spec_id(rollouts[0]), sealed, rollouts[0].namespace),
+                )
+            )
         try:
             await self._journal.write(statements)
         except IntegrityError as error:
@@ -159,6 +221,28 @@ class Records:
             if not before:
                 return
 
+    async def unended(self) -> Sequence[Unended]:
+        """Every rollout that has not ended, with what the next driver needs: the furthest first, then the oldest."""
+        rows = await self._journal.query(
+            "SELECT rollouts.*, sealed_specs.sealed FROM rollouts LEFT JOIN sealed_specs"
+            " ON spec_id = COALESCE(group_id, rollout_id) WHERE end_time IS NULL ORDER BY phase DESC, number"
+        )
+        return [_unended(row) for row in rows]
+
+    async def unended_branches(self) -> Sequence[tuple[str, str, str]]:
+        """Id, group and namespace of every branch that has not ended."""
+        sql = (
+            "SELECT rollout_id, group_id, namespace FROM rollouts"
+            " WHERE end_time IS NULL AND branch IS NOT NULL AND group_id IS NOT NULL"
+        )
+        return [(str(row[0]), str(row[1]), str(row[2])) for row in await self._journal.query(sql)]
+
+    async def sealed_spec(self, record: Record) -> bytes | None:
+        """The sealed spec of a rollout, also after its end; None if it is no longer kept."""
+        sql = "SELECT sealed FROM sealed_specs WHERE spec_id = ?"
+        rows = await self._journal.query(sql, (spec_id(record),))
+        return bytes(rows[0][0]) if rows else None
+
     async def group(self, group_id: str) -> GroupRecord:
         """One group; NotFound (GROUP_UNKNOWN)."""
         rows = await self._journal.read("SELECT * FROM groups WHERE group_id = ?", (group_id,), few=True)
@@ -200,10 +284,23 @@ class Records:
         """Record that an ended rollout is fully released."""
         await self._journal.execute("DELETE FROM owed WHERE rollout_id = ?", (rollout_id,))
 
+    async def set_grades(self, rollout_id: str, grades: Sequence[rollout_pb2.Grade]) -> None:
+        """Record all further grades of an ended rollout; NotFound (ROLLOUT_UNKNOWN) if it was deleted meanwhile."""
+        stored = rollout_pb2.Rollout(grades=grades).SerializeToString()
+        sql = "UPDATE rollouts SET grades = ? WHERE rollout_id = ? AND end_time IS NOT NULL"
+        if not await self._journal.execute(sql, (stored, rollout_id)):
+            raise NotFound(f"there is no rollout {rollout_id} any more", reason="ROLLOUT_UNKNOWN")
+
     async def delete(self, rollout_id: str) -> None:
-        """Delete an ended rollout and its events."""
+        """Delete an ended rollout and its events, and its spec, unless another rollout of its group has it too."""
         await self._journal.write(
             [
+                (
+                    "DELETE FROM sealed_specs WHERE spec_id = (SELECT COALESCE(group_id, rollout_id) FROM rollouts"
+                    " WHERE rollout_id = ? AND end_time IS NOT NULL) AND NOT EXISTS"
+                    " (SELECT 1 FROM rollouts WHERE group_id = spec_id AND rollout_id != ?)",
+                    (rollout_id, rollout_id),
+                ),
                 ("DELETE FROM events WHERE rollout_id = ?", (rollout_id,)),
                 ("DELETE FROM rollouts WHERE rollout_id = ? AND end_time IS NOT NULL", (rollout_id,)),
             ]
@@ -216,12 +313,14 @@ class Records:
 def _insertion(record: Record) -> Statement:
     return (
         "INSERT INTO rollouts (rollout_id, group_id, idx, run_id, task_id, agent, agent_sha256, labels, spec,"
-        " create_time, phase, namespace, home, phase_times) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
+        " create_time, phase, namespace, home, branch, phase_times)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '{}')",
         (
             *(record.rollout_id, record.group_id, record.index, record.run_id, record.task_id, record.agent),
             *(record.agent_sha256, json.dumps(dict(record.labels)), record.spec.SerializeToString()),
             *(record.create_time, int(record.phase), record.namespace),
             record.home.SerializeToString() if record.home else None,
+            record.branched_from.SerializeToString() if record.branched_from else None,
         ),
     )
 
@@ -257,6 +356,15 @@ def parsed_home(data: bytes | None) -> rollout_pb2.Home | None:
     return None if data is None else rollout_pb2.Home.FromString(data)
 
 
+def _parsed_branch(data: bytes | None) -> trajectory_pb2.BranchPoint | None:
+    return None if data is None else trajectory_pb2.BranchPoint.FromString(data)
+
+
+def parsed_export(data: bytes | None) -> rollout_pb2.Export | None:
+    """Where a rollout was stored; None while it was not."""
+    return None if data is None else rollout_pb2.Export.FromString(data)
+
+
 def _record(row: Row) -> Record:
     return Record(
         rollout_id=row["rollout_id"],
@@ -279,6 +387,12 @@ def _record(row: Row) -> Record:
         attempts=row["attempts"],
         namespace=row["namespace"],
         home=parsed_home(row["home"]),
+        export=parsed_export(row["export"]),
+        pause=None if row["pause"] is None else Pause.from_json(row["pause"]),
+        paused_s=row["paused_s"],
+        pauses=row["pauses"],
+        branched_from=_parsed_branch(row["branch"]),
+        grades=() if row["grades"] is None else tuple(rollout_pb2.Rollout.FromString(row["grades"]).grades),
     )
 
 
@@ -291,4 +405,21 @@ def _group(row: Row) -> GroupRecord:
         create_time=row["create_time"],
         rollout_ids=tuple(json.loads(row["rollout_ids"])),
         namespace=row["namespace"],
+        branched_from=_parsed_branch(row["branch"]),
     )
+
+
+def _unended(row: Row) -> Unended:
+    """What is known of a rollout; one whose row a newer version wrote is as one without a spec."""
+    try:
+        return Unended(
+            _record(row),
+            sealed=row["sealed"],
+            place=None if row["place"] is None else AttemptPlace.from_json(row["place"]),
+            stage=Stage(row["stage"]),
+            so_far=parsed_outcome(row["so_far"]),
+            owed=bool(row["owed"]),
+        )
+    except ValueError as error:
+        _log.error("a rollout cannot be taken up", rollout_id=row["rollout_id"], error=repr(error))
+        return Unended(_record(row), owed=bool(row["owed"]))

@@ -18,7 +18,7 @@ from penstock_chassis.journal import Journal, Statement
 from penstock_driver.domain.ports import CallSpent
 from penstock_driver.domain.records import Filter
 from penstock_driver.domain.rollout import Phase
-from penstock_driver.store.records import conditions, parsed_home, parsed_outcome
+from penstock_driver.store.records import conditions, parsed_export, parsed_home, parsed_outcome
 
 MIGRATION: Final = """
 ALTER TABLE rollouts ADD COLUMN calls INTEGER NOT NULL DEFAULT 0;
@@ -31,7 +31,8 @@ ALTER TABLE rollouts ADD COLUMN newest_version INTEGER;
 
 _COLUMNS: Final = (
     "number, rollout_id, group_id, idx, run_id, task_id, agent, labels, create_time, end_time, phase, attempts,"
-    " outcome, home, calls, prompt_tokens, completion_tokens, oldest_version, newest_version, namespace"
+    " outcome, home, export, calls, prompt_tokens, completion_tokens, oldest_version, newest_version, namespace,"
+    " pause IS NOT NULL AS paused"
 )
 
 
@@ -53,12 +54,14 @@ class RolloutRow:
     attempts: int
     outcome: rollout_pb2.Outcome | None = field(repr=False)
     home: rollout_pb2.Home | None
+    export: rollout_pb2.Export | None
     calls: int
     prompt_tokens: int
     completion_tokens: int
     oldest_version: int | None
     newest_version: int | None
     namespace: str
+    paused: bool
 
     def matches(self, matching: Filter) -> bool:
         """Whether every condition that is set holds."""
@@ -162,10 +165,12 @@ def _row(row: Row) -> RolloutRow:
         attempts=row["attempts"],
         outcome=parsed_outcome(row["outcome"]),
         home=parsed_home(row["home"]),
+        export=parsed_export(row["export"]),
         calls=row["calls"],
         prompt_tokens=row["prompt_tokens"],
         completion_tokens=row["completion_tokens"],
         oldest_version=row["oldest_version"],
         newest_version=row["newest_version"],
         namespace=row["namespace"],
+        paused=bool(row["paused"]),
     )

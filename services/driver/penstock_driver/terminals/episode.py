@@ -7,9 +7,10 @@ before it is returned. The end is reported once the sandbox is gone, whatever en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from sqlite3 import OperationalError
 from typing import Any
 
 import structlog
@@ -32,7 +33,7 @@ from penstock_driver.domain.terminal_episode import (
     steps_pending,
 )
 from penstock_driver.environments.cleanup import Cleanups
-from penstock_driver.terminals.failures import ended_from_outside, failure_of_step, fault
+from penstock_driver.terminals.failures import ended_from_outside, failure_of_step, fault, left
 from penstock_driver.terminals.records import PlaceRecord, StepRecord, TerminalRecords
 from penstock_driver.terminals.shell import ShellState
 from penstock_driver.terminals.steps import TerminalSteps
@@ -96,6 +97,7 @@ class LiveEpisode:
         # The error that kept the end from being written to disk.
         self._fault: Exception | None = None
         self._gone = asyncio.Event()
+        self._is_grading = False
         self._timer = loop.call_later(start.left_s, self._expire)
 
     async def step(self, step: Step) -> terminal_service_pb2.StepResponse:
@@ -115,7 +117,26 @@ class LiveEpisode:
             flight = self._take_off(step.step_id, step.digest, size, self._in_turn(step))
         elif flight.digest != step.digest:
             raise step_reused()
-        return await asyncio.shield(flight.task)
+        try:
+            return await asyncio.shield(flight.task)
+        except asyncio.CancelledError:
+            if flight.task.cancelled():
+                raise left() from None
+            raise
+
+    @property
+    def grading(self) -> Sequence[asyncio.Task[Any]]:
+        """The steps to wait for before the episode can be left: those of a verifier that has begun."""
+        return [flight.task for flight in self._flights.values()] if self._is_grading else []
+
+    def leave(self) -> None:
+        """Stop without an end, for the next process of this driver. An episode that is ending ends."""
+        if self._course.ended:
+            return
+        self._timer.cancel()
+        for flight in self._flights.values():
+            flight.task.cancel()
+        self._on_end()
 
     def resume(self, step: StepRecord, action: Action) -> None:
         """Continue a step that the last driver started."""
@@ -184,13 +205,22 @@ class LiveEpisode:
     async def _do(self, step: StepRecord, action: Action) -> terminal_service_pb2.StepResponse | None:
         """Run a step, at most to the end of its episode; None when the episode ended."""
         work = asyncio.ensure_future(
-            self._services.steps.answer(self._spec, self._place, action.text, step.number - 1, self._reports.append)
+            self._services.steps.answer(
+                self._spec,
+                self._place,
+                action.text,
+                step.number - 1,
+                self._reports.append,
+                self._begin_grading,
+            )
             if isinstance(action, Answer)
             else self._services.steps.command(self._spec, self._place, self._shell, step.number, action)
         )
         ends: list[asyncio.Future[Any]] = [work, self._over]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        work.cancel()
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
         await asyncio.wait([work])
         outcome, result = Outcome(), None
         try:
@@ -219,6 +249,14 @@ class LiveEpisode:
         self._cut_off(step.step_id, outcome)
         await self._finish(outcome)
         return None
+
+    async def _begin_grading(self) -> None:
+        """Record that the verifier begins; while the disk is full it begins anyway, as of a rollout."""
+        self._is_grading = True
+        try:
+            await self._services.records.grading(self._terminal_id)
+        except OperationalError as error:
+            _log.warning("a restart might grade this episode twice", terminal_id=self._terminal_id, error=repr(error))
 
     def _cut_off(self, step_id: str, outcome: Outcome) -> None:
         last = Observation(ended=True, reward=outcome.reward, failure=outcome.failure)

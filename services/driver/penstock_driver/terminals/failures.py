@@ -46,6 +46,12 @@ def draining() -> Unavailable:
     return Unavailable("the driver is stopping", reason="DRAINING", retry_after_s=5.0)
 
 
+def left() -> Unavailable:
+    """The error for callers that wait for a step which the driver's next process goes on with."""
+    message = "the driver stops, and its next process goes on with the episode: repeat the step there"
+    return Unavailable(message, reason="DRIVER_STOPPING", retry_after_s=1.0)
+
+
 def stopped(phase: Phase) -> Failure:
     """The failure of an episode that its driver ends when it stops."""
     return Failure(

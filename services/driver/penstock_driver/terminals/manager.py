@@ -1,8 +1,8 @@
 """Runs the terminal episodes of a driver as owned tasks: open, step, answer, close, and recovery after a restart.
 
 Invariants: before the verifier starts, all processes that the commands started are dead (R60). An ended episode has no
-sandbox, whatever ended it (R70). After a kill -9 an open episode continues, with the command that was running. An
-episode that was answered but not graded, or that needs data kept only in memory, ends as DRIVER_RESTARTED.
+sandbox, whatever ended it (R70). After a kill -9 an open episode continues, with the command that was running, and an
+answered one is graded, unless its verifier had begun: that one ends as GRADING_INTERRUPTED.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class TerminalManager:
         known = await self._requests.known_request(key)
         if known is None:
             with self._claim():
-                spec = replace(spec, sandbox=await self._preflight.check_terminal(spec.sandbox))
+                terms = await self._preflight.check_terminal(spec.sandbox, toolboxes=bool(spec.packages))
+                spec = replace(spec, sandbox=terms)
                 begun: str = await asyncio.shield(self._own(self._begin(key, spec)))
             known = begun
         if opening := self._opening.get(known):
@@ -226,10 +227,9 @@ class TerminalManager:
                 # Its id was never returned: the same request opens another one.
                 await self._forget_request(record)
                 self._cleanups.owe(record.terminal_id, partial(self._records.forget, record))
-            elif record.answered or record.request is None or record.deadline is None:
+            elif record.deadline is None or (spec := _spec_of(record)) is None:
                 await self._end_lost(record, steps)
             else:
-                spec = terminal_spec(record.request, record.namespace)
                 self._resume(record, record.place, spec, record.deadline, steps)
                 continued += 1
         return continued
@@ -245,7 +245,7 @@ class TerminalManager:
         course, shell = EpisodeProgress(spec.max_commands), ShellState(place.shell_directory)
         pending: StepRecord | None = None
         for step in steps:
-            course.begin(step.step_id, step.digest, is_answer=False)
+            course.begin(step.step_id, step.digest, is_answer=record.answered and step is steps[-1])
             if step.shell is not None:
                 shell = replace(shell, saved_by=step.shell[0], last_code=step.shell[1])
             if step.result is None:
@@ -257,11 +257,7 @@ class TerminalManager:
             live.resume(pending, step_action(pending.action))
 
     async def _end_lost(self, record: TerminalRecord, steps: Sequence[StepRecord]) -> None:
-        phase = Phase.VERIFYING if record.answered else Phase.RUNNING
-        message = "the driver died while the episode was open, and the episode could not be resumed"
-        outcome = Outcome(
-            failure=Failure(Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, phase, component=Component.DRIVER)
-        )
+        outcome = Outcome(failure=_lost(record))
         last = Observation(ended=True, failure=outcome.failure)
         cut_off = {step.step_id: observation_to_proto(step.step_id, last) for step in steps if step.result is None}
         end = (record.terminal_id, outcome_to_proto(outcome), terminal_service_pb2.Terminal(), cut_off)
@@ -297,6 +293,17 @@ class TerminalManager:
         except sqlite3.OperationalError as error:
             _log.warning("a request's record was not deleted yet", terminal_id=record.terminal_id, error=repr(error))
 
+    async def leave(self, wait_s: float) -> None:
+        """Stop without ending an open episode: this driver's next process goes on with all (decision 061).
+
+        Wait at most `wait_s` seconds for verifiers that have begun.
+        """
+        self._closing = True
+        if grading := [task for live in self._live.values() for task in live.grading]:
+            await asyncio.wait(grading, timeout=wait_s)
+        for live in list(self._live.values()):
+            live.leave()
+
     async def aclose(self) -> None:
         """End all open episodes as DRIVER_STOPPED and wait until all of them are released."""
         self._closing = True
@@ -320,3 +327,27 @@ class TerminalManager:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, PenstockError):
             _log.error("a terminal's task failed", error=repr(error))
+
+
+def _spec_of(record: TerminalRecord) -> TerminalSpec | None:
+    """The spec of an episode that can go on; None for one that cannot, or that this version does not accept."""
+    if record.request is None or record.grading or (record.earlier and record.answered):
+        return None
+    try:
+        return terminal_spec(record.request, record.namespace)
+    except PenstockError as error:
+        _log.warning("an episode cannot go on", terminal_id=record.terminal_id, error=error.message)
+        return None
+
+
+def _lost(record: TerminalRecord) -> Failure:
+    """Why an episode does not go on after a restart."""
+    phase = Phase.VERIFYING if record.answered else Phase.RUNNING
+    if record.grading:
+        message = "the driver was restarted while the verifier ran"
+        return Failure(Cause.INFRASTRUCTURE, "GRADING_INTERRUPTED", message, True, phase, component=Component.DRIVER)
+    if record.earlier:
+        message = "the driver died while the episode was open, and was an earlier version"
+        return Failure(Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, phase, component=Component.DRIVER)
+    message = "what the episode needs to go on cannot be opened, or is not accepted"
+    return Failure(Cause.INFRASTRUCTURE, "SPEC_UNREADABLE", message, True, phase, component=Component.OPERATOR)

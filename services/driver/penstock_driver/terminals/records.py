@@ -1,8 +1,9 @@
 """The driver's records of terminal episodes and their steps: rows of the journal.
 
 Invariants: a step is on disk before its command starts, and its result before it is returned. The result of a final
-answer and the end of its episode are written atomically. What an open episode needs to continue (`request`) is erased
-at its end; what clients see of it stays, the results of its steps for KEPT_S. All of it is serialized messages.
+answer and the end of its episode are written atomically. What an open episode needs to continue (`request`, and the
+actions of its steps) is sealed, and erased at its end; what clients see of it stays, the results of its steps for
+KEPT_S. All of it is serialized messages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from sqlite3 import IntegrityError, Row
 from typing import Final
 
+import structlog
 from google.protobuf.message import Message
 
 from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
@@ -22,6 +24,7 @@ from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_chassis.journal import Journal, Statement
 from penstock_driver.domain.records import RequestKey
 from penstock_driver.store.records import parsed_outcome
+from penstock_driver.store.seal import Seal, SealBroken, is_sealed
 
 MIGRATION: Final = """
 CREATE TABLE terminals (
@@ -38,6 +41,8 @@ CREATE TABLE terminal_steps (
     action BLOB, result BLOB, shell TEXT, PRIMARY KEY (terminal_id, step_id)
 ) WITHOUT ROWID;
 """
+
+_log = structlog.get_logger("penstock.driver")
 
 KEPT_S: Final = 86_400.0
 """How long after an episode's end a repeated step still gets its first answer."""
@@ -61,8 +66,10 @@ class TerminalRecord:
     """A recorded episode; times in seconds since the epoch.
 
     `public` is the part of its spec that clients see. `place` is None while the episode is being opened. `request` is
-    None for an episode that cannot continue after a restart. `setup` and `verification` have the results of commands in
-    their field `verifier_commands`. `outcome` is set once it has ended, `released` once its sandbox is gone as well.
+    None for an episode that cannot continue after a restart. `grading` is set once its verifier may have begun;
+    `earlier` marks what an earlier version opened, which did not record that. `setup` and `verification` have the
+    results of commands in their field `verifier_commands`. `outcome` is set once it has ended, `released` once its
+    sandbox is gone as well.
     """
 
     terminal_id: str
@@ -74,6 +81,8 @@ class TerminalRecord:
     place: PlaceRecord | None = None
     deadline: float | None = None
     answered: bool = False
+    grading: bool = False
+    earlier: bool = False
     outcome: rollout_pb2.Outcome | None = None
     end_time: float | None = None
     setup: terminal_service_pb2.Terminal = field(default_factory=terminal_service_pb2.Terminal, repr=False)
@@ -102,13 +111,14 @@ class StepRecord:
 class TerminalRecords:
     """Episodes and their steps."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, seal: Seal) -> None:
         self._journal = journal
+        self._seal = seal
 
     async def namespace_of(self, terminal_id: str) -> str | None:
         """The namespace of an episode; None if there is no such episode."""
         rows = await self._journal.query(f"{_TERMINALS} WHERE terminal_id = ?", (terminal_id,))
-        return _terminal(rows[0]).namespace if rows else None
+        return self._terminal(rows[0]).namespace if rows else None
 
     async def create(self, record: TerminalRecord, key: RequestKey) -> None:
         """Record an episode that is being opened, and its request; AlreadyExists (ROLLOUT_EXISTS) if known."""
@@ -160,14 +170,14 @@ class TerminalRecords:
         where = json.dumps([place.sandbox_id, place.workdir, place.shell_directory, place.home, place.service])
         await self._journal.execute(
             "UPDATE terminals SET place = ?, deadline = ?, ready_order = ?, setup = ? WHERE terminal_id = ?",
-            (where, deadline, _bytes(request), setup.SerializeToString(), terminal_id),
+            (where, deadline, self._sealed(terminal_id, request), setup.SerializeToString(), terminal_id),
         )
 
     async def begin(self, terminal_id: str, step: StepRecord, *, is_answer: bool) -> None:
         statements: list[Statement] = [
             (
                 "INSERT INTO terminal_steps (terminal_id, number, step_id, digest, action) VALUES (?, ?, ?, ?, ?)",
-                (terminal_id, step.number, step.step_id, step.digest, _bytes(step.action)),
+                (terminal_id, step.number, step.step_id, step.digest, self._sealed(terminal_id, step.action)),
             )
         ]
         statements.append(
@@ -177,6 +187,10 @@ class TerminalRecords:
             )
         )
         await self._journal.write(statements)
+
+    async def grading(self, terminal_id: str) -> None:
+        """Record that the verifier of an answered episode begins."""
+        await self._journal.execute("UPDATE terminals SET answered = 2 WHERE terminal_id = ?", (terminal_id,))
 
     async def done(
         self, terminal_id: str, step_id: str, result: terminal_service_pb2.StepResponse, shell: tuple[int, int]
@@ -229,25 +243,70 @@ class TerminalRecords:
         rows = await self._journal.query(f"{_TERMINALS} WHERE terminal_id = ?", (terminal_id,))
         if not rows or (rows[0]["place"] is None and rows[0]["outcome"] is None):
             raise NotFound(f"there is no terminal {terminal_id}", reason="TERMINAL_UNKNOWN")
-        return _terminal(rows[0])
+        return self._terminal(rows[0])
 
     async def unreleased(self) -> list[TerminalRecord]:
         """Episodes that have not ended, or that may still have a sandbox."""
-        return [_terminal(row) for row in await self._journal.query(f"{_TERMINALS} WHERE released = 0 ORDER BY number")]
+        return [
+            self._terminal(row) for row in await self._journal.query(f"{_TERMINALS} WHERE released = 0 ORDER BY number")
+        ]
 
     async def steps(self, terminal_id: str) -> Sequence[StepRecord]:
         """An episode's steps in order."""
         sql = "SELECT * FROM terminal_steps WHERE terminal_id = ? ORDER BY number"
-        return [_step(row) for row in await self._journal.query(sql, (terminal_id,))]
+        return [self._step(row) for row in await self._journal.query(sql, (terminal_id,))]
 
     async def step(self, terminal_id: str, step_id: str) -> StepRecord | None:
         sql = "SELECT * FROM terminal_steps WHERE terminal_id = ? AND step_id = ?"
         rows = await self._journal.query(sql, (terminal_id, step_id))
-        return _step(rows[0]) if rows else None
+        return self._step(rows[0]) if rows else None
 
+    def _terminal(self, row: Row) -> TerminalRecord:
+        request = self._opened(row["terminal_id"], row["ready_order"])
+        return TerminalRecord(
+            terminal_id=row["terminal_id"],
+            request_id=row["request_id"],
+            labels=json.loads(row["labels"]),
+            public=terminal_service_pb2.Terminal.FromString(row["shown"]),
+            create_time=row["create_time"],
+            request=None if request is None else terminal_service_pb2.OpenTerminalRequest.FromString(request),
+            place=None if row["place"] is None else PlaceRecord(*json.loads(row["place"])),
+            deadline=row["deadline"],
+            answered=bool(row["answered"]),
+            grading=row["answered"] == 2,
+            earlier=row["ready_order"] is None or not is_sealed(row["ready_order"]),
+            outcome=parsed_outcome(row["outcome"]),
+            end_time=row["end_time"],
+            setup=terminal_service_pb2.Terminal.FromString(row["setup"] or b""),
+            verification=terminal_service_pb2.Terminal.FromString(row["verification"] or b""),
+            released=bool(row["released"]),
+            step_count=row["steps"],
+        )
 
-def _bytes(message: Message | None) -> bytes | None:
-    return None if message is None else message.SerializeToString()
+    def _step(self, row: Row) -> StepRecord:
+        action = self._opened(row["terminal_id"], row["action"])
+        shell = None if row["shell"] is None else json.loads(row["shell"])
+        return StepRecord(
+            number=row["number"],
+            step_id=row["step_id"],
+            digest=row["digest"],
+            action=None if action is None else terminal_service_pb2.StepRequest.FromString(action),
+            result=None if row["result"] is None else terminal_service_pb2.StepResponse.FromString(row["result"]),
+            shell=None if shell is None else (shell[0], shell[1]),
+        )
+
+    def _sealed(self, terminal_id: str, message: Message | None) -> bytes | None:
+        return None if message is None else self._seal.seal(message.SerializeToString(), terminal_id)
+
+    def _opened(self, terminal_id: str, data: bytes | None) -> bytes | None:
+        """What was sealed, or kept as it is by an earlier version; None if it cannot be opened."""
+        if data is None or not is_sealed(data):
+            return data
+        try:
+            return self._seal.open(data, terminal_id)
+        except SealBroken as error:
+            _log.warning("an episode cannot go on", terminal_id=terminal_id, error=str(error))
+            return None
 
 
 _TERMINALS: Final = "SELECT * FROM terminals"
@@ -257,38 +316,4 @@ def _request_forgotten(record: TerminalRecord) -> Statement:
     return (
         "DELETE FROM requests WHERE namespace = ? AND request_id = ? AND resource_id = ?",
         (record.namespace, record.request_id, record.terminal_id),
-    )
-
-
-def _terminal(row: Row) -> TerminalRecord:
-    return TerminalRecord(
-        terminal_id=row["terminal_id"],
-        request_id=row["request_id"],
-        labels=json.loads(row["labels"]),
-        public=terminal_service_pb2.Terminal.FromString(row["shown"]),
-        create_time=row["create_time"],
-        request=None
-        if row["ready_order"] is None
-        else terminal_service_pb2.OpenTerminalRequest.FromString(row["ready_order"]),
-        place=None if row["place"] is None else PlaceRecord(*json.loads(row["place"])),
-        deadline=row["deadline"],
-        answered=bool(row["answered"]),
-        outcome=parsed_outcome(row["outcome"]),
-        end_time=row["end_time"],
-        setup=terminal_service_pb2.Terminal.FromString(row["setup"] or b""),
-        verification=terminal_service_pb2.Terminal.FromString(row["verification"] or b""),
-        released=bool(row["released"]),
-        step_count=row["steps"],
-    )
-
-
-def _step(row: Row) -> StepRecord:
-    shell = None if row["shell"] is None else json.loads(row["shell"])
-    return StepRecord(
-        number=row["number"],
-        step_id=row["step_id"],
-        digest=row["digest"],
-        action=None if row["action"] is None else terminal_service_pb2.StepRequest.FromString(row["action"]),
-        result=None if row["result"] is None else terminal_service_pb2.StepResponse.FromString(row["result"]),
-        shell=None if shell is None else (shell[0], shell[1]),
     )

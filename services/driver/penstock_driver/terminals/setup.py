@@ -15,6 +15,7 @@ from penstock_driver.domain.ports import CommandReport, PreparedSnapshot, Sandbo
 from penstock_driver.domain.rollout import CommandFinished, Phase
 from penstock_driver.domain.terminal_episode import TerminalSpec
 from penstock_driver.environments.forks import ThrottledForks
+from penstock_driver.environments.packages import TaskPackages
 from penstock_driver.environments.prepare import setup_of
 from penstock_driver.environments.throttle import patiently
 from penstock_driver.terminals.records import PlaceRecord
@@ -37,6 +38,7 @@ class TerminalSetups:
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
         self._forks = ThrottledForks(sandboxes)
+        self._packages = TaskPackages(sandboxes)
         self._prepared: SingleFlight[tuple[str, str], PreparedTerminal] = SingleFlight()
 
     async def get(self, spec: TerminalSpec, *, again: bool = False) -> PreparedTerminal:
@@ -53,7 +55,7 @@ class TerminalSetups:
         try:
             async with asyncio.timeout(limit):
                 return await self._prepared.get(
-                    key, lambda: patiently(lambda: self._make(spec), full_s=spec.limits.prepare_s)
+                    key, lambda: patiently(lambda: self._make(spec, again), full_s=spec.limits.prepare_s)
                 )
         except TimeoutError:
             message = f"preparing took longer than {limit:g} s"
@@ -72,6 +74,7 @@ class TerminalSetups:
                 lease_s=spec.limits.sandbox_s,
                 labels=labels,
                 patience_s=spec.limits.prepare_s,
+                repeatable=spec.request.sandbox.repeatable,
             )
             return PlaceRecord(facts.sandbox_id, facts.workdir, fresh_state().directory, facts.home, facts.service)
 
@@ -87,9 +90,19 @@ class TerminalSetups:
         )
         return prepared, place
 
-    async def _make(self, spec: TerminalSpec) -> PreparedTerminal:
+    async def _make(self, spec: TerminalSpec, again: bool) -> PreparedTerminal:
+        try:
+            return await self._snapshot(spec, again)
+        except NotFound as error:
+            if error.reason != "TOOLBOX_UNKNOWN":
+                raise
+            # The sandbox service evicted the toolbox since it was prepared.
+            return await self._snapshot(spec, True)
+
+    async def _snapshot(self, spec: TerminalSpec, again: bool) -> PreparedTerminal:
         commands = setup_of(spec.task, spec.limits)
-        wanted = SnapshotSpec(terms=spec.sandbox, toolbox_ids=(), files=spec.task.files, setup=commands)
+        packages = await self._packages.get(spec.packages, spec.sandbox, spec.namespace, _unread, again=again)
+        wanted = SnapshotSpec(terms=spec.sandbox, toolbox_ids=packages, files=spec.task.files, setup=commands)
         reports: list[CommandReport] = []
         try:
             async for step in self._sandboxes.prepare_snapshot(wanted):
@@ -104,6 +117,10 @@ class TerminalSetups:
                 raise _setup_failed(reports[-1], len(commands)) from error
             raise
         raise Internal("the sandbox service ended the preparation without a snapshot", reason="SNAPSHOT_MISSING")
+
+
+def _unread(line: str) -> None:
+    """An episode has no events for lines of an installation; its failure names the cause."""
 
 
 def _setup_failed(report: CommandReport, count: int) -> FailedPrecondition:

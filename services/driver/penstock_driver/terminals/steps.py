@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -79,14 +79,24 @@ class TerminalSteps:
         return failure
 
     async def answer(
-        self, spec: TerminalSpec, place: PlaceRecord, text: str, steps: int, report: Callable[[CommandFinished], None]
+        self,
+        spec: TerminalSpec,
+        place: PlaceRecord,
+        text: str,
+        steps: int,
+        report: Callable[[CommandFinished], None],
+        begins: Callable[[], Awaitable[None]],
     ) -> Reward | None:
-        """Kill everything that `steps` steps left running, then grade the answer; None without a verifier."""
+        """Kill everything that `steps` steps left running, then grade the answer; None without a verifier.
+
+        `begins` is called before the verifier begins.
+        """
         await self._kill_all(place, steps)
         verifier = spec.task.verifier
         if verifier is None:
             return None
         await self._check_system(spec, place)
+        await begins()
         limit = spec.limits.verify_s
         try:
             async with asyncio.timeout(limit):

@@ -41,6 +41,9 @@ def agent_to_proto(agent: Agent) -> agent_service_pb2.Agent:
 
 def spec_from_proto(wire: agent_pb2.AgentSpec) -> AgentSpec:
     """A checked spec; InvalidArgument (FIELD_INVALID) with every wrong field."""
+    for name in ("npm_lock", "python_target"):
+        if getattr(wire.toolbox, name) != getattr(toolbox_service_pb2.ToolboxSpec(), name):
+            raise invalid_field(f"spec.toolbox.{name}", "is for packages of a task: an agent has packages of its own")
     data: dict[str, Any] = {
         "name": wire.name,
         "description": wire.description,

@@ -15,7 +15,7 @@ from penstock.values import numbers, reader, writer
 from penstock_chassis import times
 from penstock_chassis.validation import foreign_page_token
 from penstock_driver.agents.launch import FileToWrite
-from penstock_driver.agents.specs import Dialect, RuntimeKind, Toolbox
+from penstock_driver.agents.specs import Dialect, RuntimeKind, TaskToolbox, Toolbox
 from penstock_driver.domain.ports import Command, CommandResult, Exit, ExitReason
 
 DIALECTS: Final = numbers(Dialect, trajectory_pb2.Dialect)
@@ -82,7 +82,7 @@ seed_to_proto: Final = writer(FileToWrite, sandbox_service_pb2.SeedFile)
 
 def toolbox_to_proto(name: str, toolbox: Toolbox) -> toolbox_service_pb2.ToolboxSpec:
     """The toolbox to install."""
-    return toolbox_service_pb2.ToolboxSpec(
+    wire = toolbox_service_pb2.ToolboxSpec(
         name=name,
         runtimes=[
             toolbox_service_pb2.Runtime(
@@ -98,6 +98,12 @@ def toolbox_to_proto(name: str, toolbox: Toolbox) -> toolbox_service_pb2.Toolbox
         path_directories=toolbox.path_directories,
         python_packages=toolbox.python_packages,
     )
+    if isinstance(toolbox, TaskToolbox):
+        wire.npm_lock = toolbox.npm_lock
+        if toolbox.python_target is not None:
+            wire.python_target.version = toolbox.python_target.version
+            wire.python_target.platform = toolbox.python_target.platform
+    return wire
 
 
 def page_token(token: str) -> int:

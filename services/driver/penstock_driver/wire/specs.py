@@ -18,11 +18,18 @@ from penstock_chassis import times
 from penstock_driver.agents.launch import AgentChoice, McpServer, check_choice
 from penstock_driver.agents.registry import AgentRegistry
 from penstock_driver.domain import validation
-from penstock_driver.domain.ports import SandboxTerms
-from penstock_driver.domain.rollout import Limits, RolloutSpec, Task, Verifier
+from penstock_driver.domain.ports import Packages, SandboxTerms
+from penstock_driver.domain.rollout import Limits, Replay, RolloutSpec, Task, Verifier
 from penstock_driver.domain.terminal_episode import DEFAULT_OUTPUT, MAX_COMMANDS, Action, Answer, TerminalSpec
 from penstock_driver.domain.validation import Violations
 from penstock_driver.wire.converters import command_from_proto, struct_to_dict
+
+_REPLAYS: Final = {
+    rollout_pb2.REPLAY_UNSPECIFIED: Replay.UNTIL_DIVERGENCE,
+    rollout_pb2.REPLAY_OFF: Replay.OFF,
+    rollout_pb2.REPLAY_UNTIL_DIVERGENCE: Replay.UNTIL_DIVERGENCE,
+    rollout_pb2.REPLAY_EXACT: Replay.EXACT,
+}
 
 
 def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namespace: str) -> RolloutSpec:
@@ -34,6 +41,8 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
         found.add("spec.agent.name", "is required")
     if request.mode not in interception_pb2.Mode.values()[1:]:
         found.add("spec.mode", "is required: MODE_BLACK_BOX, MODE_TRANSPARENT_PROXY or MODE_INTERCEPTION_GATE")
+    if request.replay not in _REPLAYS:
+        found.add("spec.replay", "expected REPLAY_OFF, REPLAY_UNTIL_DIVERGENCE or REPLAY_EXACT")
     found.refuse()
     agent = agents.get(namespace, request.agent.name, request.agent.spec_sha256)
     limits = limits_from_proto(request.limits)
@@ -56,12 +65,33 @@ def rollout_spec(request: rollout_pb2.RolloutSpec, agents: AgentRegistry, namesp
         run_id=request.run_id if request.HasField("run_id") else None,
         labels=dict(request.labels),
         max_attempts=request.max_attempts if request.HasField("max_attempts") else 1,
+        replay=_REPLAYS[request.replay],
+        repeatable=is_repeatable(request),
         namespace=namespace,
+        keep_end_state=request.keep_end_state if request.HasField("keep_end_state") else None,
+        verifier_sha256=verifier_sha256(request.task.verifier) if request.task.HasField("verifier") else "",
+        packages=_packages(request.sandbox.packages),
+        agent_network=request.sandbox.agent_network if request.sandbox.HasField("agent_network") else None,
+        verifier_network=request.sandbox.verifier_network if request.sandbox.HasField("verifier_network") else None,
     )
     validation.check_rollout(spec, found)
     found.refuse()
     check_choice(agent.spec, spec.choice, spec.task.instruction)
     return spec
+
+
+def verifier_sha256(verifier: rollout_pb2.Verifier) -> str:
+    """The SHA-256 of a verifier, in hex, whatever `fresh_fork` says: the driver fills that in."""
+    known = rollout_pb2.Verifier()
+    known.CopyFrom(verifier)
+    known.ClearField("fresh_fork")
+    return hashlib.sha256(known.SerializeToString(deterministic=True)).hexdigest()
+
+
+def is_repeatable(request: rollout_pb2.RolloutSpec) -> bool:
+    """Whether the agent's sandbox shall be repeatable: as chosen, else unless nothing is ever replayed."""
+    chosen = request.sandbox
+    return chosen.repeatable if chosen.HasField("repeatable") else request.replay != rollout_pb2.REPLAY_OFF
 
 
 def terminal_spec(request: terminal_service_pb2.OpenTerminalRequest, namespace: str) -> TerminalSpec:
@@ -81,6 +111,7 @@ def terminal_spec(request: terminal_service_pb2.OpenTerminalRequest, namespace: 
         max_commands=request.max_steps if request.HasField("max_steps") else MAX_COMMANDS,
         labels=dict(request.labels),
         namespace=namespace,
+        packages=_packages(request.sandbox.packages),
     )
     validation.check_terminal(spec, found)
     found.refuse()
@@ -109,7 +140,8 @@ def _environment_key(
         sandbox=sandbox,
         limits=rollout_pb2.Limits(setup=limits.setup if limits.HasField("setup") else None),
     )
-    relevant.sandbox.ClearField("backend")
+    for name in ("backend", "repeatable", "agent_network", "verifier_network"):
+        relevant.sandbox.ClearField(name)
     return hashlib.sha256(namespace.encode() + b"\0" + relevant.SerializeToString(deterministic=True)).hexdigest()
 
 
@@ -137,7 +169,9 @@ _sandbox_terms: Final = reader(
     SandboxTerms,
     rollout_pb2.SandboxChoice,
     renamed={name: f"resources.{name}" for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")},
+    left_out=("repeatable", "packages", "agent_network", "verifier_network"),
 )
+_packages: Final = reader(Packages, rollout_pb2.Packages)
 
 _verifier: Final = reader(
     Verifier,
@@ -173,7 +207,9 @@ def _seconds(request: terminal_service_pb2.OpenTerminalRequest, name: str, defau
 
 
 def effective_spec(spec: RolloutSpec) -> rollout_pb2.RolloutSpec:
-    """The spec to store and to return: defaults filled in; file contents, keys and secret environments removed."""
+    """The spec to store and to return: defaults filled in, and file contents, keys and secret environments removed. Of
+    locks it has digests.
+    """
     wire = rollout_pb2.RolloutSpec()
     wire.CopyFrom(spec.request)
     wire.agent.spec_sha256 = spec.agent.sha256
@@ -185,6 +221,11 @@ def effective_spec(spec: RolloutSpec) -> rollout_pb2.RolloutSpec:
     for server in wire.agent.mcp_servers:
         for name in list(server.stdio.secret_env) if server.HasField("stdio") else ():
             server.stdio.secret_env[name] = ""
+    wire.sandbox.repeatable = spec.repeatable
+    for name in ("python", "npm"):
+        if getattr(wire.sandbox.packages, name):
+            digest = hashlib.sha256(getattr(wire.sandbox.packages, name).encode()).hexdigest()
+            setattr(wire.sandbox.packages, name, f"sha256:{digest}")
     for name in ("prepare", "setup", "agent", "verify"):
         getattr(wire.limits, name).CopyFrom(times.duration(getattr(spec.limits, f"{name}_s")))
     make_effective(wire.task, spec.task)

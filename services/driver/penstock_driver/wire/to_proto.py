@@ -15,12 +15,15 @@ from penstock.trajectory.v1 import trajectory_pb2
 from penstock.values import to_proto, writer
 from penstock_chassis import times
 from penstock_driver.agents.output_events import AgentEvent
+from penstock_driver.domain.pauses import RolloutPaused, RolloutResumed
 from penstock_driver.domain.records import GroupRecord, Record
 from penstock_driver.domain.rollout import (
+    FIRST_GRADE,
     AgentExit,
     ArtifactCollected,
     AttemptFailed,
     CallFinished,
+    Changes,
     CommandFinished,
     Component,
     Failure,
@@ -41,12 +44,13 @@ _COMPONENTS: Final = {party: rollout_pb2.Party.Value(f"PARTY_{party.value}") for
 _GRADING_COMMANDS: Final = 64
 _GRADING_TAIL_BYTES: Final = 1024
 
-_failure: Final = writer(
+failure_to_proto: Final = writer(
     Failure,
     rollout_pb2.Failure,
     left_out=("component",),
     by={"caused_by": lambda failure: _COMPONENTS[failure.caused_by]},
 )
+"""Why a rollout, or an attempt, did not complete."""
 
 command_finished: Final = writer(
     CommandFinished,
@@ -75,27 +79,33 @@ _grading: Final = writer(
     },
 )
 
+changes_to_proto: Final = writer(Changes, rollout_pb2.Grading.Changes)
+"""What was copied of an agent's work."""
+
 outcome_to_proto: Final = writer(Outcome, rollout_pb2.Outcome)
 """How a rollout ended."""
 
 _call_finished: Final = writer(CallFinished, rollout_pb2.CallFinished, left_out=("spent",))
 
-_artifact: Final = writer(
+artifact_to_proto: Final = writer(
     ArtifactCollected,
     rollout_pb2.ArtifactCollected,
     by={"truncated": lambda event: event.size_bytes > len(event.content)},
 )
+"""A fetched file."""
 
 rollout_to_proto: Final = writer(
     Record,
     rollout_pb2.Rollout,
     renamed={"agent_sha256": "agent_spec_sha256"},
-    left_out=("run_id", "task_id", "agent", "labels", "is_result"),
+    left_out=("run_id", "task_id", "agent", "labels", "is_result", "paused_s", "pauses"),
     by={
+        "grades": lambda record: record.grades,
+        "paused": lambda record: record.pause is not None,
         "phase_times": lambda record: [
             rollout_pb2.PhaseTime(phase=PHASES[phase], duration=times.duration(seconds))
             for phase, seconds in sorted(record.phase_times.items())
-        ]
+        ],
     },
 )
 """A rollout in its current state."""
@@ -120,9 +130,13 @@ def event_to_proto(rollout_id: str, sequence: int, time: float, event: RolloutEv
         case CallFinished():
             wire.call_finished.CopyFrom(_call_finished(event))
         case ArtifactCollected():
-            wire.artifact.CopyFrom(_artifact(event))
+            wire.artifact.CopyFrom(artifact_to_proto(event))
         case Progress():
             wire.progress.message = event.message
+        case RolloutPaused():
+            wire.paused.CopyFrom(to_proto(event, rollout_pb2.RolloutPaused))
+        case RolloutResumed():
+            wire.resumed.CopyFrom(to_proto(event, rollout_pb2.RolloutResumed))
         case Outcome():
             wire.ended.CopyFrom(outcome_to_proto(event))
     return wire
@@ -155,8 +169,21 @@ def _fields(payload: bytes) -> Any:
     return UnknownFieldSet(Empty.FromString(payload))
 
 
-def group_to_proto(group: GroupRecord, ended: Sequence[Record]) -> rollout_pb2.Group:
-    """A group in its current state; `ended` has its ended rollouts in the order in which they ended."""
+def listed_to_proto(record: Record) -> rollout_pb2.Rollout:
+    """A rollout as lists have it: further grades are without what an agent makes long."""
+    wire = rollout_to_proto(record)
+    for grade in wire.grades:
+        grade.grading.ClearField("commands")
+        if grade.grading.HasField("changes"):
+            grade.grading.changes.ClearField("left_out_paths")
+    return wire
+
+
+def group_to_proto(group: GroupRecord, ended: Sequence[Record], paused: int = 0) -> rollout_pb2.Group:
+    """A group in its current state; `ended` has its ended rollouts in the order in which they ended.
+
+    `paused` is how many of its rollouts are paused.
+    """
     results = [record.rollout_id for record in ended if record.is_result]
     plan = group.plan
     is_over = len(ended) == len(group.rollout_ids)
@@ -171,9 +198,12 @@ def group_to_proto(group: GroupRecord, ended: Sequence[Record]) -> rollout_pb2.G
         ended_count=len(ended),
         ended=is_over,
         create_time=times.timestamp(group.create_time),
+        paused_count=paused,
         complete=is_over and len(results) >= plan.quorum,
         result_rollout_ids=results[: plan.size],
     )
+    if group.branched_from is not None:
+        wire.branched_from.CopyFrom(group.branched_from)
     if plan.grace_s is not None:
         wire.stragglers.grace.CopyFrom(times.duration(plan.grace_s))
     if is_over and ended:
@@ -181,9 +211,17 @@ def group_to_proto(group: GroupRecord, ended: Sequence[Record]) -> rollout_pb2.G
     return wire
 
 
-def add_driver_fields(trajectory: trajectory_pb2.Trajectory, record: Record) -> trajectory_pb2.Trajectory:
-    """Add the fields that only the driver knows to a trajectory's first fragment, and return it."""
+def add_driver_fields(
+    trajectory: trajectory_pb2.Trajectory, record: Record, grade: str = ""
+) -> trajectory_pb2.Trajectory:
+    """Add the fields that only the driver knows to a trajectory's first fragment, and return it.
+
+    The reward is that of the further grade of the name `grade`, none if there is none; empty or "first" = the one that
+    the rollout ended with.
+    """
     outcome, spec = record.outcome or rollout_pb2.Outcome(), record.spec
+    further = next((one for one in record.grades if one.name == grade), rollout_pb2.Grade())
+    graded = outcome if grade in ("", FIRST_GRADE) else further
     trajectory.rollout_id = record.rollout_id
     trajectory.namespace = record.namespace
     # The gate's record also has the driver's own labels, used to find resources for cleanup.
@@ -192,8 +230,8 @@ def add_driver_fields(trajectory: trajectory_pb2.Trajectory, record: Record) -> 
     if record.group_id:
         trajectory.group_id = record.group_id
         trajectory.group_index = record.index
-    if outcome.HasField("reward"):
-        trajectory.reward.CopyFrom(outcome.reward)
+    if graded.HasField("reward"):
+        trajectory.reward.CopyFrom(graded.reward)
     if outcome.HasField("failure"):
         trajectory.failure_cause = rollout_pb2.FailureCause.Name(outcome.failure.cause).removeprefix("FAILURE_CAUSE_")
         trajectory.failure_reason = outcome.failure.reason
@@ -201,10 +239,19 @@ def add_driver_fields(trajectory: trajectory_pb2.Trajectory, record: Record) -> 
     trajectory.agent = record.agent
     trajectory.agent_spec_sha256 = record.agent_sha256
     trajectory.task_id = record.task_id
+    trajectory.attempt = record.attempts
+    if record.branched_from is not None:
+        trajectory.branched_from.CopyFrom(record.branched_from)
+    if record.run_id is not None:
+        trajectory.run_id = record.run_id
+    if not trajectory.HasField("create_time"):  # it never reached a gate
+        trajectory.create_time.CopyFrom(times.timestamp(record.create_time))
     if spec.task.HasField("metadata"):
         trajectory.task_metadata.CopyFrom(spec.task.metadata)
     if record.end_time is not None:
         trajectory.duration.CopyFrom(times.duration(record.end_time - record.create_time))
+        if not trajectory.HasField("end_time"):
+            trajectory.end_time.CopyFrom(times.timestamp(record.end_time))
     return trajectory
 
 
@@ -215,11 +262,8 @@ def public_terminal(spec: TerminalSpec) -> terminal_service_pb2.Terminal:
     return wire
 
 
-def recovery_request(spec: TerminalSpec) -> terminal_service_pb2.OpenTerminalRequest | None:
-    """The request from which a restarted driver continues an open episode; None if it would put a secret on disk."""
-    task = spec.request.task
-    if any(command.secret_env for command in [*task.setup, *task.verifier.commands]):
-        return None
+def recovery_request(spec: TerminalSpec) -> terminal_service_pb2.OpenTerminalRequest:
+    """The request from which a restarted driver continues an open episode, with its secrets: it is stored sealed."""
     wire = terminal_service_pb2.OpenTerminalRequest()
     wire.CopyFrom(spec.request)
     wire.task.ClearField("files")  # the sandbox has them

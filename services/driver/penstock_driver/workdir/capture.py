@@ -39,6 +39,11 @@ class WorkdirCapture:
         self._record = record
         self._before: BinaryIO | None = None
 
+    @property
+    def needs_before(self) -> bool:
+        """Whether `keep` reads anything."""
+        return self._task.keep_diff
+
     async def keep(self, sandbox: SandboxFacts) -> None:
         """Read the prepared directory, if a diff is wanted."""
         if self._task.keep_diff:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.membership.routing import Router
 from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checkpoint import Checkpoint, Spool
 from penstock_inference.replicas import wire
 from penstock_inference.replicas.pool import ReplicaPool
-from penstock_inference.replicas.routing import Router
 from penstock_inference.replicas.supervisor import Policy, ReplicaSupervisor
 from penstock_inference.replicas.weight_updates import Updates
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock_chassis.errors import AlreadyExists, PenstockError, Violation
+from penstock_chassis.membership.routing import MAX_PREFIX_TOKENS, Router, prefix_blocks
 from penstock_inference.engines.base import (
     EngineInfo,
     EngineStats,
@@ -30,7 +31,6 @@ from penstock_inference.engines.checks import raise_violations
 from penstock_inference.engines.continuation import MAX_DEATHS, unbroken
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
 from penstock_inference.replicas.replica_process import ReplicaProcess, replica_died
-from penstock_inference.replicas.routing import Router, prefix_blocks
 from penstock_inference.replicas.supervisor import ReplicaSupervisor, is_death
 from penstock_inference.replicas.weight_updates import Updates
 
@@ -144,13 +144,13 @@ class ReplicaPool:
 
     async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
         """Logprobs of `token_ids[1:]`, from the replica that the router chooses."""
-        blocks, deaths = prefix_blocks(token_ids, adapter), 0
+        blocks, deaths = _blocks(token_ids, adapter), 0
         while True:
             self._supervisor.check_some_live()
             route = self._router.route(blocks, token_ids.size, 1)
             if route is None:
                 raise replica_died()
-            life = self._supervisor.life(route.replica)
+            life = self._supervisor.life(route.member)
             try:
                 scores: Scores = await life.ask("score", token_ids, temperature, adapter)
             except PenstockError as error:
@@ -288,7 +288,7 @@ class ReplicaPool:
         """Wait for a replica; False if aborted. Raises Unavailable when none is likely to come."""
         while not flight.aborted:
             self._supervisor.check_some_may_come()
-            if self._router.replicas and not self._updates.switching:
+            if self._router.members and not self._updates.switching:
                 return True
             flight.moved.clear()
             await flight.moved.wait()
@@ -296,12 +296,12 @@ class ReplicaPool:
 
     async def _attempt(self, flight: _Flight, asked: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """Generate on the best replica. If that dies: raises Unavailable (ENGINE_DIED), or ends if aborted."""
-        blocks = prefix_blocks(asked.prompt_token_ids, asked.adapter)
+        blocks = _blocks(asked.prompt_token_ids, asked.adapter)
         route = self._router.route(blocks, asked.prompt_token_ids.size, asked.sampling.max_tokens, asked.session_id)
         if route is None:
             raise replica_died()
-        replica = self._supervisor.replica(route.replica)
-        life = flight.life = self._supervisor.life(route.replica)
+        replica = self._supervisor.replica(route.member)
+        life = flight.life = self._supervisor.life(route.member)
         try:
             async with aclosing(life.generate(asked)) as events:
                 async for event in events:
@@ -317,3 +317,7 @@ class ReplicaPool:
         finally:
             flight.life = None
             self._router.ended(route)
+
+
+def _blocks(prompt: TokenIds, adapter: str) -> tuple[bytes, ...]:
+    return prefix_blocks(prompt[:MAX_PREFIX_TOKENS].astype("<i4", copy=False).tobytes(), adapter)

@@ -13,13 +13,13 @@ import structlog
 from penstock_chassis.aio.retry import Delays
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import PenstockError
+from penstock_chassis.membership.routing import Router
 from penstock_inference.engines.base import EngineInfo, EngineStats, PauseMode, UpdateFormat
 from penstock_inference.engines.checkpoint import Checkpoint
 from penstock_inference.engines.checks import closed
 from penstock_inference.engines.optional_features import AdapterInfo, AdapterSource
 from penstock_inference.replicas import wire
 from penstock_inference.replicas.replica_process import ReplicaProcess, replica_died
-from penstock_inference.replicas.routing import Router
 from penstock_inference.replicas.wire import Stage, WeightFile
 
 
@@ -181,7 +181,7 @@ class ReplicaSupervisor:
     def check_some_live(self) -> None:
         """Raises Unavailable (ENGINE_DIED, ENGINE_CLOSED) when no replica gets requests."""
         self._check_open()
-        if not self._router.replicas:
+        if not self._router.members:
             raise replica_died()
 
     def check_some_may_come(self) -> None:

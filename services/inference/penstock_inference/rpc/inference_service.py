@@ -236,7 +236,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
         found, scope = self._adapters.in_force(), caller().scope(request.all_namespaces)
-        return weight_updates.adapters_page(found, scope, request.page_size, request.page_token)
+        unloaded = self._adapters.unloaded()
+        return weight_updates.adapters_page(found, unloaded, scope, request.page_size, request.page_token)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
         add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True

@@ -77,7 +77,11 @@ adapter = writer(
 
 
 def adapters_page(
-    found: tuple[AdapterInfo, ...], namespace: str | None, asked: int, page_token: str
+    found: tuple[AdapterInfo, ...],
+    unloaded: tuple[AdapterInfo, ...],
+    namespace: str | None,
+    asked: int,
+    page_token: str,
 ) -> pb.ListAdaptersResponse:
     """A namespace's adapters (None: all) after the token, which names the last one of the previous page."""
     size = page_size(asked)
@@ -90,6 +94,7 @@ def adapters_page(
     return pb.ListAdaptersResponse(
         adapters=[one for _, one in left[:size]],
         next_page_token=left[size - 1][0].encode().hex() if len(left) > size else "",
+        unloaded=[] if after else [one for one in map(adapter, unloaded) if namespace in (None, one.namespace)],
     )
 
 

@@ -25,6 +25,8 @@ from penstock_inference.namespaces import scoped
 from penstock_inference.weights.uploads import Commit, Uploads, frame_invalid, under
 
 MAX_NAME_LENGTH = 128
+MAX_UNLOADED = 1000
+"""How many unloaded adapters are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,25 @@ class AdapterBegin:
 
 
 AdapterFrame = AdapterBegin | bytes | Commit
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAdapter:
+    """An adapter in force, with where its files are.
+
+    Attributes:
+        name: the engine's (`namespaces.scoped`).
+        version: its policy version.
+        directory: has `adapter_config.json` and `adapter_model.safetensors`, while the adapter is in force.
+        digest: SHA-256 of `adapter_model.safetensors`; empty for a path.
+        path: that the push named, below the adapters directory; empty for a file.
+    """
+
+    name: str
+    version: int
+    directory: Path
+    digest: bytes = b""
+    path: str = ""
 
 
 class AdapterUploads:
@@ -60,6 +81,7 @@ class AdapterUploads:
         self._adapters_dir = adapters_dir
         self._spool_dir = spool_dir
         self._in_force: dict[str, tuple[int, bytes]] = {}
+        self._unloaded: dict[str, AdapterInfo] = {}
         self._sent: dict[str, Path] = {}
         """The directory of each uploaded adapter."""
         self._loading = asyncio.Lock()
@@ -74,6 +96,19 @@ class AdapterUploads:
     def in_force(self) -> tuple[AdapterInfo, ...]:
         """Every adapter; none with an engine that does not support them."""
         return self.engine().adapters() if self._engine.info().capabilities.adapters else ()
+
+    def unloaded(self) -> tuple[AdapterInfo, ...]:
+        """Those that were unloaded and not loaded again, the last `MAX_UNLOADED`."""
+        return tuple(self._unloaded.values())
+
+    def kept(self) -> tuple[KeptAdapter, ...]:
+        """Every adapter in force that could be loaded into another engine."""
+        return tuple(
+            KeptAdapter(name, version, self._sent[name], digest=identity)
+            if name in self._sent
+            else KeptAdapter(name, version, Path(), path=identity.decode())
+            for name, (version, identity) in self._in_force.items()
+        )
 
     async def load(
         self, frames: AsyncIterator[AdapterFrame], namespace: str = DEFAULT_NAMESPACE, *, paths: bool = True
@@ -130,8 +165,13 @@ class AdapterUploads:
 
     async def _unload(self, engine: Adapters, name: str) -> None:
         async with self._loading:
+            before = next((one for one in engine.adapters() if one.name == name), None)
             await engine.unload_adapter(name)
             self._in_force.pop(name, None)
+            if before is not None:
+                self._unloaded[name] = before
+                while len(self._unloaded) > MAX_UNLOADED:
+                    del self._unloaded[next(iter(self._unloaded))]
             await self._remove(self._sent.pop(name, None))
 
     async def _put_ours(self, engine: Adapters, begin: AdapterBegin, identity: bytes, directory: Path) -> AdapterInfo:
@@ -149,6 +189,7 @@ class AdapterUploads:
                 return next(adapter for adapter in engine.adapters() if adapter.name == begin.name)
             loaded = await engine.load_adapter(AdapterSource(begin.name, begin.policy_version, directory), begin.mode)
             self._in_force[begin.name] = (begin.policy_version, identity)
+            self._unloaded.pop(begin.name, None)
             older = self._sent.pop(begin.name, None)
             if ours:
                 self._sent[begin.name] = directory

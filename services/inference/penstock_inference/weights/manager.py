@@ -21,6 +21,7 @@ from penstock_inference.engines.base import Engine, PauseMode, UpdateFormat, Upd
 from penstock_inference.engines.checkpoint import parse_safetensors
 from penstock_inference.engines.optional_features import WeightFiles
 from penstock_inference.metrics import UPDATE_SECONDS
+from penstock_inference.weights.kept import KeptPush, KeptPushes
 from penstock_inference.weights.uploads import Commit, Uploads, frame_invalid, under
 
 
@@ -59,11 +60,18 @@ class WeightUpdates:
         uploads: the limits.
         weights_dir: the directory for paths; None refuses paths.
         spool_dir: where a push is written for an engine that reads files.
+        kept: keeps the pushes that are in force; None keeps none.
     """
 
     def __init__(
-        self, engine: Engine, uploads: Uploads, weights_dir: Path | None = None, spool_dir: Path | None = None
+        self,
+        engine: Engine,
+        uploads: Uploads,
+        weights_dir: Path | None = None,
+        spool_dir: Path | None = None,
+        kept: KeptPushes | None = None,
     ) -> None:
+        self._kept = kept
         self._engine = engine
         self._uploads = uploads
         self._weights_dir = weights_dir
@@ -105,18 +113,19 @@ class WeightUpdates:
             if self._in_force == (begin.policy_version, digest):
                 return UpdateResult(begin.policy_version, time.monotonic() - began)
         await self._engine.begin_update(begin.policy_version, begin.label, begin.update_format)
+        staged: Path | None = None
         try:
             if path is not None:
                 await self._uploads.nothing(frames)
                 identity, transferred = begin.path.encode(), time.monotonic()
                 await self._push_path(path)
             else:
-                identity, transferred = await self._push_chunks(frames)
+                identity, transferred, staged = await self._push_chunks(frames)
             parsed = time.monotonic()
         except BaseException:
             await self._engine.abort_update()
             raise
-        phases = await self._finishing.run(self._commit(begin, identity), "commit-update")
+        phases = await self._finishing.run(self._commit(begin, identity, staged), "commit-update")
         result = UpdateResult(
             begin.policy_version, transferred - began, parsed - transferred + phases.load_s, phases.pause_s
         )
@@ -128,32 +137,41 @@ class WeightUpdates:
         """Wait for a commit in progress."""
         await self._finishing.wait()
 
-    async def _commit(self, begin: UpdateBegin, identity: bytes) -> UpdatePhases:
+    async def _commit(self, begin: UpdateBegin, identity: bytes, staged: Path | None) -> UpdatePhases:
         over = self._committing[begin.policy_version] = asyncio.Event()
+        base = self._engine.info().policy_version
         try:
             phases = await self._engine.commit_update(begin.mode)
             self._in_force = (begin.policy_version, identity)
+            if self._kept is not None:
+                digest = b"" if begin.path else identity
+                await self._kept.add(
+                    KeptPush(begin.policy_version, base, begin.update_format, digest, staged, begin.path)
+                )
             return phases
         except BaseException:
             await self._engine.abort_update()
+            if self._kept is not None and staged is not None:
+                await self._kept.drop(staged)
             raise
         finally:
             del self._committing[begin.policy_version]
             over.set()
 
-    async def _push_chunks(self, frames: AsyncIterator[UpdateFrame]) -> tuple[bytes, float]:
-        """The file's digest, and when its last chunk arrived."""
+    async def _push_chunks(self, frames: AsyncIterator[UpdateFrame]) -> tuple[bytes, float, Path | None]:
+        """The file's digest, when its last chunk arrived, and the file that is to be kept."""
         if not isinstance(self._engine, WeightFiles):
             data, digest = await self._uploads.read(frames)
             transferred = time.monotonic()
             await self._engine.push_tensors(await asyncio.to_thread(parse_safetensors, data))
-            return digest, transferred
+            return digest, transferred, None if self._kept is None else await self._kept.stage(data)
         with tempfile.TemporaryDirectory(prefix="push-", dir=self._spool_dir) as directory:
             file = Path(directory) / "incoming.safetensors"
             digest = await self._uploads.write(frames, file)
             transferred = time.monotonic()
+            staged = None if self._kept is None else await self._kept.stage(file)
             await self._engine.push_file(file)
-        return digest, transferred
+        return digest, transferred, staged
 
     async def _push_path(self, path: Path) -> None:
         if isinstance(self._engine, WeightFiles):

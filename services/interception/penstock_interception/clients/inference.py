@@ -1,4 +1,4 @@
-"""The inference service as a model source: it gets tokens, and returns tokens and logprobs.
+"""Inference services as a model source: they get tokens, and return tokens and logprobs.
 
 A service whose engine has no token ids gets messages instead; its answer is text and captured as such (R82).
 """
@@ -9,20 +9,31 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
 from penstock.chat.v1 import chat_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
-from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from penstock_chassis.channel import error_from_rpc
-from penstock_chassis.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable
+from penstock_chassis.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    PenstockError,
+    Unavailable,
+    Unsupported,
+)
+from penstock_chassis.membership.routing import MAX_PREFIX_TOKENS, prefix_blocks
 from penstock_codec.chat import Message
+from penstock_interception.clients.engines.pool import EnginePool
+from penstock_interception.clients.engines.values import EXPECTED_TOKENS, Asked, Needs
 from penstock_interception.conversation.codecs import CodecCache
 from penstock_interception.domain.calls import Answerer, CodecChoice, Dialect, ModelFacts
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.requests import ChatRequest
 from penstock_interception.domain.state import Call
+from penstock_interception.graph.values import Plan
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.wire import convert
 
@@ -32,23 +43,23 @@ NO_ENGINE = "none"
 _MAY_BE_THE_REQUEST = frozenset({"ENGINE_FAILED", "INTERNAL", "UPSTREAM_ANSWER_INVALID", "UPSTREAM_FAILED"})
 """Failures of an engine that a request can cause too, unless the status of its endpoint is one of overload."""
 _OVERLOADED = frozenset({"408", "409", "425", "503", "504"})
-_FOR_GOOD = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION"})
+_FOR_GOOD = (InvalidArgument, Unsupported, FailedPrecondition)
 
 
 class InferenceSource(ModelSource):
-    """One inference service, for one adapter. The caller owns the channel."""
+    """One inference service or several, for one adapter. The caller owns the pool."""
 
     answerer = Answerer.INFERENCE
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        pool: EnginePool,
         codecs: CodecCache,
         parse: Callable[[Dialect, bytes], ChatRequest],
         adapter: str,
         choice: CodecChoice,
     ) -> None:
-        self._stub = pb_grpc.InferenceServiceStub(channel)
+        self._pool = pool
         self._codecs = codecs
         self._parse = parse
         self._adapter = adapter
@@ -56,7 +67,7 @@ class InferenceSource(ModelSource):
 
     async def resolve(self, asked_model: str) -> Resolved:
         try:
-            info: pb.GetInfoResponse = await self._stub.GetInfo(pb.GetInfoRequest(), timeout=CHECK_TIMEOUT_S)
+            info: pb.GetInfoResponse = await self._pool.ask(_info)
             answers = info.engine != NO_ENGINE
             if not info.capabilities.token_ids:
                 return Resolved(ModelFacts(model=info.model, max_context_tokens=info.max_context_tokens or None), None)
@@ -80,7 +91,7 @@ class InferenceSource(ModelSource):
             async with self._codecs.fetching:
                 if self._known(facts):
                     return Resolved(facts, await self._codecs.of(facts), answers)
-                codec = await self._codecs.from_named(await self._files(), facts.codec)
+                codec = await self._codecs.from_named(await self._pool.ask(_files), facts.codec)
             files = codec.files
             facts = replace(facts, tokenizer_sha256=files.tokenizer_sha256, template_sha256=files.template_sha256)
         except grpc.aio.AioRpcError as error:
@@ -96,8 +107,7 @@ class InferenceSource(ModelSource):
         if call.plan is None:
             raise SourceError("PROMPT_MISSING")
         request = pb.GenerateRequest(
-            request_id=f"{call.id}.{call.leases}",
-            session_id=call.rollout.id,
+            session_id=call.rollout.spec.session_id,
             sampling=convert.sampling_to(call.sampling),
             adapter=self._adapter,
         )
@@ -108,36 +118,57 @@ class InferenceSource(ModelSource):
         if call.min_policy_version is not None:
             request.version.min_version = call.min_policy_version
         try:
-            async for event in self._stub.Generate(request):
-                if event.HasField("done"):
-                    return convert.completion_from(event.done.completion)
-        except grpc.aio.AioRpcError as error:
-            failure = error_from_rpc(error)
-            retriable = error.code().name not in _FOR_GOOD
-            raise SourceError(
-                failure.reason,
-                type(failure).__name__,
-                retriable=retriable,
-                may_be_the_request=failure.reason in _MAY_BE_THE_REQUEST
-                and failure.metadata.get("http_status") not in _OVERLOADED,
-            ) from error
+            answer = await self._pool.generate(self._asked(call, call.plan, request, f"{call.id}.{call.leases}"))
+            if answer is not None:
+                return convert.completion_from(answer.done.completion)
         except PenstockError as error:
-            raise SourceError(error.reason, error.message) from error
+            raise SourceError(
+                error.reason,
+                type(error).__name__,
+                retriable=not isinstance(error, _FOR_GOOD),
+                may_be_the_request=error.reason in _MAY_BE_THE_REQUEST
+                and error.metadata.get("http_status") not in _OVERLOADED,
+            ) from error
         raise SourceError("GENERATION_UNFINISHED")
 
     async def answers_others(self, call: Call) -> bool:
         """See ModelSource. One token after the prompt's first token, which is the template's, or after a fixed text."""
-        request = pb.GenerateRequest(
-            request_id=f"{call.id}.{call.leases}.other", sampling=chat_pb2.Sampling(max_tokens=1), adapter=self._adapter
-        )
+        request = pb.GenerateRequest(sampling=chat_pb2.Sampling(max_tokens=1), adapter=self._adapter)
         if call.rollout.facts.tokenizer_sha256 and call.plan is not None:
             request.token_ids = convert.ids_to(call.plan.prompt_ids[:1])
         else:
             request.chat.messages.append(convert.message_to(Message.user(".")))
         try:
-            return any([event.HasField("done") async for event in self._stub.Generate(request)])
-        except (grpc.aio.AioRpcError, PenstockError):
+            asked = self._asked(call, call.plan, request, f"{call.id}.{call.leases}.other")
+            return await self._pool.generate(asked) is not None
+        except PenstockError:
             return False
+
+    def _asked(self, call: Call, plan: Plan | None, request: pb.GenerateRequest, request_id: str) -> Asked:
+        """The request for one of the engines. The session is the call's own also where the request names none."""
+        spec, facts = call.rollout.spec, call.rollout.facts
+
+        def numbered(attempt: int) -> pb.GenerateRequest:
+            request.request_id = f"{request_id}.{attempt}" if attempt else request_id
+            return request
+
+        def blocks() -> tuple[bytes, ...]:
+            if plan is None or not facts.tokenizer_sha256:
+                return ()
+            return prefix_blocks(convert.ids_to(plan.prompt_ids[:MAX_PREFIX_TOKENS]), self._adapter)
+
+        return Asked(
+            numbered,
+            Needs(
+                request.version.min_version if request.HasField("version") else None,
+                (spec.namespace, self._adapter) if self._adapter else None,
+                facts.tokenizer_sha256,
+            ),
+            spec.session_id,
+            blocks,
+            1 if plan is None else max(1, int(plan.prompt_ids.size) - plan.shared_prefix_len),
+            call.sampling.max_tokens or EXPECTED_TOKENS,
+        )
 
     def _chat(self, call: Call) -> pb.ChatPrompt:
         """The conversation as the agent sent it."""
@@ -150,12 +181,18 @@ class InferenceSource(ModelSource):
     def _known(self, facts: ModelFacts) -> bool:
         return self._codecs.known(facts.tokenizer_sha256, facts.template_sha256)
 
-    async def _files(self) -> dict[str, bytes]:
-        """The tokenizer's files, checked against their digests."""
-        files: dict[str, bytearray] = {}
-        async for part in self._stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=6 * CHECK_TIMEOUT_S):
-            data = files.setdefault(part.file_name, bytearray())
-            data += part.chunk
-            if part.sha256 and hashlib.sha256(data).digest() != part.sha256:
-                raise DataLoss("A tokenizer file arrived damaged.", reason="TOKENIZER_DAMAGED")
-        return {name: bytes(data) for name, data in files.items()}
+
+async def _info(stub: Any) -> pb.GetInfoResponse:
+    answer: pb.GetInfoResponse = await stub.GetInfo(pb.GetInfoRequest(), timeout=CHECK_TIMEOUT_S)
+    return answer
+
+
+async def _files(stub: Any) -> dict[str, bytes]:
+    """The tokenizer's files, checked against their digests."""
+    files: dict[str, bytearray] = {}
+    async for part in stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=6 * CHECK_TIMEOUT_S):
+        data = files.setdefault(part.file_name, bytearray())
+        data += part.chunk
+        if part.sha256 and hashlib.sha256(data).digest() != part.sha256:
+            raise DataLoss("A tokenizer file arrived damaged.", reason="TOKENIZER_DAMAGED")
+    return {name: bytes(data) for name, data in files.items()}

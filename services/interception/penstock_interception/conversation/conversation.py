@@ -99,6 +99,10 @@ class Conversation:
             raise FailedPrecondition("The rollout's source has no tokenizer.", reason="TOKENIZER_ABSENT")
         return int(self.plan(request).prompt_ids.size)
 
+    def text_of(self, ids: IntArray) -> str:
+        """Returns the text of token ids; "" without a tokenizer."""
+        return "" if self._codec is None else self._codec.decode(ids)
+
     def parse(self, plan: Plan, completion: Completion, tools_sha256: bytes) -> ParsedAnswer | None:
         """Parses a completion's tokens; returns None without tokens or without a tokenizer. CPU work."""
         if completion.tokens is None or self._codec is None:

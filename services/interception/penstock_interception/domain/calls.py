@@ -136,6 +136,19 @@ class PolicyBounds:
     max_staleness: int | None = None
 
 
+@quick
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """The call of another rollout at which a rollout leaves it; as the message of this name."""
+
+    parent_rollout_id: str
+    call_id: str
+    call_index: int = 0
+    answer_given: bool = False
+    train_prefix: bool = False
+    seed: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
     """The whole OpenRollout request except the caller's key. Two equal specs are the same request."""
@@ -158,6 +171,18 @@ class RolloutSpec:
     run_budgets: RunBudgets | None = None
     token_terms: KeyTerms = KeyTerms()  # noqa: RUF009 - immutable
     namespace: str = DEFAULT_NAMESPACE
+    driver_id: str = ""
+    """The driver that leases it; empty = it has no lease."""
+    keep_capture: bool = False
+    """Whether the capture is kept beyond the retention until its driver has stored it."""
+    attempt: int = 1
+    branched_from: BranchPoint | None = None
+    """Set for a branch of another rollout."""
+
+    @property
+    def session_id(self) -> str:
+        """The session at the engine: of this attempt alone, so that none goes on where another one stopped."""
+        return self.rollout_id if self.attempt <= 1 else f"{self.rollout_id}#{self.attempt}"
 
     @property
     def run_key(self) -> str | None:
@@ -287,6 +312,8 @@ class Totals:
     # Expired calls that came after the rollout's last answer, and the number of calls that had come when it came.
     expired_since_answer: int = 0
     calls_at_answer: int = 0
+    # Those of the calls that were answered from a recording: their run has paid for them already.
+    replayed: Spent = field(default_factory=Spent)
 
     @property
     def open(self) -> int:
@@ -297,3 +324,10 @@ class Totals:
     def spent(self) -> Spent:
         """The part that budgets limit."""
         return Spent(self.calls, self.prompt_tokens, self.completion_tokens, self.request_bytes)
+
+    @property
+    def spent_of_run(self) -> Spent:
+        """The part that budgets of a run limit: without what was replayed."""
+        spent = self.spent
+        spent.take(self.replayed)
+        return spent

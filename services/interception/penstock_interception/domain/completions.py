@@ -12,6 +12,7 @@ from typing import Final
 
 from penstock_codec.chat import FinishReason, Message, Role, Sampling, Usage
 from penstock_codec.fast_dataclass import quick
+from penstock_interception.domain.recordings import Origin
 from penstock_interception.graph.values import FloatArray, IntArray, LogprobsMode, TopLogprobs, VersionSpan
 
 _REASONS: Final = {reason: repr(reason) for reason in FinishReason}
@@ -56,6 +57,8 @@ class Completion:
     model: str = ""
     timings: Timings | None = None
     usage: Usage | None = None
+    # Set if it was replayed: not sampled for this call.
+    origin: Origin | None = None
 
     @property
     def count(self) -> int:
@@ -79,6 +82,7 @@ class Completion:
             self.model,
             self.timings,
             usage,
+            self.origin,
         )
 
     def digest(self) -> bytes:

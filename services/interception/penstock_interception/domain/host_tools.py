@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock_interception.domain.calls import CallState
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +61,5 @@ class ToolCallRecord:
     end_reason: str
     ended_at: float | None
     answer_sent: bool
+    origin: bytes = b""
+    """The serialised ReplayOrigin of a replayed result."""

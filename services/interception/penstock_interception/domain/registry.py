@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_interception.domain.calls import RolloutSpec, RolloutState
+from penstock_interception.domain.kept_captures import KeptCaptures
 from penstock_interception.domain.state import Call, Rollout, Session
 
 
@@ -17,6 +18,8 @@ class Registry:
         self.open_rollouts = 0
         self.open_in: Counter[str] = Counter()
         """How many rollouts are open in each namespace."""
+        self.kept_captures = KeptCaptures()
+        """Closed rollouts whose captures wait to be stored elsewhere."""
         # The service is stopping: no rollout is opened, no call admitted.
         self.draining = False
         # The service drains: only rollouts of runs that are counted here are opened.
@@ -58,23 +61,35 @@ class Registry:
         """All rollouts, oldest first."""
         return self._rollouts.values()
 
+    def held(self) -> int:
+        """How many rollouts would lose something with this gate: open ones, and those not stored elsewhere yet."""
+        return self.open_rollouts + len(self.kept_captures)
+
     def keep(self, rollout: Rollout) -> None:
         self._rollouts[rollout.id] = rollout
         self._by_request[rollout.spec.namespace, rollout.spec.request_id] = rollout
         if rollout.state is not RolloutState.CLOSED:
             self.open_rollouts += 1
             self.open_in[rollout.spec.namespace] += 1
+        self.kept_captures.add(rollout)
 
     def ended(self, rollout: Rollout) -> None:
         """Counts an open rollout as closed."""
         self.open_rollouts -= 1
+        self.kept_captures.add(rollout)
         self.open_in[rollout.spec.namespace] -= 1
         if not self.open_in[rollout.spec.namespace]:
             del self.open_in[rollout.spec.namespace]
 
+    def stored(self, rollout: Rollout) -> None:
+        """Marks a rollout whose capture was stored elsewhere."""
+        self.kept_captures.remove(rollout)
+        rollout.stored = True
+
     def drop(self, rollout: Rollout) -> None:
         """Removes a rollout and its calls."""
         self._rollouts.pop(rollout.id, None)
+        self.kept_captures.remove(rollout)
         self._by_request.pop((rollout.spec.namespace, rollout.spec.request_id), None)
         self.drop_calls(rollout)
 

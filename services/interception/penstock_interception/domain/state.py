@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock_codec.chat import Message, Sampling
 from penstock_interception.domain.agent_keys import AgentKey
@@ -29,6 +29,7 @@ from penstock_interception.domain.calls import (
 )
 from penstock_interception.domain.completions import Completion, Failure
 from penstock_interception.domain.host_tools import CallKey, HostTool, ToolResult
+from penstock_interception.domain.recordings import Recording
 from penstock_interception.domain.sent_prompts import SentPrompts
 from penstock_interception.graph.values import Plan
 
@@ -64,6 +65,8 @@ class ToolCall:
     end_reason: str = ""
     ended_at: float | None = None
     attached: int = 0
+    origin: bytes = b""
+    """The serialised ReplayOrigin of a replayed result."""
 
     @property
     def claimed(self) -> bool:
@@ -378,6 +381,10 @@ class SelectorQueue:
         return found
 
 
+HOLD: Final = "hold"
+"""In `Rollout.paused_by`, where it is no session's id."""
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     spec: RolloutSpec
@@ -394,7 +401,8 @@ class Rollout:
     by_retry_key: dict[str, Call] = field(default_factory=dict)
     queued: dict[str, Call] = field(default_factory=dict)
     queues: list[SelectorQueue] = field(default_factory=list)
-    # Sessions that have paused this rollout. While there are any, nothing is leased or dispatched and its clock stands.
+    # Sessions that have paused this rollout, and HOLD. While there are any, nothing is leased or dispatched, and its
+    # clock stands.
     paused_by: set[str] = field(default_factory=set)
     paused_since: float | None = None
     paused_s: float = 0.0
@@ -404,6 +412,10 @@ class Rollout:
     deleted: asyncio.Future[list[int]] | None = None
     # Some of its answers could not be read back from the journal.
     damaged: bool = False
+    # The driver has stored its capture: `keep_capture` is over.
+    stored: bool = False
+    # The answers of an earlier attempt, for the same prompts; None = it has none.
+    recording: Recording | None = None
     # Its calls and graph are only on disk until they are needed, like those of most closed rollouts.
     evicted: bool = False
 
@@ -411,6 +423,16 @@ class Rollout:
     def id(self) -> str:
         """The rollout's identifier, chosen by the client."""
         return self.spec.rollout_id
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its calls are held until that is revoked, whatever sessions do."""
+        return HOLD in self.paused_by
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is closed, and its capture waits to be stored elsewhere."""
+        return self.spec.keep_capture and not self.stored and self.state is RolloutState.CLOSED
 
     def age_s(self, now: float) -> float:
         """Seconds since it was opened, without its pauses."""
@@ -466,8 +488,10 @@ class Call:
     # Whether its insert was submitted to the journal, where writes keep their order; it need not be on disk yet.
     submitted: bool = False
     size: int = 0
+    # Whether its run has been charged for it; not yet while a recording may answer it.
+    is_charged: bool = True
     # The task of the service's own answer; cancelled when the call ends otherwise.
-    work: asyncio.Task[None] | None = None
+    work: asyncio.Task[None] | asyncio.Task[bool] | None = None
     # When an answer was first rejected for its old weights.
     stale_since: float | None = None
     # Its spans, if traced.

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from penstock_interception.domain.calls import MOST_FAILURE_KINDS, CallState, Failures, Totals
+from typing import Final
+
+from penstock_interception.domain.budgets import Spent
+from penstock_interception.domain.calls import MOST_FAILURE_KINDS, CallState, Failures, Mode, Totals
 from penstock_interception.domain.completions import Failure
-from penstock_interception.domain.state import Call
+from penstock_interception.domain.state import Call, Rollout
+
+_CALL_BYTES: Final = 4 << 10
+_TOKEN_BYTES: Final = 32
+"""Journal bytes of a call without its body, and of one sampled token. Both are upper estimates."""
 
 
 def count_ended(call: Call, totals: Totals) -> None:
@@ -31,6 +38,8 @@ def count_ended(call: Call, totals: Totals) -> None:
     prompt, completion = tokens_of(call)
     totals.prompt_tokens += prompt
     totals.completion_tokens += completion
+    if call.completion is not None and call.completion.origin is not None:
+        totals.replayed.add(Spent(1, prompt, completion, call.request.body_bytes))
     if completion and call.completion is not None and (tokens := call.completion.tokens) is not None and tokens.top:
         totals.top_bytes += tokens.top.token_ids.nbytes + tokens.top.logprobs.nbytes
 
@@ -54,3 +63,11 @@ def tokens_of(call: Call) -> tuple[int, int]:
     if completion.usage is not None:
         return completion.usage.prompt_tokens, completion.count
     return call.prompt.count if call.prompt is not None else 0, completion.count
+
+
+def journal_bytes(rollout: Rollout, calls: int = 0, request_bytes: int = 0) -> int:
+    """Estimates the journal size of a rollout's calls, with so many more that have bodies of `request_bytes`."""
+    spent = rollout.totals.spent
+    bodies = 0 if rollout.spec.mode is Mode.BLACK_BOX else spent.request_bytes + request_bytes
+    sampled = spent.completion_tokens * _TOKEN_BYTES + rollout.totals.top_bytes
+    return bodies + (spent.calls + calls) * _CALL_BYTES + sampled

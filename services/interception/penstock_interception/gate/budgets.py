@@ -13,11 +13,11 @@ from typing import Final
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Violation
 from penstock_interception.domain.audit import Event
 from penstock_interception.domain.budgets import CallRate, RunBudgets, Spent, exhausted, tokens_left
-from penstock_interception.domain.calls import CallRequest, Mode, RolloutSpec, RolloutState
+from penstock_interception.domain.calls import CallRequest, RolloutSpec, RolloutState
 from penstock_interception.domain.requests import with_max_tokens
 from penstock_interception.domain.runs import Run
 from penstock_interception.domain.state import Call, Rollout
-from penstock_interception.domain.totals import tokens_of
+from penstock_interception.domain.totals import journal_bytes, tokens_of
 from penstock_interception.gate.context import GateContext
 from penstock_interception.metrics import BUDGET_STOPS
 
@@ -27,9 +27,6 @@ MAX_DELAY_S = 60.0
 _RUN: Final = "run."
 JOURNAL: Final = "journal_bytes"
 """Public name of the operator's limit on every rollout's journal size."""
-_CALL_BYTES: Final = 4 << 10
-_TOKEN_BYTES: Final = 32
-"""Journal bytes of a call without its body, and of one sampled token. Both are upper estimates."""
 
 
 @dataclass(slots=True)
@@ -71,6 +68,8 @@ class BudgetEnforcer:
                 reason="RUN_BUDGETS_DIFFER",
                 violations=list(_differences(running.run.budgets, spec.run_budgets)),
             )
+        if spec.attempt > 1:
+            return  # what the last attempt paid for may be replayed; each call that is sampled is checked
         budget = self._run_budget(running, 0)
         if budget:
             raise _used_up(budget)
@@ -103,7 +102,7 @@ class BudgetEnforcer:
         if running is None or rollout.id not in running.rollouts:
             return None
         running.rollouts.discard(rollout.id)
-        running.run.gone.add(rollout.totals.spent)
+        running.run.gone.add(rollout.totals.spent_of_run)
         return running.run
 
     def put_back(self, rollout: Rollout) -> None:
@@ -112,7 +111,7 @@ class BudgetEnforcer:
         if running is None or rollout.id in running.rollouts:
             return
         running.rollouts.add(rollout.id)
-        running.run.gone.take(rollout.totals.spent)
+        running.run.gone.take(rollout.totals.spent_of_run)
         self._store.runs.update(running.run)  # a concurrent deletion may have written what this one had added
 
     def idle_run(self, rollout: Rollout) -> str | None:
@@ -151,9 +150,9 @@ class BudgetEnforcer:
         budgets = rollout.spec.budgets
         age = rollout.age_s(self._clock.wall())
         budget = rollout.exhausted_budget or exhausted(budgets, rollout.totals.spent, age, request_bytes)
-        if not budget and (running := self._runs.get(rollout.spec.run_key or "")) is not None:
+        if not budget and not _replays(rollout) and (running := self._running(rollout)) is not None:
             budget = self._run_budget(running, request_bytes)
-        if not budget and _journal_bytes(rollout, request_bytes) > self._most_bytes:
+        if not budget and journal_bytes(rollout, 1, request_bytes) > self._most_bytes:
             budget = JOURNAL
         if not budget:
             return
@@ -203,16 +202,44 @@ class BudgetEnforcer:
         used = Spent(calls=1, request_bytes=call.request.body_bytes)
         call.rollout.totals.calls += 1
         call.rollout.totals.request_bytes += used.request_bytes
-        if (running := self._runs.get(call.rollout.spec.run_key or "")) is not None:
+        running = self._running(call.rollout)
+        call.is_charged = running is None or not _replays(call.rollout)
+        if running is not None and call.is_charged:
             running.spent.add(used)
+
+    def charge(self, call: Call) -> str:
+        """Charges a call that may have been replayed, and is to be sampled now, to its run.
+
+        Returns the run's exhausted budget, "" if there is none: a call that it forbids is not to be sampled.
+        """
+        running = self._running(call.rollout)
+        if call.is_charged or running is None:
+            return ""
+        if budget := self._run_budget(running, call.request.body_bytes):
+            return budget
+        call.is_charged = True
+        running.spent.add(Spent(calls=1, request_bytes=call.request.body_bytes))
+        return ""
 
     def count_ended(self, call: Call) -> None:
         """Adds an ended call's tokens to its run's usage; the rollout's totals already include them."""
-        if (running := self._runs.get(call.rollout.spec.run_key or "")) is not None:
-            prompt, completion = tokens_of(call)
-            running.spent.add(Spent(prompt_tokens=prompt, completion_tokens=completion))
+        running = self._running(call.rollout)
+        if running is None:
+            return
+        own = Spent(calls=1, request_bytes=call.request.body_bytes)
+        if call.completion is not None and call.completion.origin is not None:
+            if call.is_charged:
+                running.spent.take(own)
+            return
+        if not call.is_charged:
+            running.spent.add(own)
+        prompt, completion = tokens_of(call)
+        running.spent.add(Spent(prompt_tokens=prompt, completion_tokens=completion))
 
     # Private ---------------------------------------------------------------------------------------------------------
+
+    def _running(self, rollout: Rollout) -> _Running | None:
+        return self._runs.get(rollout.spec.run_key or "")
 
     def _keep(self, run: Run) -> _Running:
         rate = run.budgets.call_rate
@@ -223,7 +250,7 @@ class BudgetEnforcer:
     def _count_in(self, running: _Running, rollout: Rollout) -> None:
         if rollout.id not in running.rollouts:
             running.rollouts.add(rollout.id)
-            running.spent.add(rollout.totals.spent)
+            running.spent.add(rollout.totals.spent_of_run)
 
     def _run_budget(self, running: _Running, request_bytes: int) -> str:
         """Returns the public name of the run's exhausted budget, or "". Journals the exhaustion the first time."""
@@ -251,12 +278,9 @@ class BudgetEnforcer:
         return found
 
 
-def _journal_bytes(rollout: Rollout, request_bytes: int) -> int:
-    """Estimates the journal size of a rollout's calls, including another one with a body of `request_bytes`."""
-    spent = rollout.totals.spent
-    bodies = 0 if rollout.spec.mode is Mode.BLACK_BOX else spent.request_bytes + request_bytes
-    sampled = spent.completion_tokens * _TOKEN_BYTES + rollout.totals.top_bytes
-    return bodies + (spent.calls + 1) * _CALL_BYTES + sampled
+def _replays(rollout: Rollout) -> bool:
+    """Whether its next call may be answered by a recording, for which its run has paid."""
+    return rollout.recording is not None and rollout.recording.has_left
 
 
 def _differences(fixed: RunBudgets, given: RunBudgets) -> Iterable[Violation]:

@@ -51,6 +51,8 @@ class CallTimeouts:
         """Restores the clock of a rollout and its calls after a restart."""
         now = self._clock.wall()
         restore_times(rollout, rollout.calls, now)
+        if rollout.is_held:
+            return
         if rollout.paused_since is not None:  # the session that paused it is gone; it pauses again when it resumes
             moved = rollout.open_calls()
             resume_times(rollout, moved, now)

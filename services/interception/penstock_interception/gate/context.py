@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from penstock_interception.domain.audit import Audit
 from penstock_interception.domain.deadlines import Clock, Deadlines
+from penstock_interception.domain.kept_captures import CAPTURE_LIMITS, CaptureLimits
 from penstock_interception.domain.registry import Registry
 from penstock_interception.gate.events import CallEvents
 from penstock_interception.store.store import CallStore
@@ -45,9 +46,11 @@ class GateLimits:
     # Approximate journal size of a rollout's calls.
     max_rollout_bytes: int = 1 << 30
     rejoin_grace_s: float = 30.0
+    driver_lease_s: float = 60.0
     retention_s: float = 24 * 3600.0
     leasing: LeasingLimits = LeasingLimits()
     tools: ToolLimits = ToolLimits()
+    captures: CaptureLimits = CAPTURE_LIMITS
     quotas: tuple[tuple[str, int], ...] = ()
     """Namespaces, and the most rollouts that each may have open."""
 
@@ -73,10 +76,14 @@ class DeadlineKind(StrEnum):
     """A closed rollout is deleted."""
     RUN = "run"
     """A run without rollouts is forgotten."""
+    DRIVER = "driver"
+    """A driver is lost: its open rollouts are closed."""
+    CAPTURES = "captures"
+    """It is time to look for captures that are kept beyond the limits."""
 
 
 DeadlineKey: TypeAlias = tuple[DeadlineKind, Hashable]
-"""What is due, and for which call, rollout, run, session or selector (which the id or the selector identifies)."""
+"""What is due, and for which call, rollout, run, driver, session or selector, by its id, or the selector itself."""
 
 
 @dataclass(frozen=True, slots=True)

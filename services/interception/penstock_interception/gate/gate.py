@@ -32,12 +32,14 @@ from penstock_interception.domain.calls import (
     RolloutState,
 )
 from penstock_interception.domain.completions import Failure
+from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.results import Accepted, Answered, PreparedAnswer
 from penstock_interception.domain.state import Call, Rollout, Selector, Session
 from penstock_interception.domain.totals import count_ended
 from penstock_interception.gate.budgets import BudgetEnforcer
 from penstock_interception.gate.call_timeouts import CallTimeouts
 from penstock_interception.gate.context import DeadlineKind, GateContext
+from penstock_interception.gate.driver_leases import DriverLeases
 from penstock_interception.gate.leasing import Leasing
 from penstock_interception.gate.rollout_lifecycle import RolloutLifecycle
 from penstock_interception.graph.values import Plan
@@ -54,18 +56,22 @@ class Due:
     """What deadlines leave to the gate's caller.
 
     `to_source`: calls for their model sources. `sessions`: sessions that ended. `rollouts`: closed rollouts to delete.
+    `drivers`: lost drivers, whose rollouts are to be closed. `captures`: kept ones that are to be discarded.
     """
 
     to_source: list[Call] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
     rollouts: list[str] = field(default_factory=list)
+    drivers: list[str] = field(default_factory=list)
+    captures: list[Discarded] = field(default_factory=list)
 
 
 class Gate:
     """All calls, and how rollouts open and close. Belongs to one event loop; only `wait_closed` waits.
 
     Callers use its parts directly for what concerns only one of them: `leasing` for sessions, `lifecycle` for a
-    rollout's opening and what comes after its close, `budgets` for requests that are no calls.
+    rollout's opening and what comes after its close, `budgets` for requests that are no calls, `drivers` for their
+    leases.
     """
 
     def __init__(self, context: GateContext) -> None:
@@ -78,7 +84,8 @@ class Gate:
         self._timeouts = CallTimeouts(context)
         self.budgets = BudgetEnforcer(context)
         self.leasing = Leasing(context, self._timeouts)
-        self.lifecycle = RolloutLifecycle(context, self.leasing, self.budgets, self._timeouts)
+        self.drivers = DriverLeases(context)
+        self.lifecycle = RolloutLifecycle(context, self.leasing, self.budgets, self._timeouts, self.drivers)
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
@@ -90,7 +97,7 @@ class Gate:
         for call in rollout.open_calls():
             self.cancel(call, "ROLLOUT_CLOSED")
         self._events.rollout_closed(rollout)
-        self.lifecycle.retain(rollout.id, self._limits.retention_s)
+        self.lifecycle.retain(rollout)
 
     async def wait_closed(self, rollout: Rollout) -> None:
         """Waits until the end of a closed rollout and every accepted answer are on disk.
@@ -103,7 +110,7 @@ class Gate:
 
     def delete_later(self, rollout_id: str) -> None:
         """Makes a rollout due for deletion again, after the journal refused it."""
-        self.lifecycle.retain(rollout_id, RETRY_S)
+        self.lifecycle.delete_in(rollout_id, RETRY_S)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -165,6 +172,15 @@ class Gate:
         if not call.submitted:  # one write has both the call and its lease
             self._journal(call)
         return call.state
+
+    def hold(self, call: Call, plan: Plan, sampling: Sampling) -> None:
+        """Attaches the prompt to a call that a recording answers: it is offered to nobody."""
+        if not call.state.terminal:
+            call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
+            call.leased_at = self._clock.wall()
+            call.min_policy_version = self.leasing.least_version(call.rollout)
+        if not call.submitted:
+            self._journal(call)
 
     def accept(self, call: Call, answered: Answered) -> Accepted:
         """Writes a valid answer to an open call, and claims the call: it ends with the commit.
@@ -245,6 +261,11 @@ class Gate:
                 self.leasing.queue_linger_over(cast("Selector", key))
             elif kind is DeadlineKind.RETENTION:
                 due.rollouts.append(str(key))
+            elif kind is DeadlineKind.DRIVER:
+                self.drivers.ended(str(key))
+                due.drivers.append(str(key))
+            elif kind is DeadlineKind.CAPTURES:
+                due.captures.extend(self.lifecycle.captures_beyond())
             elif kind is DeadlineKind.RUN:
                 self.lifecycle.forget_run(str(key))
             elif (call := self._registry.find_call(str(key))) is not None and not call.claimed:
@@ -265,7 +286,10 @@ class Gate:
         if kind is DeadlineKind.EXPIRE:
             self._end(call, CallState.EXPIRED, "EXPIRED")
         elif kind is DeadlineKind.GONE and call.attached <= 0:
-            self._end(call, CallState.CANCELLED, "AGENT_GONE")
+            if call.rollout.is_held:  # its agent may be frozen: it has the whole grace afterwards
+                self.await_rejoin(call)
+            else:
+                self._end(call, CallState.CANCELLED, "AGENT_GONE")
         elif kind is DeadlineKind.OFFER:
             self.leasing.offer_again(call)
         elif kind is DeadlineKind.LEASE and call.state is CallState.LEASED:

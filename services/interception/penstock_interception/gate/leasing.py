@@ -3,6 +3,7 @@
 Invariants:
 - a call is in the selector queues exactly while it is QUEUED for a trainer, its prompt is made and its rollout is not
   paused;
+- a rollout is paused as long as a session that paused it lives, or `hold` is in force, which alone outlives a restart;
 - a call has a holder exactly while it is LEASED; a delegated call goes to the rollout's model source (DISPATCHED);
 - whatever happens to a session, its calls are answered or queued again, ahead of calls that were never leased.
 
@@ -14,6 +15,7 @@ Calls that the rollout's model source must answer are returned: the caller start
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Container, Hashable
@@ -23,6 +25,7 @@ from penstock_chassis.homes import random_id
 from penstock_interception import telemetry
 from penstock_interception.domain.calls import CallState, Mode
 from penstock_interception.domain.state import (
+    HOLD,
     Call,
     Credits,
     Rollout,
@@ -132,6 +135,14 @@ class Leasing:
                 session.notify_cancelled(call, reason)
             self._fill(session)
         self._lease_moved_up()
+
+    def least_version(self, rollout: Rollout) -> int | None:
+        """Returns the oldest policy version that may answer the rollout's calls now; None = any."""
+        bounds = rollout.spec.policy
+        least, newest = bounds.min_version, self._newest.get(_run_of(rollout))
+        if bounds.max_staleness is not None and newest is not None:
+            least = max(newest - bounds.max_staleness, least if least is not None else 0)
+        return least
 
     def requeue(self, call: Call, *, avoid: Session | None = None) -> None:
         """Takes a call from its session, if it has one, and offers it ahead of other calls.
@@ -276,14 +287,19 @@ class Leasing:
         to_source: list[Call] = []
         for rollout in list(session.queue.rollouts.values()):
             if session.id in rollout.paused_by:
-                rollout.paused_by.discard(session.id)
-                if not rollout.paused_by:
-                    self._timeouts.resume(rollout)
-                    for call in list(rollout.queued.values()):
-                        self.offer(call)
-                        if call.state is CallState.DISPATCHED:
-                            to_source.append(call)
+                to_source += self._resume(rollout, session.id)
         return to_source
+
+    def hold(self, rollout: Rollout) -> asyncio.Future[list[int]]:
+        """Holds an open rollout's calls until `release`, over a restart too; returns the write."""
+        self._pause(rollout, HOLD)
+        self._lease_moved_up()
+        return self._store.put_pause(rollout)
+
+    def release(self, rollout: Rollout) -> tuple[list[Call], asyncio.Future[list[int]]]:
+        """Ends the hold; returns the calls that now go to the model source, and the write."""
+        to_source = self._resume(rollout, HOLD) if rollout.is_held else []
+        return to_source, self._store.put_pause(rollout)
 
     def queue_linger_over(self, selector: Selector) -> None:
         """Removes a selector queue that has had no session for `QUEUE_LINGER_S`."""
@@ -317,12 +333,7 @@ class Leasing:
     def _mark_given(self, call: Call) -> None:
         call.leases += 1
         call.leased_at = self._clock.wall()
-        bounds = call.rollout.spec.policy
-        least = bounds.min_version
-        newest = self._newest.get(_run_of(call.rollout))
-        if bounds.max_staleness is not None and newest is not None:
-            least = max(newest - bounds.max_staleness, least if least is not None else 0)
-        call.min_policy_version = least
+        call.min_policy_version = self.least_version(call.rollout)
         self._moved(call)
 
     def _moved(self, call: Call) -> None:
@@ -402,6 +413,19 @@ class Leasing:
                 self._drop(call)
             self._timeouts.pause(rollout)
         rollout.paused_by.add(session_id)
+
+    def _resume(self, rollout: Rollout, session_id: str) -> list[Call]:
+        """Ends one pause of a rollout; returns the calls that now go to the model source."""
+        rollout.paused_by.discard(session_id)
+        if rollout.paused_by:
+            return []
+        self._timeouts.resume(rollout)
+        to_source: list[Call] = []
+        for call in list(rollout.queued.values()):
+            self.offer(call)
+            if call.state is CallState.DISPATCHED:
+                to_source.append(call)
+        return to_source
 
     def _take_over(self, old: Session, session: Session, has: Container[str] | None) -> list[Call]:
         self._deadlines.drop((DeadlineKind.SESSION, old.id))

@@ -49,8 +49,12 @@ def build(
     policy: SamplePolicy,
     *,
     include_top: bool = False,
+    context: frozenset[str] = frozenset(),
 ) -> tuple[Sample, ...]:
-    """Returns one sample per leaf that has tokens, ordered by class, then by time; with alternatives if requested."""
+    """Returns one sample per leaf that has tokens, ordered by class, then by time; with alternatives if requested.
+
+    `context`: calls that another rollout trains, of which this one is a branch.
+    """
     inner: set[str] = set()  # calls continued by a later one with tokens
     leaves: list[CallNode] = []
     for node in reversed(nodes):
@@ -62,7 +66,7 @@ def build(
             inner.add(node.parent.call_id)
     leaves.sort(key=lambda node: (_ORDER.index(classes[node.call_id]), node.index))
     owned: set[str] = set()
-    made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned, include_top) for leaf in leaves]
+    made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned, include_top, context) for leaf in leaves]
     trained = [int(sample.loss_mask.sum()) for sample in made]
     whole = sum(trained)
     weights = (count / whole if whole else 0.0 for count in trained)
@@ -70,7 +74,13 @@ def build(
 
 
 def _sample(
-    rollout_id: str, leaf: CallNode, call_class: CallClass, policy: SamplePolicy, owned: set[str], include_top: bool
+    rollout_id: str,
+    leaf: CallNode,
+    call_class: CallClass,
+    policy: SamplePolicy,
+    owned: set[str],
+    include_top: bool,
+    context: frozenset[str],
 ) -> Sample:
     ids = path_ids(leaf)
     mask = np.zeros(ids.size, dtype=np.uint8)
@@ -86,6 +96,7 @@ def _sample(
         start = node.prompt_count
         whole = count == node.sampled.count
         why = "PARTIAL" if not whole else "SHARED" if node.call_id in owned else _untrained(node, call_class, policy)
+        why = "PARENT" if node.call_id in context else why
         if not why and node.sampled.logprobs is not None:
             owned.add(node.call_id)
             trained.append(node)

@@ -214,14 +214,21 @@ class TokenGraph:
         """Returns all branches with their final classes, in order of opening."""
         return samples.branches(tuple(self._calls.values()), self.call_classes())
 
-    def samples(self, policy: SamplePolicy | None = None, *, include_top: bool = False) -> tuple[Sample, ...]:
+    def samples(
+        self,
+        policy: SamplePolicy | None = None,
+        *,
+        include_top: bool = False,
+        context: frozenset[str] = frozenset(),
+    ) -> tuple[Sample, ...]:
         """One sample per leaf, the main line first; every sampled token is trained at most once (R84, R85).
 
-        `include_top`: with the alternatives of the trained tokens.
+        `include_top`: with the alternatives of the trained tokens. `context`: calls that another rollout trains.
         """
         nodes = tuple(self._calls.values())
         policy = policy or SamplePolicy()
-        return samples.build(self.rollout_id, nodes, self.call_classes(), policy, include_top=include_top)
+        classes = self.call_classes()
+        return samples.build(self.rollout_id, nodes, classes, policy, include_top=include_top, context=context)
 
     def _states(self, messages: Sequence[Message], keyed: Fingerprinted) -> Sequence[bytes]:
         """Returns the states before the first message and after each message.
@@ -257,7 +264,9 @@ class TokenGraph:
                 if silent is not None:
                     return silent, known
                 continue
-            nodes = self._ends.get(states[known])
+            # An answer that somebody wrote has no tokens: what continues it continues the line before it, so that what
+            # was sampled there is not tokenised again.
+            nodes = [node for node in self._ends.get(states[known], ()) if not self._is_written(node)]
             if nodes:
                 thought = reasoning_text(messages[known - 1])
                 same = [node for node in nodes if thought and reasoning_text(node.sampled.message) == thought]
@@ -340,7 +349,12 @@ class TokenGraph:
         return node.planned_class
 
     def _has_continuation(self, node: CallNode) -> bool:
-        return any(child.continues_parent for child in self._children.get(node.call_id, ()))
+        return any(
+            child.continues_parent and not self._is_written(child) for child in self._children.get(node.call_id, ())
+        )
+
+    def _is_written(self, node: CallNode) -> bool:
+        return self._codec is not None and node.sampled.injected and node.sampled.token_ids is None
 
     def apply(self, record: GraphRecord) -> None:
         """Adds the call of a record that extends the chain's head."""

@@ -86,7 +86,7 @@ class Passthrough:
         if request.method == "POST" and path != auth.COUNTS:
             call = self._interceptor.gate.admit(rollout, _call_request(body, dialect, onward), journal=True)
         try:
-            return await self._exchange(request, source, onward, call)
+            return await self._exchange(request, rollout, source, onward, call)
         except _AgentGone:
             raise ConnectionResetError from None  # the call is cancelled below
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -120,7 +120,7 @@ class Passthrough:
         return onward
 
     async def _exchange(
-        self, request: web.Request, source: UpstreamSource, onward: Onward, call: Call | None
+        self, request: web.Request, rollout: Rollout, source: UpstreamSource, onward: Onward, call: Call | None
     ) -> web.StreamResponse:
         headers = black_box_filter.onward_headers(request.headers)
         # The answer's compression is between agent and endpoint: nothing is decompressed here.
@@ -132,6 +132,7 @@ class Passthrough:
             headers.update(source.credentials())
         if given:
             headers.update(source.credentials(given))
+        headers.update(source.session(rollout.spec.session_id))
         # Forwarded verbatim: nothing is decoded or resolved again on the way.
         query = black_box_filter.onward_query(request.rel_url.raw_query_string)
         url = URL(source.base_url + _VERSION.sub("", onward.path) + (f"?{query}" if query else ""), encoded=True)

@@ -74,7 +74,8 @@ class AnswerHandler:
             return call
         if isinstance(answer, Failure):
             return self._gate.accept(call, Answered(answer, answer.digest(), answerer, self._clock.wall()))
-        if call.min_policy_version is not None and (refused := _too_stale(call, answer, self._clock.wall())):
+        bounded = call.min_policy_version is not None and not _is_context(call, answer)
+        if bounded and (refused := _too_stale(call, answer, self._clock.wall())):
             return refused
         try:
             prepared = await self._prepare(call, answer, answerer)
@@ -146,6 +147,16 @@ def _repeated(call: Call | None, answer: Completion | Failure) -> Accepted | Rej
     if call.accepted_digest == answer.digest():
         return Accepted(call.id, call.committed)
     return Rejection(call.id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
+
+
+def _is_context(call: Call, completion: Completion) -> bool:
+    """Whether an answer of a branch is its parent's, or was given, so that no policy of the branch's acts in it."""
+    branch, origin = call.rollout.spec.branched_from, completion.origin
+    if branch is None or origin is None:
+        return False
+    if branch.train_prefix:
+        return not origin.rollout_id  # a given answer, which nobody trains
+    return origin.rollout_id != call.rollout.id
 
 
 def _too_stale(call: Call, completion: Completion, now: float) -> Rejection | None:

@@ -6,16 +6,18 @@ Each step goes down to the gate, which decides; what stands beside the gate (con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
+from typing import Final
 
 import structlog
 
 from penstock_chassis.auth import acting_in
-from penstock_chassis.errors import PenstockError
+from penstock_chassis.errors import PenstockError, Unavailable
 from penstock_codec import CodecError
-from penstock_interception import cache
+from penstock_interception import cache, metrics
 from penstock_interception.domain.calls import RolloutSpec, RolloutState
+from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.registry import Registry
 from penstock_interception.domain.state import Rollout
 from penstock_interception.gate.gate import Gate
@@ -28,6 +30,8 @@ from penstock_interception.store.commits import durable, failed
 from penstock_interception.store.reading import StoredRollout
 from penstock_interception.store.store import CallStore
 
+DRIVER_LOST: Final = "DRIVER_LOST"
+"""Why a rollout is closed whose driver is gone."""
 _log = structlog.get_logger(__name__)
 
 
@@ -78,17 +82,40 @@ class Rollouts:
             await durable(before.opened)
         return before
 
-    async def close(self, rollout_id: str, reason: str) -> Rollout:
+    async def close(self, rollout_id: str, reason: str, *, capture_stored: bool = False) -> Rollout:
         """Closes a rollout; returns once that and every accepted answer is on disk. Idempotent.
+
+        `capture_stored`: its capture needs to be kept no longer than the retention.
 
         Evicts the rollouts that were closed longest ago. Raises NotFound ROLLOUT_UNKNOWN, and as Gate.wait_closed does.
         """
         rollout = self._registry.rollout(rollout_id)
         await self._close(rollout, reason)
+        if capture_stored and (written := self._gate.lifecycle.capture_stored(rollout)) is not None:
+            await durable(written)
         if self._registry.find(rollout_id) is rollout and not rollout.evicted:  # it may have been deleted meanwhile
             self._conversations.use_closed(rollout)
+        if rollout.recording is not None and rollout.recording.forget():
+            self._store.recordings.drop_calls(rollout_id)
         cache.PARSED_BODIES.forget(rollout_id)
         return rollout
+
+    async def abandon(self, driver_id: str) -> None:
+        """Closes the open rollouts of a driver that is lost. One whose end cannot be recorded is closed in memory."""
+        left = [
+            rollout.id
+            for rollout in self._registry.rollouts()
+            if rollout.spec.driver_id == driver_id and rollout.state is not RolloutState.CLOSED
+        ]
+        if not left:
+            return
+        _log.warning("a driver is lost: its rollouts are closed", driver_id=driver_id, rollouts=len(left))
+        closings = (self.close(rollout_id, DRIVER_LOST) for rollout_id in left)
+        for failure in await asyncio.gather(*closings, return_exceptions=True):
+            if isinstance(failure, PenstockError):
+                _log.error("the end of a lost driver's rollout could not be recorded", reason=failure.reason)
+            elif isinstance(failure, BaseException):
+                raise failure
 
     async def delete(self, rollout_id: str) -> None:
         """Deletes a rollout and its whole capture; returns once that is on disk. Idempotent.
@@ -109,8 +136,35 @@ class Rollouts:
         await durable(written)
         cache.PARSED_BODIES.forget(rollout_id)
 
+    async def discard(self, captures: Iterable[Discarded]) -> None:
+        """Deletes these rollouts, whose captures were kept for drivers that have not stored them. Returns once that is
+        on disk; what cannot be recorded stays.
+        """
+        for record in captures:
+            rollout = self._registry.find(record.rollout_id)
+            if rollout is None or not rollout.is_kept or rollout.deleted is not None:
+                continue
+            written = self._gate.lifecycle.discard(rollout, record)
+            written.add_done_callback(partial(self._deleted, rollout))
+            try:
+                await durable(written)
+            except Unavailable as error:
+                _log.error("a capture could not be discarded", rollout_id=record.rollout_id, reason=error.reason)
+                return
+            metrics.DISCARDED_CAPTURES.labels(record.why.value).inc()
+            cache.PARSED_BODIES.forget(record.rollout_id)
+            _log.warning(
+                "a capture was discarded that its driver had not exported",
+                rollout_id=record.rollout_id,
+                run_id=record.run_id,
+                driver_id=record.driver_id,
+                limit=record.why.value,
+                size_bytes=record.size_bytes,
+            )
+
     async def restore(self) -> AsyncIterator[StoredRollout]:
         """Restores all rollouts from the journal. Yields those that can continue; their calls wait for a prompt."""
+        self._registry.kept_captures.record(await self._store.discarded.load())
         for rollout in await self._store.rollouts():
             if rollout.state is RolloutState.CLOSED:
                 self._gate.lifecycle.restore(rollout, [])

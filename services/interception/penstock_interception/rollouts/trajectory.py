@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from penstock_interception.conversation.conversation import Conversation
 from penstock_interception.domain.calls import CallState, Mode, RolloutState
+from penstock_interception.domain.recordings import Divergence
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph import Branch, CallClass, LogprobsMode, Sample
 from penstock_interception.graph.values import TurnSpan
@@ -112,10 +113,14 @@ def capture(
     classes = graph.call_classes()
     # A reader that polls an open rollout needs neither samples nor the findings made from them.
     whole = after_index is None or rollout.state is RolloutState.CLOSED
-    samples = tuple(_with_budget_ends(graph.samples(include_top=include_top), rollout.calls)) if whole else None
+    context = _of_the_parent(rollout)
+    made = graph.samples(include_top=include_top, context=context) if whole else ()
+    samples = tuple(_with_budget_ends(made, rollout.calls)) if whole else None
     findings = tuple(_findings(rollout, classes, samples))
     answered = [call for call in rollout.calls if call.state is CallState.DELIVERED]
-    level = min((level_of(call) for call in answered), key=_LEVELS.index, default=CaptureLevel.NONE)
+    level = min(
+        (level_of(call) for call in answered if not is_given(call)), key=_LEVELS.index, default=CaptureLevel.NONE
+    )
     grade = _grade(findings) if rollout.state is RolloutState.CLOSED else None
     shown = samples if samples is not None and after_index is None else ()
     return Capture(rollout, calls, classes, graph.branches(), shown, level, grade, findings, graph.chain_head)
@@ -136,6 +141,8 @@ def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sa
     if rollout.damaged:
         text = "The journal is damaged: answers after some call could not be read, and no sample has them."
         yield Finding(Severity.FATAL, "JOURNAL_DAMAGED", text)
+    yield from _branched(rollout)
+    yield from _replayed(rollout)
     for call in rollout.calls:
         yield from _findings_of(call, classes.get(call.id, CallClass.MAIN) in _SIDE)
     if samples is not None and not any(sample.loss_mask.any() for sample in samples):
@@ -156,6 +163,66 @@ def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sa
             limit = f"the budget {bounded[turn.call_id]}"
         text = f"The last turn of branch {sample.branch_id} was cut by {limit} and is not trained."
         yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, turn.call_id if turn is not None else None)
+
+
+def _of_the_parent(rollout: Rollout) -> frozenset[str]:
+    """The calls of a branch that were sampled for its parent, which trains them."""
+    branch = rollout.spec.branched_from
+    if branch is None or branch.train_prefix:
+        return frozenset()
+    found = ((call.id, call.completion.origin) for call in rollout.calls if call.completion is not None)
+    return frozenset(call_id for call_id, origin in found if origin is not None and origin.rollout_id != rollout.id)
+
+
+def is_given(call: Call) -> bool:
+    """Whether a call was answered as the creator of a branch gave it, of this one or of one that it comes from.
+
+    It says nothing of how others were captured.
+    """
+    return call.completion is not None and call.completion.origin is not None and not call.completion.origin.rollout_id
+
+
+def _branched(rollout: Rollout) -> Iterator[Finding]:
+    """Says where a branch leaves its parent, or that it never came there."""
+    branch, recording = rollout.spec.branched_from, rollout.recording
+    if branch is None:
+        return
+    where = f"call {branch.call_index} of {branch.parent_rollout_id}"
+    if recording is not None and recording.point_call_id:
+        how = "answered as given" if branch.answer_given else "sampled"
+        text = f"It leaves its parent at {where}, which is {how} here."
+        yield Finding(Severity.INFO, "BRANCHED", text, recording.point_call_id)
+    elif rollout.state is RolloutState.CLOSED:
+        text = f"No call had the prompt of {where}, so this rollout is no branch of it."
+        yield Finding(Severity.WARNING, "BRANCH_MISSED", text)
+
+
+def _replayed(rollout: Rollout) -> Iterator[Finding]:
+    """Says what was replayed, and where the attempts part."""
+    recording = rollout.recording
+    if recording is None:
+        return
+    point = next((call for call in rollout.calls if call.id == recording.point_call_id), None)
+    is_sampled = point is not None and (point.completion is None or point.completion.origin is None)
+    recorded = _counted(recording.count - is_sampled, "recorded call")
+    text = f"Replayed, and not sampled again: {rollout.totals.replayed.calls} of {recorded}."
+    yield Finding(Severity.INFO, "REPLAYED", text)
+    for one in recording.divergences:
+        yield Finding(Severity.INFO, "REPLAY_DIVERGED", _described(rollout, one), one.call_id)
+
+
+def first_divergence(rollout: Rollout) -> str:
+    """Says which call was the first to differ from what is recorded at its place; empty if none did."""
+    recording = rollout.recording
+    return _described(rollout, recording.divergences[0]) if recording is not None and recording.divergences else ""
+
+
+def _described(rollout: Rollout, one: Divergence) -> str:
+    index = next((call.index for call in rollout.calls if call.id == one.call_id), None)
+    return (
+        f"Call {index} differs from the recorded call {one.recorded_call_id} from token {one.index} of its prompt"
+        f" on: {one.recorded!r} was recorded, {one.text!r} is new."
+    )
 
 
 def _excluded(samples: tuple[Sample, ...]) -> Iterator[Finding]:
@@ -189,7 +256,7 @@ def _by_budget(turn: TurnSpan, bounded: set[str]) -> TurnSpan:
 
 
 def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
-    weight = Severity.INFO if side else Severity.WARNING
+    weight = Severity.INFO if side or is_given(call) else Severity.WARNING
     if call.state is not CallState.DELIVERED:
         if call.state.terminal:
             text = f"Call {call.index} ended without an answer."

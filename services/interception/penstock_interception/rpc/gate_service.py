@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import grpc
@@ -16,8 +17,8 @@ from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import auth
-from penstock_chassis.auth import Owned
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.auth import Owned, Role
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied, Violation
 from penstock_chassis.validation import check_request_id, foreign_page_token, invalid_field, page_size
 from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
@@ -25,6 +26,7 @@ from penstock_codec.parsers import GRAMMARS
 from penstock_interception.domain.budgets import RunBudgets
 from penstock_interception.domain.calls import (
     AgentHints,
+    BranchPoint,
     CallerUpstream,
     CodecChoice,
     Dialect,
@@ -73,8 +75,11 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         ingress_address: Callable[[], str],
         stopping: asyncio.Event,
         home: str = "",
+        unreachable_inference: Callable[[], Iterable[str]] = tuple,
     ) -> None:
+        """`unreachable_inference` returns the names of the inference services and pools that do not answer."""
         self._home = home
+        self._unreachable_inference = unreachable_inference
         self._interceptor = interceptor
         self._registry = interceptor.registry
         self._keys = interceptor.agent_keys
@@ -105,6 +110,10 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.OpenRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.OpenRolloutResponse:
         spec, caller_key = spec_from(request, self._dialects)
+        if spec.keep_capture and auth.caller().role is not Role.OPERATOR:
+            raise PermissionDenied(
+                "keep_capture holds the operator's disk: only the operator's token may set it.", reason="OPERATOR_ONLY"
+            )
         rollout = await self._interceptor.rollouts.open(spec, caller_key)
         spoken = spec.dialects or tuple(self._dialects)
         return pb.OpenRolloutResponse(
@@ -121,10 +130,33 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             mcp_path=f"/rollout/{rollout.id}{server.PATH}",
         )
 
+    async def LoadRecording(  # noqa: N802
+        self, request: pb.LoadRecordingRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.LoadRecordingResponse:
+        rollout = self._registry.rollout(request.rollout_id)
+        if request.recorded_rollout_id:
+            check_id("recorded_rollout_id", request.recorded_rollout_id)
+        if request.recorded_attempt < 0:
+            raise invalid_field("recorded_attempt", "at least 1, or 0 for 1")
+        origin = (request.recorded_rollout_id or rollout.id, max(1, request.recorded_attempt))
+        count = await self._interceptor.replays.load(
+            rollout, request.calls, origin, exact=request.exact, tools=request.host_tool_calls
+        )
+        return pb.LoadRecordingResponse(calls=count)
+
+    async def HoldCalls(  # noqa: N802
+        self, request: pb.HoldCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.HoldCallsResponse:
+        rollout = self._registry.rollout(request.rollout_id)
+        await self._interceptor.hold_calls(rollout, held=request.held)
+        return pb.HoldCallsResponse(rollout=trajectory.rollout_to(rollout, self._home))
+
     async def CloseRollout(  # noqa: N802
         self, request: pb.CloseRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CloseRolloutResponse:
-        rollout = await self._interceptor.rollouts.close(request.rollout_id, request.reason or "CLOSED")
+        rollout = await self._interceptor.rollouts.close(
+            request.rollout_id, request.reason or "CLOSED", capture_stored=request.capture_stored
+        )
         return pb.CloseRolloutResponse(rollout=trajectory.rollout_to(rollout, self._home))
 
     async def DeleteRollout(  # noqa: N802
@@ -179,7 +211,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def GetCapture(  # noqa: N802
         self, request: pb.GetCaptureRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.GetCaptureResponse]:
-        rollout = self._registry.rollout(request.rollout_id)
+        rollout = self._captured(request.rollout_id)
         conversation = await self._interceptor.conversations.of(rollout)
         after = request.after_index if request.HasField("after_index") else None
         captured = capture(rollout, conversation, after_index=after, include_top=request.include_top)
@@ -196,6 +228,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.WatchCallsResponse]:
         watched, labels = frozenset(request.rollout_ids), set(request.labels.items())
+        if request.driver_id and auth.caller().role is Role.OBSERVER:
+            raise PermissionDenied("An observer holds no leases: leave driver_id out.", reason="ROLE_NOT_ALLOWED")
+        holder = _leaseholder(request.driver_id)
         found_by_id = bool(watched) and auth.caller().namespace is None
         scope = None if found_by_id else auth.caller().scope(request.all_namespaces)
         for rollout_id in watched:
@@ -206,31 +241,32 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             raise FailedPrecondition(
                 "Changes after this sequence are no longer kept: watch without a position.", reason="SEQUENCE_UNKNOWN"
             )
-        yield pb.WatchCallsResponse(started=pb.WatchCallsResponse.WatchStarted(sequence=at))
-        while not self._stopping.is_set():
-            found = changes.after(at)
-            if found is None:
-                raise FailedPrecondition(
-                    "The watch fell behind the kept changes: open another one.", reason="SEQUENCE_UNKNOWN"
-                )
-            for change in found:
-                at = change.sequence
-                spec = change.rollout.spec
-                if (watched and spec.rollout_id not in watched) or not labels.issubset(spec.labels):
+        with self._interceptor.gate.drivers.held(holder):
+            yield pb.WatchCallsResponse(started=pb.WatchCallsResponse.WatchStarted(sequence=at))
+            while not self._stopping.is_set():
+                found = changes.after(at)
+                if found is None:
+                    raise FailedPrecondition(
+                        "The watch fell behind the kept changes: open another one.", reason="SEQUENCE_UNKNOWN"
+                    )
+                for change in found:
+                    at = change.sequence
+                    spec = change.rollout.spec
+                    if (watched and spec.rollout_id not in watched) or not labels.issubset(spec.labels):
+                        continue
+                    if scope not in (None, spec.namespace):
+                        continue
+                    if request.ended_only and isinstance(change, CallChange) and not change.state.terminal:
+                        continue
+                    yield _change_to(change)
+                    if len(watched) == 1 and not isinstance(change, CallChange):
+                        return
+                if found:
                     continue
-                if scope not in (None, spec.namespace):
-                    continue
-                if request.ended_only and isinstance(change, CallChange) and not change.state.terminal:
-                    continue
-                yield _change_to(change)
-                if len(watched) == 1 and not isinstance(change, CallChange):
+                if len(watched) == 1 and self._over(next(iter(watched))):
                     return
-            if found:
-                continue
-            if len(watched) == 1 and self._over(next(iter(watched))):
-                return
-            if not await changes.wait(at, HEARTBEAT_S, ended_only=request.ended_only):
-                yield pb.WatchCallsResponse(heartbeat=pb.WatchCallsResponse.WatchHeartbeat())
+                if not await changes.wait(at, HEARTBEAT_S, ended_only=request.ended_only):
+                    yield pb.WatchCallsResponse(heartbeat=pb.WatchCallsResponse.WatchHeartbeat())
 
     async def WatchGate(  # noqa: N802
         self, request: pb.WatchGateRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -240,10 +276,23 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             yield snapshot_to(
                 take_snapshot(self._registry.rollouts(), self._registry.sessions(), scope),
                 self._interceptor.clock.wall(),
+                self._unreachable_inference(),
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._stopping.wait()
+
+    def _captured(self, rollout_id: str) -> Rollout:
+        """Raises NotFound: ROLLOUT_UNKNOWN, CAPTURE_DISCARDED."""
+        lost = self._registry.kept_captures.discarded(rollout_id)
+        if lost is not None and self._registry.find(rollout_id) is None:
+            at = datetime.fromtimestamp(lost.at, UTC).isoformat(timespec="seconds")
+            raise NotFound(
+                f"This capture was deleted at {at}: its driver had not exported it, and it was beyond"
+                f" this gate's limit of {lost.why} on captures that are kept.",
+                reason="CAPTURE_DISCARDED",
+            )
+        return self._registry.rollout(rollout_id)
 
     def _over(self, rollout_id: str) -> bool:
         rollout = self._registry.find(rollout_id)
@@ -255,10 +304,22 @@ def owned(interceptor: Interceptor) -> Mapping[str, Owned]:
 
     async def of_rollout(rollout_id: str) -> str | None:
         rollout = interceptor.registry.find(rollout_id)
-        return None if rollout is None else rollout.spec.namespace
+        if rollout is not None:
+            return rollout.spec.namespace
+        discarded = interceptor.registry.kept_captures.discarded(rollout_id)
+        return None if discarded is None else discarded.namespace
 
     one = Owned(("rollout_id",), of_rollout)
-    methods = ("CloseRollout", "DeleteRollout", "IssueToken", "RevokeTokens", "GetRollout", "GetCapture")
+    methods = (
+        "LoadRecording",
+        "HoldCalls",
+        "CloseRollout",
+        "DeleteRollout",
+        "IssueToken",
+        "RevokeTokens",
+        "GetRollout",
+        "GetCapture",
+    )
     several = Owned(("rollout_ids",), of_rollout)
     return {f"{SERVICE}/WatchCalls": several, **{f"{SERVICE}/{method}": one for method in methods}}
 
@@ -303,8 +364,28 @@ def spec_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]
         run_budgets=_run_budgets_from(request),
         token_terms=budgets_and_keys.key_terms_from(request.token_terms, "token_terms"),
         namespace=auth.caller().home,
+        driver_id=_leaseholder(request.driver_id),
+        keep_capture=request.keep_capture,
+        attempt=_attempt_from(request),
+        branched_from=_branch_from(request),
     )
     return spec, caller_key
+
+
+def _branch_from(request: pb.OpenRolloutRequest) -> BranchPoint | None:
+    if not request.HasField("branched_from"):
+        return None
+    given = request.branched_from
+    check_id("branched_from.parent_rollout_id", given.parent_rollout_id)
+    check_id("branched_from.call_id", given.call_id)
+    return BranchPoint(
+        given.parent_rollout_id,
+        given.call_id,
+        given.call_index,
+        given.answer_given,
+        given.train_prefix,
+        given.seed if given.HasField("seed") else None,
+    )
 
 
 def check_id(name: str, value: str) -> None:
@@ -377,6 +458,12 @@ def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) ->
     return budgets_and_keys.run_budgets_from(request.run_budgets)
 
 
+def _attempt_from(request: pb.OpenRolloutRequest) -> int:
+    if request.attempt < 0:
+        raise invalid_field("attempt", "at least 1, or 0 for 1")
+    return max(1, request.attempt)
+
+
 def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:
     if policy.HasField("max_staleness") and policy.max_staleness < 0:
         raise invalid_field("policy.max_staleness", "not negative")
@@ -384,6 +471,17 @@ def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBoun
         policy.min_version if policy.HasField("min_version") else None,
         policy.max_staleness if policy.HasField("max_staleness") else None,
     )
+
+
+def _leaseholder(driver_id: str) -> str:
+    """Whose leases these are. Drivers have the operator's token; what another caller names so is its namespace's own:
+    no team keeps the rollouts of a lost driver open by naming it.
+    """
+    if not driver_id:
+        return ""
+    check_id("driver_id", driver_id)
+    caller = auth.caller()
+    return driver_id if caller.role is Role.OPERATOR else f"{caller.home}/{driver_id}"
 
 
 def _change_to(change: Change) -> pb.WatchCallsResponse:

@@ -77,6 +77,8 @@ def record_to(record: ToolCallRecord, *, bodies: bool) -> trajectory_pb2.HostToo
         message.result_bytes = len(result.content)
         if bodies:
             message.result_json = result.content.decode()
+    if record.origin:
+        message.replayed_from.ParseFromString(record.origin)
     if record.ended_at is not None:
         message.end_time.CopyFrom(times.timestamp(record.ended_at))
     return message

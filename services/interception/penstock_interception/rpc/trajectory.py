@@ -12,12 +12,21 @@ from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock.values import numbers, to_proto, writer
 from penstock_chassis import times
 from penstock_interception.conversation.conversation import Conversation
-from penstock_interception.domain.calls import CallState, Mode, RolloutState, Totals
+from penstock_interception.domain.calls import BranchPoint, CallState, Mode, RolloutState, Totals
 from penstock_interception.domain.completions import Completion
 from penstock_interception.domain.state import Call, Rollout
 from penstock_interception.graph import Branch, CallClass, Sample, TurnSpan
 from penstock_interception.graph.values import little_endian
-from penstock_interception.rollouts.trajectory import Capture, CaptureLevel, Finding, Grade, level_of, notes_of
+from penstock_interception.rollouts.trajectory import (
+    Capture,
+    CaptureLevel,
+    Finding,
+    Grade,
+    first_divergence,
+    is_given,
+    level_of,
+    notes_of,
+)
 from penstock_interception.rpc import budgets_and_keys
 from penstock_interception.wire import convert
 
@@ -78,6 +87,12 @@ def call_to(
         message.end_time.CopyFrom(times.timestamp(call.ended_at))
     if call.answerer is not None:
         message.answerer = convert.ANSWERERS[call.answerer]
+    if call.completion is not None and (origin := call.completion.origin) is not None and origin.rollout_id:
+        message.replayed_from.rollout_id, message.replayed_from.attempt = origin.rollout_id, origin.attempt
+        message.replayed_from.call_id = origin.call_id
+    message.given = is_given(call)
+    recording = call.rollout.recording
+    message.branch_point = recording is not None and recording.point_call_id == call.id
     if call.chain_index is not None:
         message.chain_index = call.chain_index
     if conversation is not None:
@@ -118,7 +133,10 @@ def rollout_to(rollout: Rollout, home: str) -> gate_pb2.GateRollout:
         totals=_totals_to(rollout.totals),
         home=home,
         exhausted_budget=rollout.exhausted_budget,
+        close_reason=rollout.close_reason,
         paused_time=times.duration(rollout.paused_s),
+        held=rollout.is_held,
+        divergence=first_divergence(rollout),
         tokens=budgets_and_keys.keys_to(rollout) if rollout.state is not RolloutState.CLOSED else (),
     )
     if rollout.closed is not None:
@@ -138,6 +156,7 @@ async def fragments(
     `include_top`: calls have the rows of their tokens' alternatives.
     """
     fragment = _head(captured)
+    branch = captured.rollout.spec.branched_from
     size = 0
     tools_sent: set[bytes] = set()
     for call in captured.calls:
@@ -159,6 +178,8 @@ async def fragments(
         fragment.calls.append(item)
     for sample in captured.samples:
         made = _sample_to(sample)
+        if branch is not None:
+            made.parent_rollout_id, made.branch_call_id = branch.parent_rollout_id, branch.call_id
         if size and size + made.ByteSize() > FRAGMENT_BYTES:
             yield fragment
             fragment, size = pb.Trajectory(), 0
@@ -187,6 +208,8 @@ def _head(captured: Capture) -> pb.Trajectory:
         create_time=times.timestamp(rollout.created),
         task_id=spec.task_id or "",
     )
+    if spec.branched_from is not None:
+        head.branched_from.CopyFrom(to_proto(spec.branched_from, pb.BranchPoint))
     if rollout.closed is not None:
         head.end_time.CopyFrom(times.timestamp(rollout.closed))
     return head
@@ -198,6 +221,7 @@ _totals_to = writer(
     left_out=("top_bytes", "calls_at_answer"),
     by={
         "open": lambda totals: totals.open,
+        "replayed": lambda totals: totals.replayed.calls,
         "failures": lambda totals: [
             to_proto(one, gate_pb2.CallFailures) for one in sorted(totals.failures, key=lambda one: -one.calls)
         ],
@@ -205,6 +229,7 @@ _totals_to = writer(
 )
 _branch_to = writer(Branch, pb.Branch, renamed={"call_class": "branch_class"})
 _finding_to = writer(Finding, pb.Finding)
+writer(BranchPoint, pb.BranchPoint)
 writer(TurnSpan, pb.TurnSpan, renamed={"untrained": "untrained_reason"})
 _sample_to = writer(
     Sample,
@@ -212,6 +237,8 @@ _sample_to = writer(
     renamed={"call_class": "branch_class"},
     left_out=("modes_mixed", "top"),
     by={
+        "parent_rollout_id": lambda sample: "",
+        "branch_call_id": lambda sample: "",
         "count": lambda sample: int(sample.input_ids.size),
         "input_ids": lambda sample: convert.ids_to(sample.input_ids),
         "loss_mask": lambda sample: sample.loss_mask.tobytes(),

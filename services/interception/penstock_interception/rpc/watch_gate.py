@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
@@ -21,8 +22,8 @@ def interval_from(request: pb.WatchGateRequest) -> float:
     return interval
 
 
-def snapshot_to(snapshot: GateSnapshot, now: float) -> pb.WatchGateResponse:
-    """`now` in seconds since 1970."""
+def snapshot_to(snapshot: GateSnapshot, now: float, unreachable_inference: Iterable[str] = ()) -> pb.WatchGateResponse:
+    """`now` in seconds since 1970; `unreachable_inference` are the names of the sources that do not answer."""
     message = pb.WatchGateResponse(
         open_rollouts=snapshot.open_rollouts,
         queued_calls=snapshot.queued,
@@ -31,6 +32,7 @@ def snapshot_to(snapshot: GateSnapshot, now: float) -> pb.WatchGateResponse:
         dispatched_calls=snapshot.dispatched,
         sessions=[_session_to(one) for one in snapshot.sessions[:MOST_SESSIONS]],
         session_count=len(snapshot.sessions),
+        unreachable_inference=unreachable_inference,
     )
     if snapshot.oldest_received is not None:
         message.oldest_wait.CopyFrom(times.duration(max(0.0, now - snapshot.oldest_received)))

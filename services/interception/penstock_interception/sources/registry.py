@@ -44,6 +44,7 @@ class Endpoint:
     base_url: str
     api_key: str | None = field(default=None, repr=False)
     models: tuple[str, ...] = ("*",)
+    session_header: str = ""
 
 
 class Sources:
@@ -109,6 +110,7 @@ class Sources:
                     model,
                     shown=name,
                     models=endpoint.models,
+                    session_header=endpoint.session_header,
                 )
                 if model and not source.allows(model):
                     raise FailedPrecondition(

@@ -18,6 +18,7 @@ import orjson
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.membership import session_header
 from penstock_codec.openai_chat import (
     read_finish_reason,
     read_message,
@@ -64,8 +65,13 @@ class UpstreamSource(ModelSource):
         *,
         shown: str,
         models: Sequence[str] = ("*",),
+        session_header: str = "",
     ) -> None:
-        """`model` is requested from the endpoint, "" means the agent's; `models` are patterns of allowed models."""
+        """`model` is requested from the endpoint, "" means the agent's; `models` are patterns of allowed models.
+
+        `session_header` carries the session's id; "" sends none.
+        """
+        self._session_header = session_header
         self._http = http
         self._parse = parse
         self._shown = shown
@@ -84,6 +90,10 @@ class UpstreamSource(ModelSource):
         if not self._api_key:
             return {}
         return {header: f"Bearer {self._api_key}" if header == "authorization" else self._api_key}
+
+    def session(self, session_id: str) -> dict[str, str]:
+        """Returns the header that a router in front of the endpoint knows the session by, if it has one."""
+        return session_header.headers(self._session_header, session_id)
 
     async def resolve(self, asked_model: str) -> Resolved:
         """Checks reachability: any HTTP answer counts."""
@@ -128,24 +138,28 @@ class UpstreamSource(ModelSource):
             written = orjson.dumps(body)
         except TypeError as error:  # a field that is only passed on: orjson parses deeper nesting than it writes
             raise SourceError("FIELD_INVALID", "nested too deeply", retriable=False) from error
-        return await self._ask(written)
+        return await self._ask(written, call)
 
     async def answers_others(self, call: Call) -> bool:
         """See ModelSource. One token of a fixed text, of the model that the call asks for."""
         model = self.model or call.request.model_requested
         body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
         try:
-            await self._ask(orjson.dumps(body))
+            await self._ask(orjson.dumps(body), call)
         except SourceError:
             return False
         return True
 
-    async def _ask(self, written: bytes) -> Completion:
+    async def _ask(self, written: bytes, call: Call) -> Completion:
         try:
             async with self._http.post(
                 f"{self.base_url}/chat/completions",
                 data=written,
-                headers={**self._headers, "content-type": "application/json"},
+                headers={
+                    **self._headers,
+                    **self.session(call.rollout.spec.session_id),
+                    "content-type": "application/json",
+                },
                 allow_redirects=False,
             ) as answer:
                 data = await answer.content.read(MAX_ANSWER_BYTES + 1)

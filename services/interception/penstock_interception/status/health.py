@@ -17,18 +17,26 @@ from penstock_chassis.telemetry.metrics import Read, Reader
 from penstock_interception import metrics
 from penstock_interception.domain.calls import CallState, RolloutState
 from penstock_interception.domain.deadlines import Clock
+from penstock_interception.domain.kept_captures import CAPTURE_LIMITS, CaptureLimits, Discarded
 from penstock_interception.domain.registry import Registry
-from penstock_interception.domain.state import Call, Rollout, Session
+from penstock_interception.domain.state import HOLD, Call, Rollout, Session
 
 _CONNECTED: Final = ("connected",)
 _LOST: Final = ("lost",)
+KEPT_S: Final = 3600.0
+"""How old a capture that waits for its driver's export must be to be reported."""
+DISCARDED_S: Final = 24 * 3600.0
+"""How long the loss of captures is reported."""
+MOST_NAMED: Final = 100
+"""Discarded captures whose ids are reported."""
 
 
 class Health:
     """Checks one gate."""
 
-    def __init__(self, registry: Registry, clock: Clock) -> None:
+    def __init__(self, registry: Registry, clock: Clock, captures: CaptureLimits = CAPTURE_LIMITS) -> None:
         self._registry = registry
+        self._captures = captures
         self._clock = clock
 
     @contextmanager
@@ -40,6 +48,8 @@ class Health:
                 (metrics.HELD_CALLS, lambda: sum(bool(call.rollout.paused_by) for call in self._registry.open_calls())),
                 (metrics.OLDEST_CALL, lambda: max(map(self._age, self._registry.open_calls()), default=0.0)),
                 (metrics.ROLLOUTS, self._rollouts),
+                (metrics.KEPT_CAPTURES, lambda: len(self._registry.kept_captures)),
+                (metrics.KEPT_CAPTURE_BYTES, lambda: self._registry.kept_captures.size_bytes),
                 (metrics.SESSIONS, self._sessions),
                 (metrics.CREDITS, lambda: sum(session.credit.calls for session in self._connected())),
                 (metrics.CREDITS_USED, lambda: sum(len(session.held) for session in self._connected())),
@@ -51,9 +61,14 @@ class Health:
             yield
 
     def troubles(self, patience_s: float) -> Iterator[Trouble]:
-        """Yields the problems of calls that have waited longer than `patience_s`, by component at fault."""
+        """Yields the problems of calls that have waited longer than `patience_s`, by component at fault.
+
+        Also captures that wait for an export, after KEPT_S, and those that were discarded in the last DISCARDED_S.
+        """
+        yield from self._kept()
         waiting = [call for call in self._registry.open_calls() if self._age(call) >= patience_s]
-        held = [call for call in waiting if call.rollout.paused_by]
+        # What the driver holds is a rollout that somebody paused, and it shows who and until when.
+        held = [call for call in waiting if call.rollout.paused_by - {HOLD}]
         if held:
             yield _trouble(
                 "CALLS_HELD_BACK",
@@ -118,6 +133,40 @@ class Health:
                 grave=False,
             )
 
+    def _kept(self) -> Iterator[Trouble]:
+        kept, now = self._registry.kept_captures, self._clock.wall()
+        if kept.is_full(self._captures):
+            yield Trouble(
+                "CAPTURES_FULL",
+                f"{len(kept)} captures, {kept.size_bytes >> 20} MiB, wait for their drivers' export, and this gate"
+                " keeps no more: it refuses the rollouts of drivers that export",
+                "check the drivers' export (doctor names it as EXPORT_FAILING), or raise max_kept_captures or"
+                " max_kept_bytes of this gate",
+            )
+        lost = kept.discarded_since(now - DISCARDED_S)
+        if lost:
+            limits = ", ".join(sorted({one.why.value for one in lost}))
+            yield Trouble(
+                "CAPTURES_DISCARDED",
+                f"{len(lost)} capture{'s' * (len(lost) > 1)} that no driver had exported {_are(lost)} deleted in"
+                f" the last day, beyond this gate's limits of {limits}",
+                "bring the lost driver back within max_kept_s, or raise the limits (max_kept_captures, max_kept_bytes,"
+                " max_kept_s); the rollouts' rows keep what the driver knows",
+                subjects=tuple(one.rollout_id for one in lost[:MOST_NAMED]),
+            )
+        before = now - KEPT_S
+        old = tuple(rollout.id for rollout in kept if (rollout.closed or before) < before)
+        if old:
+            yield Trouble(
+                "CAPTURES_KEPT",
+                f"{len(old)} ended rollout{'s' * (len(old) > 1)} have waited an hour or more for their driver's"
+                " export, and take disk until then",
+                "check the driver's export (doctor names it as EXPORT_FAILING); if that driver is gone for good,"
+                " delete these rollouts at this gate, or leave it to max_kept_s",
+                grave=False,
+                subjects=old,
+            )
+
     def _stalled(self, calls: list[Call], patience_s: float) -> Iterator[tuple[Session, list[Call]]]:
         now = self._clock.wall()
         by_session: dict[Session, list[Call]] = {}
@@ -174,6 +223,10 @@ def _sessions_for(rollout: Rollout) -> list[Session]:
         for session in queue.sessions.values()
         if not session.lost and not session.ended
     ]
+
+
+def _are(lost: list[Discarded]) -> str:
+    return "was" if len(lost) == 1 else "were"
 
 
 def _trouble(reason: str, calls: list[Call], finding: str, advice: str, *, grave: bool = True) -> Trouble:

@@ -132,6 +132,25 @@ class ToolStore:
             ]
         )
 
+    def end_replayed(self, call: ToolCall, recorded_call_id: str) -> asyncio.Future[list[int]]:
+        """Writes the end of a call that a recorded one answers, which answers no other."""
+        result = call.result
+        assert result is not None
+        ended = (CallState.DELIVERED.value, call.ended_at, result.content, int(result.is_error), call.origin, call.id)
+        return self._submit(
+            [
+                (
+                    "UPDATE tool_calls SET state = ?, ended = ?, result = ?, is_error = ?, replayed_from = ?"
+                    " WHERE tool_call_id = ?",
+                    ended,
+                ),
+                (
+                    "UPDATE recorded_tools SET used = 1 WHERE rollout_id = ? AND tool_call_id = ?",
+                    (call.rollout.id, recorded_call_id),
+                ),
+            ]
+        )
+
     def mark_answer_sent(self, call: ToolCall) -> asyncio.Future[list[int]]:
         """Writes that the agent received the whole answer."""
         return self._submit([("UPDATE tool_calls SET told = 1 WHERE tool_call_id = ?", (call.id,))])
@@ -180,6 +199,7 @@ def _load_call(row: Row) -> ToolCallRecord:
         end_reason=row["end_reason"],
         ended_at=row["ended"],
         answer_sent=bool(row["told"]),
+        origin=bytes(row["replayed_from"]),
     )
 
 

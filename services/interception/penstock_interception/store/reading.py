@@ -12,7 +12,8 @@ import structlog
 from penstock_chassis.errors import DataLoss
 from penstock_interception.domain.agent_keys import AgentKey
 from penstock_interception.domain.calls import Answerer, CallState, RolloutState, Totals
-from penstock_interception.domain.state import Call, Rollout
+from penstock_interception.domain.recordings import Recording
+from penstock_interception.domain.state import HOLD, Call, Rollout
 from penstock_interception.domain.totals import count_ended
 from penstock_interception.graph.record import GraphRecord
 from penstock_interception.store import serde
@@ -60,7 +61,9 @@ def load_rollout(row: Row, keys: dict[bytes, AgentKey]) -> Rollout:
         totals=serde.load_totals(row["totals"]),
         keys=keys,
         paused_s=row["paused_s"],
+        paused_by={HOLD} if row["held"] else set(),
         paused_since=row["held_since"],
+        stored=bool(row["stored"]),
     )
 
 
@@ -122,6 +125,13 @@ def count(calls: list[Call]) -> Totals:
         count_ended(call, totals)
     totals.calls = len(calls)
     return totals
+
+
+def use_recorded(recording: Recording | None, calls: Iterable[Call]) -> None:
+    """Marks the recorded calls that have answered some of these."""
+    for call in calls:
+        if recording is not None and call.completion is not None and call.completion.origin is not None:
+            recording.use(call.completion.origin.via)
 
 
 def _ended(call: Call) -> float:

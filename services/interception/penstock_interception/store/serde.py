@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from penstock_codec.chat import Sampling, Usage
 from penstock_interception.domain.calls import CallRequest, Dialect, ModelFacts, RolloutSpec, Totals
 from penstock_interception.domain.completions import Completion, Failure, Timings, Tokens
+from penstock_interception.domain.recordings import Origin
 from penstock_interception.graph.values import Sampled
 
 _OPENING = TypeAdapter(RolloutSpec)
@@ -21,6 +22,7 @@ _TOTALS = TypeAdapter(Totals)
 _SAMPLING = TypeAdapter(Sampling)
 _USAGE = TypeAdapter(Usage)
 _TIMINGS = TypeAdapter(Timings)
+_ORIGIN = TypeAdapter(Origin)
 
 
 def dump_spec(spec: RolloutSpec) -> bytes:
@@ -90,6 +92,7 @@ def dump_extras(completion: Completion) -> bytes:
             "model": completion.model,
             "timings": _maybe(_TIMINGS, completion.timings),
             "usage": _maybe(_USAGE, completion.usage),
+            **({"origin": _ORIGIN.dump_python(completion.origin)} if completion.origin is not None else {}),
         }
     )
 
@@ -112,6 +115,7 @@ def completion_of(sampled: Sampled, extras: bytes) -> Completion:
         model=meta["model"],
         timings=_TIMINGS.validate_python(meta["timings"]) if meta["timings"] is not None else None,
         usage=_USAGE.validate_python(meta["usage"]) if meta["usage"] is not None else None,
+        origin=_ORIGIN.validate_python(meta["origin"]) if "origin" in meta else None,
     )
 
 

@@ -21,17 +21,21 @@ import structlog
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal, Statement
 from penstock_interception.domain import runs as runs_store
-from penstock_interception.domain.calls import CallState, Prompt
+from penstock_interception.domain.calls import CallState, Prompt, RolloutState
 from penstock_interception.domain.completions import Failure
 from penstock_interception.domain.host_tools import HostTool
+from penstock_interception.domain.kept_captures import Discarded
 from penstock_interception.domain.results import Answered
 from penstock_interception.domain.runs import Run, RunStore
 from penstock_interception.domain.state import Call, Rollout
-from penstock_interception.store import agent_keys, reading, serde
+from penstock_interception.store import agent_keys, discarded_captures, reading, serde
 from penstock_interception.store import host_tools as tools_store
+from penstock_interception.store import recordings as recordings_store
 from penstock_interception.store.agent_keys import AgentKeyStore
+from penstock_interception.store.discarded_captures import DiscardedStore
 from penstock_interception.store.host_tools import ToolStore
 from penstock_interception.store.reading import StoredRollout
+from penstock_interception.store.recordings import RecordingStore
 
 _log = structlog.get_logger(__name__)
 
@@ -75,6 +79,9 @@ END;
 _HELD = "ALTER TABLE rollouts ADD COLUMN held_since REAL;"
 # Records may have alternatives: changes no table, but an earlier version, which cannot read them, refuses the file.
 _TOP = "SELECT 1;"
+_STORED = "ALTER TABLE rollouts ADD COLUMN stored INTEGER NOT NULL DEFAULT 0;"
+# `held_since` is when any pause began; this says that it lasts over a restart.
+_LASTING = "ALTER TABLE rollouts ADD COLUMN held INTEGER NOT NULL DEFAULT 0;"
 
 
 class CallStore:
@@ -85,6 +92,8 @@ class CallStore:
         self.agent_keys = AgentKeyStore(journal, key, self._submit_all)
         self.runs = RunStore(journal, self._submit_all)
         self.tools = ToolStore(journal, self._submit_all)
+        self.discarded = DiscardedStore(journal)
+        self.recordings = RecordingStore(journal, self._submit_all)
         self._answers = 0
         self._bodies = 0
         self._last: asyncio.Future[list[int]] | None = None
@@ -104,6 +113,12 @@ class CallStore:
             _HELD,
             _TOP,
             runs_store.NAMESPACES,
+            _STORED,
+            discarded_captures.SCHEMA,
+            recordings_store.SCHEMA,
+            recordings_store.HOST_TOOLS,
+            _LASTING,
+            recordings_store.BRANCHES,
         ]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
@@ -140,7 +155,10 @@ class CallStore:
             serde.dump_facts(rollout.facts),
             serde.dump_totals(rollout.totals),
         )
-        opened: Statement = ("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?, NULL)", values)
+        opened: Statement = (
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?, NULL, 0, 0)",
+            values,
+        )
         granted = [AgentKeyStore.opening(rollout.id, grant) for grant in rollout.keys.values()]
         joined = [RunStore.opening(run)] if run is not None else []
         # Committed in the journal's thread, like a rollout's end: what arrives during a commit shares the next one.
@@ -166,17 +184,25 @@ class CallStore:
     def put_pause(self, rollout: Rollout, moved: Iterable[Call] = ()) -> asyncio.Future[list[int]]:
         """Writes a pause or its end, and the calls whose expiry it moved."""
         changed: Statement = (
-            "UPDATE rollouts SET held_since = ?, paused_s = ? WHERE rollout_id = ?",
-            (rollout.paused_since, rollout.paused_s, rollout.id),
+            "UPDATE rollouts SET held_since = ?, paused_s = ?, held = ? WHERE rollout_id = ?",
+            (rollout.paused_since, rollout.paused_s, rollout.is_held, rollout.id),
         )
         later: list[Statement] = [
             ("UPDATE calls SET expires = ? WHERE call_id = ?", (call.expires, call.id)) for call in moved
         ]
         return self._submit_all([changed, *later], size=0)
 
-    def delete_rollout(self, rollout_id: str, run: Run | None = None) -> asyncio.Future[list[int]]:
-        """Deletes a rollout and its calls; its run keeps their usage."""
+    def put_stored(self, rollout: Rollout) -> asyncio.Future[list[int]]:
+        """Writes that the driver has stored a rollout's capture."""
+        return self._submit("UPDATE rollouts SET stored = 1 WHERE rollout_id = ?", rollout.id)
+
+    def delete_rollout(
+        self, rollout_id: str, run: Run | None = None, discarded: Discarded | None = None
+    ) -> asyncio.Future[list[int]]:
+        """Deletes a rollout and its calls; its run keeps their usage. `discarded` records what is lost by it."""
         kept = [RunStore.changed(run)] if run is not None else []
+        if discarded is not None:
+            kept += self.discarded.adding(discarded)
         return self._submit_all([("DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,)), *kept])
 
     def put_call(self, call: Call) -> asyncio.Future[list[int]]:
@@ -359,6 +385,8 @@ class CallStore:
             count = record.keep + int(record.suffix.size)
             call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
         rollout.totals = replace(reading.count(calls), refused=rollout.totals.refused)
+        rollout.recording = await self.recordings.load(rollout.id, is_open=rollout.state is not RolloutState.CLOSED)
+        reading.use_recorded(rollout.recording, calls)
         leases = [
             (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
             for call, item in zip(calls, rows, strict=True)

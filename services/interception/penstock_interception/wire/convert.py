@@ -52,6 +52,7 @@ DIALECTS_BACK = {value: key for key, value in DIALECTS.items()}
 CLASSES = numbers(CallClass, trajectory_pb2.CallClass)
 STATES = numbers(CallState, trajectory_pb2.CallState)
 ANSWERERS = numbers(Answerer, trajectory_pb2.Answerer)
+ANSWERERS_BACK = {value: key for key, value in ANSWERERS.items()}
 
 # Made by `penstock.values`, these take no longer than written ones would: they run for every call.
 sampling_to = writer(Sampling, chat_pb2.Sampling, renamed={"response_format": "response_format_json"})

@@ -243,13 +243,18 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MountedToolbox:
-    """A toolbox for a sandbox: host directory, mount path, PATH directories, and runtimes to mount with it."""
+    """A toolbox for a sandbox: host directory, mount path, PATH directories, and runtimes to mount with it.
+
+    `python_path` and `node_path` are directories in which every Python and Node.js of the sandbox looks for packages.
+    """
 
     name: str
     source: Path
     mount_path: str
     path: tuple[str, ...]
     runtimes: Mapping[str, Path]
+    python_path: tuple[str, ...] = ()
+    node_path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +307,13 @@ class Backend(abc.ABC):
         After a failure or a cancellation ``create`` itself removes what it made, and the caller's ``discard`` only what
         it could not remove.
         """
+
+    def shows_host_programs(self, spec: SandboxSpec) -> bool:
+        """Whether a sandbox of this spec sees this machine's own programs. Default: ``host_programs``."""
+        return self.host_programs
+
+    async def fetch(self, spec: SandboxSpec) -> None:  # noqa: B027 - most fetch nothing, or in ``create``
+        """Gets from elsewhere what ``create`` needs, such as an image; before the create takes one of the places."""
 
     @abc.abstractmethod
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:

@@ -46,17 +46,44 @@ class NetworkKind(enum.Enum):
     OPEN = 3
 
 
+DEFAULT_PORTS: Final = (80, 443)
+"""The ports of an allow-list that names none."""
+DEFAULT_PROXY_PORT: Final = 3128
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:
-    """Network access; ``ONE_ENDPOINT`` and ``ALLOWLIST`` each use their own fields beside ``kind``."""
+    """Network access; ``ONE_ENDPOINT`` and ``ALLOWLIST`` each use their own fields beside ``kind``.
+
+    ``local_port`` is that of the endpoint, or of an allow-list's proxy.
+    """
 
     kind: NetworkKind = NetworkKind.NONE
     local_port: int = 0
     upstream: str = ""
     hosts: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
+    denied_hosts: tuple[str, ...] = ()
+    one_endpoint: NetworkPolicy | None = None
+    """An endpoint beside an allow-list's proxy."""
+    recording: str = ""
+    recorded_only: bool = False
     upstream_ca: str = field(default="", compare=False)
     """PEM file that verifies a ``tls:`` upstream (empty: the system's roots). Set by the operator, not by callers."""
+    proxy: str = field(default="", compare=False)
+    """Unix socket of the proxy of an allow-list. Set by the service, as is ``proxy_greeting``, which it sends first."""
+    proxy_greeting: bytes = field(default=b"", compare=False, repr=False)
+
+    @property
+    def endpoints(self) -> tuple[NetworkPolicy, ...]:
+        """What is served inside, each at its ``local_port``."""
+        match self.kind:
+            case NetworkKind.ONE_ENDPOINT:
+                return (self,)
+            case NetworkKind.ALLOWLIST:
+                return (self,) if self.one_endpoint is None else (self, self.one_endpoint)
+            case _:
+                return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +112,7 @@ class SandboxSpec:
     lease_s: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     own_kernel: bool = False
+    repeatable: bool = False
     to_be_sealed: bool = field(default=False, compare=False)
     """Whether it will become a snapshot: some backends must then record the state of its files at the start."""
 
@@ -109,9 +137,12 @@ class Sandbox:
 DISK_EXHAUSTED: Final = "DISK_EXHAUSTED"
 """The sandbox's files exceeded its disk limit."""
 
+POD_OUT_OF_MEMORY: Final = "POD_OUT_OF_MEMORY"
+"""Loss reason of a pod that the kernel ended because its programs used up its memory."""
 ENDED_INSIDE: Final = frozenset(
     {
         DISK_EXHAUSTED,
+        POD_OUT_OF_MEMORY,
         "PROCESS_ENDED",
         "DOOR_CLOSED",
         "ATTENDANT_KILLED",
@@ -130,6 +161,15 @@ class DiskLimit(enum.Enum):
     NONE = 1
     WATCHED = 2
     HARD = 3
+
+
+class RepeatablePart(enum.Enum):
+    """What programs see that is the same in each sandbox of a kind (the contract defines the values)."""
+
+    HOSTNAME = 1
+    MACHINE_ID = 2
+    PROCESS_IDS = 3
+    CLOCKS = 4
 
 
 class ForkKind(enum.Enum):
@@ -164,6 +204,7 @@ class Capabilities:
     open_egress: bool = False
     own_kernel: bool = False
     system_read_only: bool = False
+    repeatable: frozenset[RepeatablePart] = frozenset()
 
     @property
     def limit_disk(self) -> bool:
@@ -187,6 +228,7 @@ class BackendInfo:
     max_lifetime_s: float | None = None
     max_sandboxes_per_owner: int | None = None
     max_resources: Resources = Resources()
+    egress_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +264,8 @@ class ProcessSpec:
     stdin: bool = False
     pty: PtySize | None = None
     output_limit: int = DEFAULT_OUTPUT_LIMIT
+    kill_all_after: bool = False
+    """Whether every other process of the sandbox is killed after its end, before its exit is reported."""
 
 
 class ExitReason(enum.Enum):
@@ -254,6 +298,8 @@ class Exit:
     stdout_bytes: int = 0
     stderr_bytes: int = 0
     ended_inside: bool = False
+    all_killed: bool = False
+    """Every other process of the sandbox was killed before this was reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +375,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class SeedFile:
-    """A file that is written before setup."""
+    """A file that is written before setup, or before a process starts."""
 
     path: str
     content: bytes
@@ -384,6 +430,14 @@ class ToolboxFile:
 
 
 @dataclass(frozen=True, slots=True)
+class PythonTarget:
+    """The Python of sandboxes: its minor version and the newest platform of wheels that it takes."""
+
+    version: str
+    platform: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolboxSpec:
     """The content of a toolbox."""
 
@@ -393,6 +447,8 @@ class ToolboxSpec:
     files: tuple[ToolboxFile, ...] = ()
     path_directories: tuple[str, ...] = ()
     python_packages: tuple[str, ...] = ()
+    npm_lock: str = ""
+    python_target: PythonTarget | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""A sandbox's one endpoint, inside: a listener on loopback whose connections are streams of the link.
+"""A sandbox's endpoints, inside: listeners on loopback whose connections are streams of the link.
 
-Purpose: the service, which opened the link, connects each of them to the policy's upstream and to nothing else. A
-sandbox on a machine that cannot reach the service still reaches its endpoint.
+Purpose: the service, which opened the link, connects each of them to the upstream of its port and to nothing else. A
+sandbox on a machine that cannot reach the service still reaches its endpoints.
 
-Invariants: bytes and half-closes are passed on unchanged; a slow reader slows its writer; closing the endpoint cuts
-every connection; a reset on one side shows as a reset, never as an end of stream; a program's end of stream is sent
+Invariants: bytes and half-closes are passed on unchanged; a slow reader slows its writer; closing an endpoint cuts
+its connections; a reset on one side shows as a reset, never as an end of stream; a program's end of stream is sent
 only after the credit for what it has received.
 """
 
@@ -25,8 +25,8 @@ _CONNECTIONS = 256
 _STANDING = (1, 8)
 
 
-class Endpoint:
-    """Listens while it is open."""
+class Endpoints:
+    """Listens on each port that is open."""
 
     def __init__(
         self, loop: Loop, send_frame: Callable[[int, int, bytes], None], room: Callable[[], bool], streams: Streams
@@ -35,26 +35,26 @@ class Endpoint:
         self._send_frame = send_frame
         self._room = room
         self._streams = streams
-        self._listener: Optional[socket.socket] = None
+        self._listeners: Dict[int, socket.socket] = {}
         self._connections: Dict[int, _Connection] = {}
         self._last = 0
 
     def open(self, port: int) -> None:
         """Listens on a port of loopback. Raises OSError when it is in use."""
         listener = loopback.listen(port)
-        self.close()
         listener.setblocking(False)
-        self._listener = listener
-        self._loop.watch(listener.fileno(), self._accept, None)
+        self._listeners[port] = listener
+        self._loop.watch(listener.fileno(), lambda: self._accept(port), None)
 
-    def close(self) -> None:
-        """Stops listening, and cuts every connection."""
-        if self._listener is not None:
-            self._loop.forget(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+    def close(self, port: Optional[int] = None) -> None:
+        """Stops listening on a port, or on all, and cuts every connection to it."""
+        for one in [port] if port in self._listeners else list(self._listeners) if port is None else []:
+            listener = self._listeners.pop(one)
+            self._loop.forget(listener.fileno())
+            listener.close()
         for connection in list(self._connections.values()):
-            connection.cut()
+            if port in (None, connection.port):
+                connection.cut()
 
     def cut(self, stream: int) -> bool:
         """Handles a reset by the service; returns False for a stream that is not a connection's."""
@@ -64,20 +64,19 @@ class Endpoint:
         connection.cut()
         return True
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, port: int) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = self._listeners[port].accept()
         except OSError:
             return
-        if len(self._connections) >= _CONNECTIONS:
+        if sum(connection.port == port for connection in self._connections.values()) >= _CONNECTIONS:
             sock.close()
             return
         self._last = (self._last + 1) % frames.FROM_ATTENDANT
         stream = frames.FROM_ATTENDANT | self._last
-        self._send_frame(frames.OPEN, stream, b"")
+        self._send_frame(frames.OPEN, stream, frames.pack_message({"port": port}))
         self._connections[stream] = _Connection(
-            self._loop, self._send_frame, self._room, self._streams, sock, stream, self
+            self._loop, self._send_frame, self._room, self._streams, sock, stream, port, self
         )
 
     def forget(self, stream: int) -> None:
@@ -94,8 +93,10 @@ class _Connection:
         streams: Streams,
         sock: socket.socket,
         stream: int,
-        endpoint: Endpoint,
+        port: int,
+        endpoint: Endpoints,
     ) -> None:
+        self.port = port
         self._loop = loop
         self._send_frame = send_frame
         self._streams = streams

@@ -20,7 +20,7 @@ from typing import Callable, Dict, NoReturn
 from penstock_sandbox.guest import frames, system
 from penstock_sandbox.guest.common import files
 from penstock_sandbox.guest.connections import Link
-from penstock_sandbox.guest.endpoint import Endpoint
+from penstock_sandbox.guest.endpoint import Endpoints
 from penstock_sandbox.guest.loop import Loop
 from penstock_sandbox.guest.processes import Process, Streams, Supervisors
 from penstock_sandbox.guest.replies import Reply
@@ -45,7 +45,7 @@ class GuestAgent:
         self._link.listen(listener)
         send_frame, room = self._link.send_frame, self._link.room
         self._transfers = Transfers(self._loop, send_frame, room, self._streams, workload, spool)
-        self._endpoint = Endpoint(self._loop, send_frame, room, self._streams)
+        self._endpoints = Endpoints(self._loop, send_frame, room, self._streams)
         self._processes: Dict[int, Process] = {}
         self._operations: Dict[str, Callable[[frames.Message, Reply], None]] = {
             "ping": lambda _, reply: reply.answer({}),
@@ -97,7 +97,7 @@ class GuestAgent:
             process.end()
         self._processes.clear()
         self._transfers.stop()
-        self._endpoint.close()
+        self._endpoints.close()
 
     def _go_on(self) -> None:
         self._streams.go_on()
@@ -124,7 +124,7 @@ class GuestAgent:
             else:
                 self._transfers.credit(stream, amount)
         elif frame.kind == frames.RESET:
-            if not self._endpoint.cut(stream):
+            if not self._endpoints.cut(stream):
                 self._transfers.reset(stream)
                 if stream in self._streams.sinks:
                     self._streams.sinks[stream].stop()
@@ -189,14 +189,14 @@ class GuestAgent:
             raise files.Refused(errno.ESRCH, "no such process")
         return process
 
-    # The endpoint ------------------------------------------------------------------------------------------------
+    # The endpoints -----------------------------------------------------------------------------------------------
 
     def _listen(self, request: frames.Message, reply: Reply) -> None:
-        self._endpoint.open(request["port"])
+        self._endpoints.open(request["port"])
         reply.answer({})
 
-    def _unlisten(self, _: frames.Message, reply: Reply) -> None:
-        self._endpoint.close()
+    def _unlisten(self, request: frames.Message, reply: Reply) -> None:
+        self._endpoints.close(request["port"])
         reply.answer({})
 
 

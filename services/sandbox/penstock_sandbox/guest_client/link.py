@@ -26,7 +26,7 @@ from penstock_chassis.aio.retry import Backoff, Delays
 from penstock_sandbox.domain.model import ENDED_INSIDE
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest.frames import Malformed
-from penstock_sandbox.guest_client.messages import Greeting, Hello, Refusal
+from penstock_sandbox.guest_client.messages import Greeting, Hello, Opened, Refusal
 from penstock_sandbox.guest_client.pipe import Opener, Pipe, SandboxGone
 from penstock_sandbox.guest_client.stream import LinkLost, Stream
 from penstock_sandbox.host.errors import Refused
@@ -60,13 +60,16 @@ class _PipeBroken(Exception):
 
 
 class Link:
-    """One conversation. ``on_event`` gets each event, ``on_open`` each stream that the guest agent opens."""
+    """One conversation. ``on_event`` gets each event, ``on_open`` each stream that the guest agent opens.
+
+    A stream comes with the port of its endpoint.
+    """
 
     def __init__(
         self,
         opener: Opener,
         on_event: Callable[[frames.Message], None],
-        on_open: Callable[[Stream], None],
+        on_open: Callable[[Stream, int], None],
         on_lost: Callable[[str], None],
         *,
         judge: Judge,
@@ -389,7 +392,8 @@ class Link:
             case frames.OPEN:
                 if not frame.stream & frames.FROM_ATTENDANT or frame.stream in self._streams:
                     raise Malformed("a stream that cannot be opened")
-                self._on_open(self._add_stream(frame.stream, frames.ENDPOINT_WINDOW, frames.ENDPOINT_WINDOW))
+                port = self.checked(Opened, frames.parse_message(frame.payload)).port
+                self._on_open(self._add_stream(frame.stream, frames.ENDPOINT_WINDOW, frames.ENDPOINT_WINDOW), port)
             case frames.DATA | frames.END | frames.RESET | frames.CREDIT:
                 stream = self._streams.get(frame.stream)
                 if stream is not None:

@@ -34,6 +34,12 @@ class Hello(_Message):
     received: _Count
 
 
+class Opened(_Message):
+    """A program's connection to an endpoint."""
+
+    port: int
+
+
 class Described(_Message):
     """A file."""
 

@@ -25,7 +25,7 @@ from penstock_sandbox.domain.backend import (
     StartFailed,
 )
 from penstock_sandbox.domain.diffs import DEFAULT_BYTES
-from penstock_sandbox.domain.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats
+from penstock_sandbox.domain.model import FileInfo, NetworkPolicy, PtySize, Stats
 from penstock_sandbox.guest import frames
 from penstock_sandbox.guest_client.endpoint import Endpoint
 from penstock_sandbox.guest_client.files import Files, lost
@@ -68,6 +68,8 @@ class BackendHooks:
     stats: Callable[[], Awaitable[Stats]] | None = None
     oom_kills: Callable[[], int] | None = None
     judge: Judge | None = None
+    keeps_network: bool = False
+    """Whether nothing can narrow its network any more."""
 
 
 class GuestSandbox(SandboxHandle):
@@ -100,22 +102,21 @@ class GuestSandbox(SandboxHandle):
         )
         self._files = Files(self._link)
         self._processes: dict[int, AttendedProcess] = {}
-        self._endpoint: Endpoint | None = None
+        self._endpoints: dict[NetworkPolicy, Endpoint] = {}
         self._ready = False
         self._ended = False
         self._destroyed: asyncio.Task[None] | None = None
         self._cutting = TaskOwner()
 
     async def open(self, policy: NetworkPolicy | None = None) -> Greeting:
-        """Attaches, and opens the endpoint of a ONE_ENDPOINT policy; returns the guest agent's greeting.
+        """Attaches, and opens a policy's endpoints; returns the guest agent's greeting.
 
         Raises LinkLost if the guest agent cannot be reached in time, Refused if the port cannot be bound. In both
         cases the caller must still destroy the sandbox.
         """
         greeting = await self._link.open()
-        if policy is not None and policy.kind is NetworkKind.ONE_ENDPOINT:
-            self._endpoint = Endpoint(self.id, policy)
-            await self._link.request("listen", port=policy.local_port)
+        for endpoint in () if policy is None else policy.endpoints:
+            await self._listen(endpoint)
         self._ready = True
         return greeting
 
@@ -134,11 +135,12 @@ class GuestSandbox(SandboxHandle):
         if process is not None:
             process.exited(ended)
 
-    def _opened(self, stream: Stream) -> None:
-        if self._endpoint is not None:
-            self._endpoint.accept(stream)
-        else:
-            stream.reset()
+    def _opened(self, stream: Stream, port: int) -> None:
+        for policy, endpoint in self._endpoints.items():
+            if policy.local_port == port:
+                endpoint.accept(stream)
+                return
+        stream.reset()
 
     def _lost(self, reason: str) -> None:
         if self._ended:
@@ -151,10 +153,10 @@ class GuestSandbox(SandboxHandle):
         self._ended = True
         for process in list(self._processes.values()):
             process.lose(reason)
-        if self._endpoint is not None:
+        for endpoint in self._endpoints.values():
             # Its connections belong to the link, which is gone.
-            endpoint, self._endpoint = self._endpoint, None
             self._cutting.start(endpoint.aclose())
+        self._endpoints.clear()
 
     # Processes ---------------------------------------------------------------------------------------------------
 
@@ -230,19 +232,35 @@ class GuestSandbox(SandboxHandle):
     # Network, statistics, end ------------------------------------------------------------------------------------
 
     async def set_network(self, policy: NetworkPolicy) -> None:
+        if self._hooks.keeps_network:
+            raise FailedPrecondition(
+                "a sandbox with an open network keeps it on this backend: create another one",
+                reason="CAPABILITY_MISSING",
+                metadata={"capabilities": "narrowing of OPEN"},
+            )
+        wanted = policy.endpoints
         try:
-            if policy.kind is NetworkKind.NONE and self._endpoint is not None:
-                endpoint, self._endpoint = self._endpoint, None
-                await endpoint.aclose()
-                await self._link.request("unlisten")
-            elif policy.kind is NetworkKind.ONE_ENDPOINT and self._endpoint is None:
-                self._endpoint = Endpoint(self.id, policy)
-                await self._link.request("listen", port=policy.local_port)
+            for present in [one for one in self._endpoints if one not in wanted]:
+                await self._endpoints.pop(present).aclose()
+                await self._link.request("unlisten", port=present.local_port)
+            for endpoint in wanted:
+                if endpoint in self._endpoints:
+                    continue
+                try:
+                    await self._listen(endpoint)
+                except Refused as refusal:
+                    raise file_error(refusal, f"port {endpoint.local_port}") from refusal
         except LinkLost as error:
             raise lost(error) from error
-        except Refused as refusal:
-            self._endpoint = None
-            raise file_error(refusal, f"port {policy.local_port}") from refusal
+
+    async def _listen(self, policy: NetworkPolicy) -> None:
+        """Raises LinkLost, Refused."""
+        self._endpoints[policy] = Endpoint(self.id, policy)
+        try:
+            await self._link.request("listen", port=policy.local_port)
+        except Refused:
+            del self._endpoints[policy]
+            raise
 
     async def stats(self) -> Stats:
         return await self._hooks.stats() if self._hooks.stats is not None else Stats()

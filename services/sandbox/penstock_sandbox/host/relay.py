@@ -56,7 +56,9 @@ async def relay(
         outside = await connect(policy)
     except (OSError, TimeoutError) as error:
         # The agent sees a reset; the operator's log has the reason.
-        _log.warning("upstream unreachable", sandbox=sandbox_id, upstream=policy.upstream, error=str(error))
+        _log.warning(
+            "upstream unreachable", sandbox=sandbox_id, upstream=policy.upstream or policy.proxy, error=str(error)
+        )
         program.reset()
         return
     ended = False

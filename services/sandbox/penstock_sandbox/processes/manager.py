@@ -15,6 +15,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from penstock_chassis.errors import (
     AlreadyExists,
@@ -25,29 +26,43 @@ from penstock_chassis.errors import (
 )
 from penstock_chassis.validation import invalid
 from penstock_sandbox.domain.backend import SandboxHandle, StartFailed
-from penstock_sandbox.domain.model import Command, Exit, ProcessSpec, RunResult, Stream
+from penstock_sandbox.domain.model import Command, Exit, ProcessSpec, RunResult, SeedFile, Stream
+from penstock_sandbox.files import absolute, write_whole
 from penstock_sandbox.processes.process import RunningProcess
 
 _KEPT = 256
 _BATCH = 16
 """Eviction runs once per this many further processes, so that not every start pays for it."""
 _RUNNING_LIMIT = 1024
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Processes:
-    def __init__(self, handle: SandboxHandle, env: Mapping[str, str], spool: Path) -> None:
+    def __init__(
+        self, handle: SandboxHandle, env: Mapping[str, str], spool: Path, search: Mapping[str, str] = _NONE
+    ) -> None:
+        """``search``: directories by variable, each appended to what a command, or the image, sets there itself."""
         self._handle = handle
         self._env = env
+        self._network_env: Mapping[str, str] = {}
+        self._search = search
         self._spool = spool
         self._known: dict[str, RunningProcess] = {}
         self._look_at = _KEPT + _BATCH
+        self._holds_timeouts = False
 
     async def start(
-        self, spec: ProcessSpec, tail: int = 0, stdin: bytes | None = None, *, to_end: bool = False
+        self,
+        spec: ProcessSpec,
+        tail: int = 0,
+        stdin: bytes | None = None,
+        *,
+        files: Sequence[SeedFile] = (),
+        to_end: bool = False,
     ) -> RunningProcess:
-        """Starts a process, or joins the one with the same id and content (including ``stdin`` if given).
+        """Starts a process, or joins the one with the same id and content (including ``stdin`` and ``files``).
 
-        ``to_end``: the caller waits for its end.
+        ``files`` are written before; if one cannot be, nothing is started. ``to_end``: the caller waits for its end.
 
         Raises AlreadyExists (PROCESS_ID_REUSED) for the same id with other content.
         """
@@ -58,30 +73,35 @@ class Processes:
                 reason="CAPABILITY_MISSING",
                 metadata={"capabilities": "root"},
             )
-        content = None if stdin is None else hashlib.sha256(stdin).digest()
+        content = _digest(stdin, files)
         process = self._known.get(spec.id)
         if process is not None:
-            if process.spec != spec or process.stdin_digest != content:
+            if process.spec != spec or process.given_digest != content:
                 raise AlreadyExists("the process id was used for another request", reason="PROCESS_ID_REUSED")
             await asyncio.shield(process.started)
             return process
         forgotten = self._make_room()
-        process = RunningProcess(spec, content, self._spool, tail)
+        kill_others = self._kill_others if spec.kill_all_after else None
+        process = RunningProcess(spec, content, self._spool, tail, kill_others)
         self._known[spec.id] = process
         # Shielded: a cancelled caller can come back and join by the same id.
-        await asyncio.shield(asyncio.ensure_future(self._start(process, forgotten, to_end)))
+        await asyncio.shield(asyncio.ensure_future(self._start(process, forgotten, files, to_end)))
         return process
 
-    async def _start(self, process: RunningProcess, forgotten: Sequence[RunningProcess], to_end: bool) -> None:
+    async def _start(
+        self, process: RunningProcess, forgotten: Sequence[RunningProcess], files: Sequence[SeedFile], to_end: bool
+    ) -> None:
         for ended in forgotten:
             await ended.aclose()
         command = process.spec.command
         argv = command.argv if command.shell is None else ("/bin/bash", "-c", command.shell)
         cwd = command.cwd if command.cwd.startswith("/") else f"{self._handle.workdir}/{command.cwd}".rstrip("/")
         try:
+            for file in files:
+                await write_whole(self._handle, absolute(self._handle, file.path), file.content, file.mode)
             handle = await self._handle.start(
                 argv,
-                {**self._handle.default_env, **self._env, **command.env, **command.secret_env},
+                self._environment(command),
                 cwd,
                 process,
                 stdin=process.spec.stdin,
@@ -99,6 +119,38 @@ class Processes:
             raise
         else:
             process.began(handle)
+            if self._holds_timeouts:
+                process.hold_timeout()
+
+    def set_network_env(self, env: Mapping[str, str]) -> None:
+        """Sets the variables of the sandbox's network, for processes that start from now on; others prevail."""
+        self._network_env = env
+
+    def _environment(self, command: Command) -> dict[str, str]:
+        made = {
+            **self._handle.default_env,
+            **self._network_env,
+            **self._env,
+            **command.env,
+            **command.secret_env,
+        }
+        for name, folders in self._search.items():
+            # A task that sets PYTHONPATH=src keeps its packages.
+            made[name] = f"{made[name]}:{folders}" if made.get(name) else folders
+        # In one order: that of a message's map differs from process to process.
+        return dict(sorted(made.items()))
+
+    def hold_timeouts(self) -> None:
+        """Lets the timeouts of all commands stand still, of those too that are started meanwhile."""
+        self._holds_timeouts = True
+        for process in self._known.values():
+            process.hold_timeout()
+
+    def release_timeouts(self) -> None:
+        """Lets held timeouts run."""
+        self._holds_timeouts = False
+        for process in self._known.values():
+            process.release_timeout()
 
     def get(self, process_id: str) -> RunningProcess:
         """Returns a process. Raises NotFound (PROCESS_UNKNOWN)."""
@@ -111,7 +163,16 @@ class Processes:
         """Returns every known process, newest first."""
         return list(reversed(self._known.values()))
 
-    async def run(self, command: Command, stdin: bytes, output_limit: int, process_id: str = "") -> RunResult:
+    async def run(
+        self,
+        command: Command,
+        stdin: bytes,
+        output_limit: int,
+        process_id: str = "",
+        *,
+        kill_all_after: bool = False,
+        files: Sequence[SeedFile] = (),
+    ) -> RunResult:
         """Runs a command to its end, or joins the run with this id. Its last caller's cancellation kills it."""
         half = output_limit // 2
         spec = ProcessSpec(
@@ -119,9 +180,10 @@ class Processes:
             command=command,
             stdin=bool(stdin),
             output_limit=output_limit - half,
+            kill_all_after=kill_all_after,
         )
         try:
-            process = await self.start(spec, half, stdin, to_end=True)
+            process = await self.start(spec, half, stdin, files=files, to_end=True)
         except asyncio.CancelledError:
             begun = self._known.get(spec.id)
             if begun is not None and not process_id:  # without an id no caller can come back for it
@@ -151,15 +213,21 @@ class Processes:
         process = self.get(process_id)
         ended = await process.kill()
         if everything:
-            others = [other for other in self._known.values() if other is not process]
-            # Known processes first, so that each exits as KILLED.
-            for other in others:
-                if other.exit is None:
-                    await other.kill()
-            if not await self._handle.kill_everything():
-                for other in others:
-                    await other.kill()
+            await self._kill_others(process)
         return ended
+
+    async def _kill_others(self, process: RunningProcess) -> None:
+        """Kills everything in the sandbox, after the end of `process`."""
+        # Two that each kill all others after their end do not wait for each other.
+        others = [other for other in self._known.values() if other is not process and not other.is_clearing]
+        # Known processes first, so that each exits as KILLED.
+        for other in others:
+            if other.exit is None:
+                await other.kill()
+        if not await self._handle.kill_everything():
+            await process.kill_leftovers()
+            for other in others:
+                await other.kill()
 
     def condemn(self) -> None:
         """Marks every process: the sandbox is about to be deleted."""
@@ -183,6 +251,15 @@ class Processes:
         oldest = [self._known.pop(key) for key in ended[: max(0, len(ended) - _KEPT)]]
         self._look_at = min(len(self._known) + _BATCH, _RUNNING_LIMIT)
         return oldest
+
+
+def _digest(stdin: bytes | None, files: Sequence[SeedFile]) -> bytes | None:
+    """Returns what differs between two requests with one spec: a digest, because the content is not kept."""
+    if stdin is None and not files:
+        return None
+    parts: list[object] = [stdin and hashlib.sha256(stdin).digest()]
+    parts += ((file.path, file.mode, hashlib.sha256(file.content).digest()) for file in files)
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
 async def _feed(process: RunningProcess, stdin: bytes) -> None:

@@ -2,7 +2,8 @@
 
 Invariants
 - The exit is decided once, after the process was reaped and both outputs were closed, or 2 s after the reaping if
-  something else still holds them open (``pipes_open``); never while its tree is still being killed.
+  something else still holds them open (``pipes_open``); never while its tree is still being killed. With
+  ``kill_all_after`` it is decided when the sandbox's other processes are dead too.
 - A timeout sends SIGTERM to the group and kills the whole tree after a grace period, even if the process has ended
   meanwhile (R37).
 - Any number of watchers read from any offset; none can slow down the process or other watchers.
@@ -14,12 +15,13 @@ import asyncio
 import dataclasses
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import structlog
 
 from penstock_chassis.aio.broadcast import Signal
+from penstock_chassis.aio.moment import Moment
 from penstock_chassis.errors import Aborted, FailedPrecondition, InvalidArgument
 from penstock_sandbox.domain.backend import ProcessHandle, ProcessSink, RawExit
 from penstock_sandbox.domain.model import (
@@ -36,22 +38,67 @@ from penstock_sandbox.domain.model import (
 )
 from penstock_sandbox.processes.output import Output
 
-_CHUNK = 256 * 1024
+MOST_CHUNK = 256 * 1024
+HEARTBEAT_S = 10.0
 _DRAIN_S = 2.0
 _TERM_GRACE_S = 2.0
-_HEARTBEAT_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
 Event = Chunk | Gap | Heartbeat
 
 
+class Cursor:
+    """Reads one process's outputs from offsets on: first what was kept, then what was discarded, then the tail."""
+
+    __slots__ = ("_positions", "process")
+
+    def __init__(self, process: RunningProcess, offsets: Mapping[Stream, int]) -> None:
+        self.process = process
+        self._positions = dict(offsets)
+
+    def next(self, most: int = MOST_CHUNK) -> Chunk | Gap | None:
+        """The next piece, of at most `most` bytes; None if there is none now, and once the process has ended, ever."""
+        end = self.process.exit
+        for stream, output in self.process.outputs.items():
+            start = self._positions[stream]
+            total = output.total if end is None else _total(end, stream)
+            if start >= total:
+                continue
+            if start < output.kept:
+                data = output.read(start, min(most, total - start))
+                self._positions[stream] += len(data)
+                return Chunk(stream, start, data)
+            if output.has_tail and end is None:
+                continue  # not before its end is it known what the last bytes are
+            tail = output.tail()
+            first = output.total - len(tail) if tail else total
+            if start < first:
+                self._positions[stream] = min(first, total)
+                return Gap(stream, start, min(first, total))
+            data = tail[start - first :][: min(most, total - start)]
+            self._positions[stream] += len(data)
+            return Chunk(stream, start, data)
+        return None
+
+
+def _total(end: Exit, stream: Stream) -> int:
+    return end.stdout_bytes if stream is Stream.STDOUT else end.stderr_bytes
+
+
 class RunningProcess(ProcessSink):
     """One process: receives the backend's events, decides the exit, serves watchers."""
 
-    def __init__(self, spec: ProcessSpec, stdin_digest: bytes | None, spool: Path, tail: int = 0) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        given_digest: bytes | None,
+        spool: Path,
+        tail: int = 0,
+        kill_others: Callable[[RunningProcess], Awaitable[None]] | None = None,
+    ) -> None:
         self.spec = spec
-        self.stdin_digest = stdin_digest
+        self.given_digest = given_digest
         """Digest of the input given at the start; None if the input is streamed."""
         self.started_at = time.time()
         self.exit: Exit | None = None
@@ -62,24 +109,33 @@ class RunningProcess(ProcessSink):
         self.callers = 0
         self._stdin_writer: object = None
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended = asyncio.Event()
+        self.ended = Moment()
         self._handle: ProcessHandle | None = None
         self._began = time.monotonic()
         self._open = {Stream.STDOUT} if spec.pty is not None else set(Stream)
         self._raw: RawExit | None = None
         self._drain: asyncio.TimerHandle | None = None
-        self._timer: asyncio.Task[None] | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self._left_s: float | None = None
+        """While its timeout is held: what is left of it."""
+        self._expiring: asyncio.Task[None] | None = None
         self._kill_reason: ExitReason | None = None
-        self._reaped = asyncio.Event()
+        self._reaped = Moment()
         self._drained = False
         self._killing = 0
-        self._changed = Signal()
+        self._kill_others = kill_others
+        """Of a process with `kill_all_after`, until that has begun."""
+        self._clearing: asyncio.Task[None] | None = None
+        self._over: float | None = None
+        self._all_killed = False
+        self.changed = Signal()
+        """Notified when there is more output, and at the end."""
 
     # Events from the backend -------------------------------------------------------------------------------------
 
     def output(self, stream: Stream, data: bytes) -> None:
         self.outputs[stream].append(data)
-        self._changed.notify()
+        self.changed.notify()
 
     def closed(self, stream: Stream) -> None:
         self._open.discard(stream)
@@ -110,7 +166,28 @@ class RunningProcess(ProcessSink):
 
     def _settle(self) -> None:
         # While its tree is being killed the exit waits: TIMED_OUT and KILLED promise that the whole tree is dead.
-        if self._raw is not None and (self._drained or not self._open) and not self._killing:
+        if self._raw is None or not (self._drained or not self._open) or self._killing or self.is_clearing:
+            return
+        if self._kill_others is None:
+            self._finish()
+            return
+        self._over = time.monotonic()
+        self._clearing = asyncio.create_task(self._clear(self._kill_others))
+        self._kill_others = None
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether it has ended, and the sandbox's other processes are being killed."""
+        return self._clearing is not None and self.exit is None
+
+    async def _clear(self, kill_others: Callable[[RunningProcess], Awaitable[None]]) -> None:
+        try:
+            await kill_others(self)
+            self._all_killed = True
+        except Exception:  # noqa: BLE001
+            # No task awaits this one: the exit does not have `all_killed`, and the caller's own kill gets the error.
+            _log.exception("what a process left running was not killed", process=self.spec.id)
+        finally:
             self._finish()
 
     def _finish(self) -> None:
@@ -140,11 +217,13 @@ class RunningProcess(ProcessSink):
             return
         if self._drain is not None:
             self._drain.cancel()
+        if self._limit is not None:
+            self._limit.cancel()
         out, err = self.outputs[Stream.STDOUT], self.outputs[Stream.STDERR]
         self.exit = Exit(
             reason=reason,
             ended_at=time.time(),
-            duration_s=time.monotonic() - self._began,
+            duration_s=(self._over or time.monotonic()) - self._began,
             code=code,
             signal=signal_number,
             message=message,
@@ -156,10 +235,11 @@ class RunningProcess(ProcessSink):
             stdout_bytes=out.total,
             stderr_bytes=err.total,
             ended_inside=ended_inside,
+            all_killed=self._all_killed,
         )
         self.stdin_open = False
         self.ended.set()
-        self._changed.notify()
+        self.changed.notify()
 
     # Operations of the service -----------------------------------------------------------------------------------
 
@@ -167,23 +247,33 @@ class RunningProcess(ProcessSink):
         """Called when the backend has started it."""
         self._handle = handle
         if self.spec.command.timeout_s is not None and self.exit is None:
-            self._timer = asyncio.create_task(self._expire(self.spec.command.timeout_s))
+            # No task until the time is over: most processes end before, and thousands may wait.
+            loop = asyncio.get_running_loop()
+            self._limit = loop.call_later(self.spec.command.timeout_s, self._begin_to_expire)
         self.started.set_result(None)
+
+    def hold_timeout(self) -> None:
+        """Lets the timeout stand still; succeeds if it does, and for a process without one or that ends already."""
+        if self._limit is not None and self._left_s is None and self.exit is None and self._expiring is None:
+            self._left_s = max(0.0, self._limit.when() - asyncio.get_running_loop().time())
+            self._limit.cancel()
+
+    def release_timeout(self) -> None:
+        """Lets the rest of a held timeout run."""
+        if self._left_s is not None and self.exit is None:
+            self._limit = asyncio.get_running_loop().call_later(self._left_s, self._begin_to_expire)
+        self._left_s = None
 
     def start_failed(self, message: str) -> None:
         """Called when the program cannot be executed."""
         self._decide(ExitReason.START_FAILED, message=message)
         self.started.set_result(None)
 
-    async def _expire(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.ended.wait()
-            return
-        except TimeoutError:
-            pass
-        if self._raw is not None:
-            return  # it ended in time; only its pipes are still open
+    def _begin_to_expire(self) -> None:
+        if self._raw is None and self.exit is None:  # else it ended in time, and at most its pipes are still open
+            self._expiring = asyncio.create_task(self._expire())
+
+    async def _expire(self) -> None:
         self._kill_reason = ExitReason.TIMED_OUT
         handle = self._running()
         self._killing += 1
@@ -218,6 +308,11 @@ class RunningProcess(ProcessSink):
         await self.ended.wait()
         assert self.exit is not None
         return self.exit
+
+    async def kill_leftovers(self) -> None:
+        """Kills the descendants of a process that has ended."""
+        if self._handle is not None:
+            await self._handle.kill()
 
     async def signal(self, number: int) -> None:
         """Sends a signal to its group; succeeds if it has ended."""
@@ -295,26 +390,15 @@ class RunningProcess(ProcessSink):
 
     async def watch(self, offsets: Mapping[Stream, int]) -> AsyncIterator[Event]:
         """Yields output from the offsets on, as it comes; ends after the process's end and the last output."""
-        position = dict(offsets)
+        cursor = Cursor(self, offsets)
         while True:
-            number = self._changed.number
+            number = self.changed.number
             ended = self.exit is not None
-            for stream, output in self.outputs.items():
-                while data := output.read(position[stream], _CHUNK):
-                    yield Chunk(stream, position[stream], data)
-                    position[stream] += len(data)
-                start, end = position[stream], output.total
-                if output.kept <= start < end and (ended or not output.has_tail):
-                    # Advanced first: the total may grow while the watcher handles this one.
-                    position[stream] = end
-                    tail = output.tail()
-                    if start < end - len(tail):
-                        yield Gap(stream, start, end - len(tail))
-                    for at in range(max(start, end - len(tail)), end, _CHUNK):
-                        yield Chunk(stream, at, tail[len(tail) - (end - at) :][:_CHUNK])
+            while (piece := cursor.next()) is not None:
+                yield piece
             if ended:
                 return
-            if not await self._changed.wait(number, _HEARTBEAT_S):
+            if not await self.changed.wait(number, HEARTBEAT_S):
                 yield Heartbeat()
 
     def _running(self) -> ProcessHandle:
@@ -335,9 +419,11 @@ class RunningProcess(ProcessSink):
 
     async def aclose(self) -> None:
         """Forgets the process, which must have ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-            await asyncio.gather(self._timer, return_exceptions=True)
+        if self._limit is not None:
+            self._limit.cancel()
+        for task in filter(None, (self._expiring, self._clearing)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         if self._handle is not None:
             await self._handle.aclose()
         for output in self.outputs.values():

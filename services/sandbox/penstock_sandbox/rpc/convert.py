@@ -14,6 +14,7 @@ from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_p
 from penstock.values import reader, writer
 from penstock_chassis.validation import foreign_page_token, invalid_field, page_size
 from penstock_sandbox.domain.model import (
+    DEFAULT_PROXY_PORT,
     BackendInfo,
     Capabilities,
     Command,
@@ -39,11 +40,18 @@ def network_from(policy: sandbox_pb2.NetworkPolicy, field: str) -> NetworkPolicy
     """A network policy; unset = none."""
     match policy.WhichOneof("policy"):
         case "one_endpoint":
-            one = policy.one_endpoint
-            return NetworkPolicy(NetworkKind.ONE_ENDPOINT, one.local_port, one.upstream)
+            return _endpoint_from(policy.one_endpoint)
         case "allowlist":
+            listed = policy.allowlist
             return NetworkPolicy(
-                NetworkKind.ALLOWLIST, hosts=tuple(policy.allowlist.hosts), ports=tuple(policy.allowlist.ports)
+                NetworkKind.ALLOWLIST,
+                local_port=listed.proxy_port or DEFAULT_PROXY_PORT,
+                hosts=tuple(listed.hosts),
+                ports=tuple(listed.ports),
+                denied_hosts=tuple(listed.denied_hosts),
+                one_endpoint=_endpoint_from(listed.one_endpoint) if listed.HasField("one_endpoint") else None,
+                recording=listed.recording,
+                recorded_only=listed.recorded_only,
             )
         case "open":
             return NetworkPolicy(NetworkKind.OPEN)
@@ -52,20 +60,39 @@ def network_from(policy: sandbox_pb2.NetworkPolicy, field: str) -> NetworkPolicy
     raise invalid_field(field, "unknown policy")
 
 
+def _endpoint_from(one: sandbox_pb2.OneEndpoint) -> NetworkPolicy:
+    return NetworkPolicy(NetworkKind.ONE_ENDPOINT, one.local_port, one.upstream)
+
+
 def network_to(policy: NetworkPolicy) -> sandbox_pb2.NetworkPolicy:
     """A network policy as a proto."""
     match policy.kind:
         case NetworkKind.NONE:
             return sandbox_pb2.NetworkPolicy(none=sandbox_pb2.NoNetwork())
         case NetworkKind.ONE_ENDPOINT:
-            return sandbox_pb2.NetworkPolicy(
-                one_endpoint=sandbox_pb2.OneEndpoint(local_port=policy.local_port, upstream=policy.upstream)
-            )
+            return sandbox_pb2.NetworkPolicy(one_endpoint=_endpoint_to(policy))
         case NetworkKind.ALLOWLIST:
-            return sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist(hosts=policy.hosts, ports=policy.ports))
+            one = policy.one_endpoint
+            return sandbox_pb2.NetworkPolicy(
+                allowlist=sandbox_pb2.Allowlist(
+                    hosts=policy.hosts,
+                    ports=policy.ports,
+                    denied_hosts=policy.denied_hosts,
+                    proxy_port=policy.local_port,
+                    one_endpoint=None if one is None else _endpoint_to(one),
+                    recording=policy.recording,
+                    recorded_only=policy.recorded_only,
+                )
+            )
         case NetworkKind.OPEN:
             return sandbox_pb2.NetworkPolicy(open=sandbox_pb2.OpenNetwork())
 
+
+def _endpoint_to(policy: NetworkPolicy) -> sandbox_pb2.OneEndpoint:
+    return sandbox_pb2.OneEndpoint(local_port=policy.local_port, upstream=policy.upstream)
+
+
+_FILES_MOST = 1024 * 1024
 
 spec_from = reader(
     SandboxSpec,
@@ -87,7 +114,7 @@ sandbox_to = writer(
     Sandbox,
     sandbox_pb2.Sandbox,
     renamed={"id": "sandbox_id", "created_at": "create_time", "expires_at": "expire_time"},
-    left_out=("service",),
+    left_out=("service", "takes_files"),
 )
 """A sandbox as a proto."""
 
@@ -100,20 +127,32 @@ writer(
             for kind in sorted(can.networks, key=lambda kind: kind.value)
         ],
         "limit_disk": lambda can: can.limit_disk,
+        "repeatable": lambda can: [
+            sandbox_pb2.RepeatablePart.Value(f"REPEATABLE_PART_{part.name}")
+            for part in sorted(can.repeatable, key=lambda part: part.value)
+        ],
     },
 )
 backend_to = writer(BackendInfo, sandbox_pb2.Backend)
 """A backend and its capabilities as a proto."""
 
 
+def files_from(files: Sequence[process_service_pb2.InitialFile]) -> tuple[SeedFile, ...]:
+    """Converts files that are written before a process starts. Raises InvalidArgument (FIELD_INVALID) for too many."""
+    if sum(len(file.content) for file in files) > _FILES_MOST:
+        raise invalid_field("files", f"must have at most {_FILES_MOST} bytes in all")
+    return tuple(map(_seed_from, files))
+
+
+def _seed_from(file: process_service_pb2.InitialFile | sandbox_service_pb2.SeedFile) -> SeedFile:
+    return SeedFile(file.path, file.content, file.mode & 0o777 if file.HasField("mode") else 0o644)
+
+
 def snapshot_spec_from(spec: sandbox_service_pb2.SnapshotSpec) -> SnapshotSpec:
     """Converts a snapshot's spec."""
     return SnapshotSpec(
         sandbox=spec_from(spec.sandbox),
-        files=tuple(
-            SeedFile(file.path, file.content, file.mode & 0o777 if file.HasField("mode") else 0o644)
-            for file in spec.files
-        ),
+        files=tuple(map(_seed_from, spec.files)),
         setup=tuple(command_from(command, f"spec.setup[{index}]") for index, command in enumerate(spec.setup)),
     )
 
@@ -168,7 +207,7 @@ process_to = writer(
 )
 """A process as a proto."""
 
-run_result_to = writer(RunResult, process_service_pb2.RunResult)
+run_result_to = writer(RunResult, process_service_pb2.RunResult, left_out=("result_file",))
 """A small command's outcome as a proto."""
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import grpc
 
 from penstock.sandbox.v1 import process_service_pb2 as pb
 from penstock.sandbox.v1 import process_service_pb2_grpc
+from penstock_chassis.errors import PenstockError
 from penstock_chassis.validation import invalid_field
-from penstock_sandbox.domain.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, State, Stream
+from penstock_sandbox import files
+from penstock_sandbox.domain.model import DEFAULT_OUTPUT_LIMIT, Chunk, Exit, Gap, ProcessSpec, PtySize, State, Stream
 from penstock_sandbox.processes.process import RunningProcess
+from penstock_sandbox.processes.watches import LEAST_WINDOW, MOST_WINDOW, Event, Watches
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.convert import page
 from penstock_sandbox.sandboxes.table import Table
@@ -21,6 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _STREAMS = {Stream.STDOUT: pb.OUTPUT_STREAM_STDOUT, Stream.STDERR: pb.OUTPUT_STREAM_STDERR}
 _RUN_LIMIT = 1024 * 1024
 _RUN_LIMIT_MOST = 10 * 1024 * 1024
+_RESULT_MOST = 1024 * 1024
 _PART_OF_DEADLINE = 0.8
 
 
@@ -34,17 +39,19 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         if not request.process_id:
             raise invalid_field("process_id", "is required")
         _, _, processes = self._table.usable(request.sandbox_id)
+        initial = convert.files_from(request.files)
         spec = ProcessSpec(
             id=request.process_id,
             command=convert.command_from(request.command, "command"),
             stdin=request.stdin,
             pty=_size(request.pty) if request.HasField("pty") else None,
             output_limit=request.output_limit_bytes if request.HasField("output_limit_bytes") else DEFAULT_OUTPUT_LIMIT,
+            kill_all_after=request.kill_all_after,
         )
         tail = request.output_tail_bytes
         if not 0 <= tail <= _RUN_LIMIT_MOST:
             raise invalid_field("output_tail_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
-        process = await processes.start(spec, tail)
+        process = await processes.start(spec, tail, files=initial)
         return pb.StartProcessResponse(process=convert.process_to(process.view()))
 
     async def WatchProcess(  # noqa: N802
@@ -57,17 +64,62 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         offsets = {Stream.STDOUT: request.stdout_offset, Stream.STDERR: request.stderr_offset}
         async for event in process.watch(offsets):
             if isinstance(event, Chunk):
-                chunk = pb.WatchProcessResponse.Chunk(
-                    stream=_STREAMS[event.stream], offset=event.offset, data=event.data
-                )
-                yield pb.WatchProcessResponse(chunk=chunk)
+                yield pb.WatchProcessResponse(chunk=_chunk(event))
             elif isinstance(event, Gap):
-                gap = pb.WatchProcessResponse.Gap(stream=_STREAMS[event.stream], start=event.start, end=event.end)
-                yield pb.WatchProcessResponse(gap=gap)
+                yield pb.WatchProcessResponse(gap=_gap(event))
             else:
                 yield pb.WatchProcessResponse(heartbeat=pb.WatchProcessResponse.Heartbeat())
         assert process.exit is not None
         yield pb.WatchProcessResponse(exit=convert.exit_to(process.exit))
+
+    async def WatchProcesses(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.WatchProcessesRequest], context: Context
+    ) -> AsyncIterator[pb.WatchProcessesResponse]:
+        yield pb.WatchProcessesResponse(opened=pb.WatchProcessesResponse.Opened())
+        watches = Watches()
+        reading = asyncio.create_task(self._read_watches(request_iterator, watches))
+        try:
+            async with aclosing(watches.events()) as events:
+                async for event in events:
+                    yield _watched(event)
+        finally:
+            watches.close()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read_watches(self, requests: AsyncIterator[pb.WatchProcessesRequest], watches: Watches) -> None:
+        """Takes the frames of a caller; a frame that cannot be read ends the stream."""
+        try:
+            async for request in requests:
+                match request.WhichOneof("frame"):
+                    case "start":
+                        self._begin_watch(request.start, watches)
+                    case "credit":
+                        if request.credit.bytes <= 0:
+                            raise invalid_field("credit.bytes", "must be positive")
+                        watches.credit(request.credit.watch_id, request.credit.bytes)
+                    case "stop":
+                        watches.stop(request.stop.watch_id)
+                    case _:
+                        raise invalid_field("frame", "start, credit or stop is expected")
+        except Exception as error:  # noqa: BLE001 - raised by the stream's reader
+            watches.complete(error)
+        else:
+            watches.complete()
+
+    def _begin_watch(self, start: pb.WatchProcessesRequest.WatchStart, watches: Watches) -> None:
+        watches.check_id(start.watch_id)
+        if not LEAST_WINDOW <= start.window_bytes <= MOST_WINDOW:
+            raise invalid_field("start.window_bytes", f"must be {LEAST_WINDOW} to {MOST_WINDOW}")
+        if start.stdout_offset < 0 or start.stderr_offset < 0:
+            raise invalid_field("start.stdout_offset", "offsets must not be negative")
+        try:
+            process = self._find(start)
+        except PenstockError as error:
+            watches.refuse(start.watch_id, error)
+            return
+        offsets = {Stream.STDOUT: start.stdout_offset, Stream.STDERR: start.stderr_offset}
+        watches.begin(start.watch_id, process, offsets, start.window_bytes)
 
     async def WriteStdin(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WriteStdinRequest], context: Context
@@ -124,18 +176,34 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         return pb.WaitProcessResponse(process=convert.process_to(process.view()))
 
     async def Run(self, request: pb.RunRequest, context: Context) -> pb.RunResponse:  # noqa: N802
-        _, _, processes = self._table.usable(request.sandbox_id)
+        _, handle, processes = self._table.usable(request.sandbox_id)
         limit = request.output_limit_bytes if request.HasField("output_limit_bytes") else _RUN_LIMIT
         if not 0 <= limit <= _RUN_LIMIT_MOST:
             raise invalid_field("output_limit_bytes", f"must be 0 to {_RUN_LIMIT_MOST}")
+        if not 0 <= request.result_file.max_bytes <= _RESULT_MOST:
+            raise invalid_field("result_file.max_bytes", f"must be 0 to {_RESULT_MOST}")
+        command = convert.command_from(request.command, "command")
         result = await processes.run(
-            convert.command_from(request.command, "command"), request.stdin, limit, request.process_id
+            command,
+            request.stdin,
+            limit,
+            request.process_id,
+            kill_all_after=request.kill_all_after,
+            files=convert.files_from(request.files),
         )
-        return pb.RunResponse(result=convert.run_result_to(result))
+        answer = pb.RunResponse(result=convert.run_result_to(result))
+        if request.HasField("result_file"):
+            wanted = request.result_file
+            # One that cannot be read is left out: the caller's own read says why.
+            with suppress(PenstockError):
+                content, size = await files.read_first(handle, wanted.path, wanted.max_bytes)
+                answer.result.result_file.content, answer.result.result_file.size_bytes = content, size
+        return answer
 
     def _find(
         self,
         request: pb.WatchProcessRequest
+        | pb.WatchProcessesRequest.WatchStart
         | pb.WriteStdinRequest.StdinStart
         | pb.SignalProcessRequest
         | pb.KillProcessRequest
@@ -152,6 +220,29 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         if self._table.get(request.sandbox_id).view.state is State.PAUSED:
             self._table.usable(request.sandbox_id)
         return process
+
+
+def _watched(event: tuple[int, Event] | None) -> pb.WatchProcessesResponse:
+    if event is None:
+        return pb.WatchProcessesResponse(heartbeat=pb.WatchProcessResponse.Heartbeat())
+    watch_id, what = event
+    if isinstance(what, Chunk):
+        return pb.WatchProcessesResponse(watch_id=watch_id, chunk=_chunk(what))
+    if isinstance(what, Gap):
+        return pb.WatchProcessesResponse(watch_id=watch_id, gap=_gap(what))
+    if isinstance(what, Exit):
+        return pb.WatchProcessesResponse(watch_id=watch_id, exit=convert.exit_to(what))
+    # Without the error's text: it names the sandbox, and another team's by another id than the caller gave.
+    failure = pb.WatchProcessesResponse.WatchFailure(reason=what.reason)
+    return pb.WatchProcessesResponse(watch_id=watch_id, failure=failure)
+
+
+def _chunk(chunk: Chunk) -> pb.WatchProcessResponse.Chunk:
+    return pb.WatchProcessResponse.Chunk(stream=_STREAMS[chunk.stream], offset=chunk.offset, data=chunk.data)
+
+
+def _gap(gap: Gap) -> pb.WatchProcessResponse.Gap:
+    return pb.WatchProcessResponse.Gap(stream=_STREAMS[gap.stream], start=gap.start, end=gap.end)
 
 
 def _size(size: pb.PtySize) -> PtySize:

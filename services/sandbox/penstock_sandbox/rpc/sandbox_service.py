@@ -187,8 +187,8 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.SetNetworkPolicyResponse()
 
     async def PauseSandbox(self, request: pb.PauseSandboxRequest, context: Context) -> pb.PauseSandboxResponse:  # noqa: N802
-        await self._sandboxes.pause(request.sandbox_id)
-        return pb.PauseSandboxResponse()
+        is_frozen = await self._sandboxes.pause(request.sandbox_id, hold_timeouts=request.hold_timeouts)
+        return pb.PauseSandboxResponse(timeouts_only=not is_frozen)
 
     async def ResumeSandbox(self, request: pb.ResumeSandboxRequest, context: Context) -> pb.ResumeSandboxResponse:  # noqa: N802
         await self._sandboxes.resume(request.sandbox_id)
@@ -219,6 +219,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     def _shown(self, sandbox: Sandbox) -> sandbox_pb2.Sandbox:
         message = convert.sandbox_to(sandbox)
         message.service = self._sandboxes.home.name
+        message.takes_files = True
         return message
 
     def _snapshot(self, snapshot: Snapshot) -> pb.Snapshot:

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import structlog
@@ -49,11 +50,14 @@ class Leases:
         self._max_lease_s = max_lease_s
         self._max_lifetime_s = max_lifetime_s
         self._clock = clock
-        self._moved = Signal()
+        self._next = math.inf
+        """When the reaper looks again: no lease ends before, one that was extended since may end later."""
+        self._sooner = Signal()
         self._reaper: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Starts the reaper."""
+        """Starts the reaper. The first look finds what an earlier instance left."""
+        self._next = self._clock()
         self._reaper = asyncio.create_task(self._reap_forever(), name="lease-reaper")
 
     async def aclose(self) -> None:
@@ -65,8 +69,9 @@ class Leases:
     def begin(self, live: SandboxEntry, lease_s: float) -> float:
         """Starts the lease and the lifetime of a sandbox that became ready; returns the lease's end."""
         live.ready_at = self._clock()
-        self._moved.notify()
-        return self._granted(live.ready_at, lease_s)
+        until = self._granted(live.ready_at, lease_s)
+        self._look_at(until)
+        return until
 
     async def renew(self, sandbox_id: str, lease_s: float) -> float:
         """Sets the lease's end to now + ``lease_s``, or to the end of its lifetime if sooner; returns it.
@@ -87,7 +92,7 @@ class Leases:
                 await live.handle.renewed(until)
                 _check_stays(live)
             live.become(expires_at=until)
-        self._moved.notify()
+        self._look_at(until)
         return until
 
     def _granted(self, ready_at: float | None, lease_s: float) -> float:
@@ -96,30 +101,41 @@ class Leases:
             return until
         return min(until, ready_at + self._max_lifetime_s)
 
+    def _look_at(self, end: float) -> None:
+        # The start or the renewal of a lease looks at no other: there may be thousands.
+        if end < self._next:
+            self._next = end
+            self._sooner.notify()
+
     def reap(self) -> list[str]:
         """Starts to delete the sandboxes whose lease has ended; returns their ids."""
         now = self._clock()
-        expired = [live for live in self._leased() if live.view.expires_at <= now]
+        expired, self._next = list[SandboxEntry](), math.inf
+        for live in self._table:
+            if live.removal is not None or live.view.state is State.CREATING:
+                continue
+            if live.view.expires_at <= now:
+                expired.append(live)
+            else:
+                self._next = min(self._next, live.view.expires_at)
         for live in expired:
             _log.info("lease ended", sandbox_id=live.view.id)
             LEASES_EXPIRED.labels(live.backend.name).inc()
             self._teardowns.begin_removal(live)
         return [live.view.id for live in expired]
 
-    def _leased(self) -> list[SandboxEntry]:
-        return [live for live in self._table if live.removal is None and live.view.state is not State.CREATING]
-
     async def _reap_forever(self) -> None:
         while True:
-            number = self._moved.number
-            ends = [live.view.expires_at for live in self._leased()]
-            wait_s = max(_REAP_AT_MOST_EVERY_S, min(ends) - self._clock()) if ends else None
-            await self._moved.wait(number, wait_s)
+            number = self._sooner.number
+            wait_s = max(_REAP_AT_MOST_EVERY_S, self._next - self._clock()) if self._next < math.inf else None
+            if await self._sooner.wait(number, wait_s):
+                continue
             try:
                 self.reap()
             except Exception:  # noqa: BLE001
                 # One failure must not stop the reaper.
                 _log.exception("reaping failed")
+                self._next = self._clock()
 
 
 def _check_stays(live: SandboxEntry) -> None:

@@ -37,16 +37,25 @@ from penstock_chassis.errors import (
 from penstock_chassis.homes import Home
 from penstock_chassis.journal import Journal
 from penstock_chassis.times import even_time
-from penstock_chassis.validation import invalid_field
+from penstock_chassis.validation import invalid, invalid_field
 from penstock_sandbox import metrics
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SealedLayer
-from penstock_sandbox.domain.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
+from penstock_sandbox.domain.model import (
+    BackendInfo,
+    ForkKind,
+    NetworkKind,
+    NetworkPolicy,
+    Resources,
+    Sandbox,
+    SandboxSpec,
+    State,
+)
 from penstock_sandbox.domain.records import Record, Records
 from penstock_sandbox.processes.manager import Processes
 from penstock_sandbox.sandboxes.admission import Admission, Owner, Watermark
 from penstock_sandbox.sandboxes.layer_refs import LayerRefs, unknown
 from penstock_sandbox.sandboxes.leases import Leases
-from penstock_sandbox.sandboxes.policy import Limits, Policy
+from penstock_sandbox.sandboxes.policy import Limits, Policy, is_narrower, network_problems
 from penstock_sandbox.sandboxes.removal import Teardowns
 from penstock_sandbox.sandboxes.table import SandboxEntry, Table
 
@@ -73,6 +82,35 @@ class Toolboxes(Protocol):
         """Ends one such use."""
 
 
+class Egress(Protocol):
+    """The proxy of allow-lists, as sandboxes get it."""
+
+    def given(self, sandbox: Sandbox, policy: NetworkPolicy) -> NetworkPolicy:
+        """Returns a policy with what connects a sandbox to the proxy."""
+
+    def environment(self, policy: NetworkPolicy) -> Mapping[str, str]:
+        """Returns the variables by which programs use the proxy; empty without an allow-list."""
+
+    def mounted(self) -> Sequence[MountedToolbox]:
+        """Returns what a sandbox needs to trust the proxy."""
+
+
+class NoEgress:
+    """The proxy of a service that has none."""
+
+    def given(self, _: Sandbox, policy: NetworkPolicy) -> NetworkPolicy:
+        """See Egress."""
+        return policy
+
+    def environment(self, _: NetworkPolicy) -> Mapping[str, str]:
+        """See Egress."""
+        return {}
+
+    def mounted(self) -> Sequence[MountedToolbox]:
+        """See Egress."""
+        return ()
+
+
 class Sandboxes:
     def __init__(
         self,
@@ -85,8 +123,10 @@ class Sandboxes:
         clock: Callable[[], float] = even_time,
         pause: Pause = asyncio.sleep,
         home: Home = Home("sandbox", "sandbox"),  # noqa: B008 - frozen
+        egress: Egress | None = None,
     ) -> None:
         self.home = home
+        self._egress: Egress = egress or NoEgress()
         self._backends = backends
         self._default = default_backend
         self._toolboxes = toolboxes
@@ -178,9 +218,9 @@ class Sandboxes:
         puts the namespace into them.
 
         Raises InvalidArgument (FIELD_INVALID), AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition
-        (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN),
-        ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE),
-        Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
+        (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED, BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN,
+        TOOLBOX_UNKNOWN), ResourceExhausted (NAMESPACE_QUOTA, SANDBOX_LIMIT, OWNER_LIMIT, DISK_LOW), Aborted
+        (DELETED_MEANWHILE), Unavailable (DRAINING, CREATE_FAILED, JOURNAL_FAILED), Internal (CREATE_FAILED).
         """
         owner = None if shared else f"{namespace}/{spec.labels.get(self._limits.owner_label, '')}"
 
@@ -247,7 +287,7 @@ class Sandboxes:
             self._held[namespace] += 1
             holds.callback(self._held.subtract, (namespace,))
             mounted = [
-                self._toolboxes.mounted(toolbox, namespace, host_programs=backend.host_programs)
+                self._toolboxes.mounted(toolbox, namespace, host_programs=backend.shows_host_programs(spec))
                 for toolbox in spec.toolbox_ids
             ]
             self._toolboxes.hold(spec.toolbox_ids, namespace)
@@ -259,6 +299,7 @@ class Sandboxes:
                 if not await backend.has_layer(spec.snapshot_id):
                     raise unknown(spec.snapshot_id)
             holds.callback(await self._admission.slot(owner, wait_s))
+            await backend.fetch(spec)
             async with self._admission.turn(backend.name, backend.creates_at_once, owner):
                 self._watermark.check()
                 with _counted(backend.name, fork=bool(spec.snapshot_id)):
@@ -283,12 +324,17 @@ class Sandboxes:
         try:
             # Awaited first: a crash in parallel could leave a sandbox without a row.
             await self._records.write(Record(view.id, backend.name, spec.labels, now, namespace))
+            given = dataclasses.replace(spec, network=self._egress.given(view, spec.network))
+            if spec.network.kind is NetworkKind.ALLOWLIST:
+                mounted = [*mounted, *self._egress.mounted()]
             live.handle = await backend.create(
-                view.id, spec, mounted, lambda reason: self._teardowns.lost(live, reason)
+                view.id, given, mounted, lambda reason: self._teardowns.lost(live, reason)
             )
             if live.view.state is State.LOST:
                 raise Unavailable("the sandbox was lost during its creation", reason="CREATE_FAILED", retry_after_s=0.1)
-            live.processes = Processes(live.handle, spec.env, self._spool)
+            defaults, search = _of_toolboxes(mounted)
+            live.processes = Processes(live.handle, {**defaults, **spec.env}, self._spool, search)
+            live.processes.set_network_env(self._egress.environment(spec.network))
             live.become(
                 state=State.READY,
                 expires_at=self.leases.begin(live, spec.lease_s),
@@ -324,6 +370,7 @@ class Sandboxes:
                 max_lifetime_s=self._limits.max_lifetime_s,
                 max_sandboxes_per_owner=self._limits.max_sandboxes_per_owner,
                 max_resources=self._limits.max_resources,
+                egress_hosts=self._limits.egress_hosts if backend.allows(NetworkKind.ALLOWLIST) else (),
             )
             for name, backend in sorted(self._backends.items())
         ]
@@ -331,14 +378,20 @@ class Sandboxes:
     # Changing ----------------------------------------------------------------------------------------------------
 
     async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
-        """Narrows a sandbox's network access. Raises FailedPrecondition (POLICY_WIDER, CAPABILITY_MISSING)."""
+        """Narrows a sandbox's network access.
+
+        Raises InvalidArgument (FIELD_INVALID), FailedPrecondition (POLICY_WIDER, CAPABILITY_MISSING,
+        UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED).
+        """
         live, _, _ = self.table.usable(sandbox_id)
         async with live.changing:
-            live, handle, _ = self.table.usable(sandbox_id)
+            live, handle, processes = self.table.usable(sandbox_id)
             present = live.view.spec.network
             if policy == present:
                 return
-            if policy.kind.value >= present.kind.value:
+            if problems := network_problems(policy):
+                raise invalid(problems)
+            if not is_narrower(policy, present):
                 raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
             if not live.backend.allows(policy.kind):
                 raise FailedPrecondition(
@@ -346,27 +399,37 @@ class Sandboxes:
                     reason="CAPABILITY_MISSING",
                     metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
                 )
-            await handle.set_network(policy)
+            self._policy.check_network(policy)
+            await handle.set_network(self._egress.given(live.view, self._policy.with_trust(policy)))
+            processes.set_network_env(self._egress.environment(policy))
             live.become(spec=dataclasses.replace(live.view.spec, network=policy))
 
-    async def pause(self, sandbox_id: str) -> None:
+    async def pause(self, sandbox_id: str, *, hold_timeouts: bool = False) -> bool:
         """Freezes every process of a sandbox; succeeds if it is already paused.
+
+        ``hold_timeouts``: the timeouts of its commands stand still too. Returns False if the backend can do only that.
 
         Raises NotFound, FailedPrecondition (CAPABILITY_MISSING, SANDBOX_LOST), Unavailable (PAUSE_FAILED).
         """
-        live, handle, _ = self.table.there(sandbox_id)
-        if not live.backend.capabilities.pause:
+        live, handle, processes = self.table.there(sandbox_id)
+        freezes = live.backend.capabilities.pause
+        if not freezes and not hold_timeouts:
             raise FailedPrecondition(
                 f"the {live.backend.name} backend does not support pausing",
                 reason="CAPABILITY_MISSING",
                 metadata={"backend": live.backend.name, "capabilities": "pause"},
             )
-        await self._switch(live, handle.pause, State.PAUSED)
+        if freezes:
+            await self._switch(live, handle.pause, State.PAUSED)
+        if hold_timeouts:
+            processes.hold_timeouts()
+        return freezes
 
     async def resume(self, sandbox_id: str) -> None:
         """Thaws a paused sandbox; succeeds if it is not paused. Raises as ``pause`` does."""
-        live, handle, _ = self.table.there(sandbox_id)
+        live, handle, processes = self.table.there(sandbox_id)
         await self._switch(live, handle.resume, State.READY)
+        processes.release_timeouts()
 
     async def _switch(self, live: SandboxEntry, change: Callable[[], Awaitable[None]], to: State) -> None:
         async with live.changing:
@@ -423,6 +486,15 @@ class Sandboxes:
 
 def _whose(namespace: str, spec: SandboxSpec) -> _Whose:
     return namespace, frozenset(spec.labels.items())
+
+
+def _of_toolboxes(mounted: Sequence[MountedToolbox]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns variables that a sandbox with these toolboxes has, and directories that are appended to variables."""
+    python = [folder for toolbox in mounted for folder in toolbox.python_path]
+    node = [folder for toolbox in mounted for folder in toolbox.node_path]
+    search = {"PYTHONPATH": ":".join(python), "NODE_PATH": ":".join(node)}
+    # As in a virtual environment: packages in the home, which an agent may write, are not mixed with them.
+    return {"PYTHONNOUSERSITE": "1"} if python else {}, {name: value for name, value in search.items() if value}
 
 
 def _deleted_meanwhile() -> PenstockError:

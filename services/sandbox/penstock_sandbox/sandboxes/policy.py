@@ -11,10 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from penstock.values import hosts
 from penstock_chassis.errors import FailedPrecondition, Violation
 from penstock_chassis.validation import invalid
 from penstock_sandbox.domain.backend import Backend
 from penstock_sandbox.domain.model import (
+    DEFAULT_PORTS,
     LEAST_DISK_BYTES,
     LEAST_INODES,
     LEAST_MEMORY_BYTES,
@@ -26,6 +28,7 @@ from penstock_sandbox.domain.model import (
 )
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
+MOST_HOSTS = 256
 
 _NONE = Resources()
 
@@ -43,6 +46,7 @@ class Limits:
     max_queued: int = 1024
     queue_timeout_s: float = 30.0
     upstream_ca: str = ""
+    egress_hosts: tuple[str, ...] = ()
     min_free_bytes: int = 0
     min_free_inodes: int = 0
     max_resources: Resources = _NONE
@@ -117,7 +121,16 @@ class Policy:
             raise invalid(problems)
 
     def check_network(self, policy: NetworkPolicy) -> None:
-        """Raises FailedPrecondition (UPSTREAM_NOT_ALLOWED) for an upstream that the operator has not listed."""
+        """Raises FailedPrecondition for what the operator has not listed (UPSTREAM_NOT_ALLOWED, HOST_NOT_ALLOWED)."""
+        if policy.kind is NetworkKind.ALLOWLIST:
+            if missing := hosts.uncovered(policy.hosts, self.limits.egress_hosts):
+                raise FailedPrecondition(
+                    f"sandboxes may not reach {', '.join(missing)}; the operator's egress_hosts must cover it",
+                    reason="HOST_NOT_ALLOWED",
+                    metadata={"hosts": ",".join(missing)},
+                )
+            if policy.one_endpoint is not None:
+                self.check_network(policy.one_endpoint)
         if policy.kind is NetworkKind.ONE_ENDPOINT and not any(
             fnmatch.fnmatchcase(policy.upstream, pattern) for pattern in self.limits.allowed_upstreams
         ):
@@ -129,20 +142,76 @@ class Policy:
 
     def with_trust(self, policy: NetworkPolicy) -> NetworkPolicy:
         """Returns the policy with the operator's CA file for upstreams."""
-        return replace(policy, upstream_ca=self.limits.upstream_ca)
+        one = policy.one_endpoint
+        return replace(
+            policy,
+            upstream_ca=self.limits.upstream_ca,
+            one_endpoint=None if one is None else replace(one, upstream_ca=self.limits.upstream_ca),
+        )
+
+
+def is_narrower(policy: NetworkPolicy, present: NetworkPolicy) -> bool:
+    """Whether a policy allows nothing that the present one does not."""
+    if policy.kind is not present.kind or policy.kind is not NetworkKind.ALLOWLIST:
+        return policy.kind.value < present.kind.value
+    return (
+        not hosts.uncovered(policy.hosts, present.hosts)
+        and not hosts.uncovered(present.denied_hosts, policy.denied_hosts)
+        and set(ports_of(policy)) <= set(ports_of(present))
+        and (policy.recorded_only or not present.recorded_only)
+        and policy.recording == present.recording
+        and policy.one_endpoint in (None, present.one_endpoint)
+    )
+
+
+def ports_of(policy: NetworkPolicy) -> tuple[int, ...]:
+    """Returns the ports that an allow-list allows."""
+    return policy.ports or DEFAULT_PORTS
 
 
 def network_problems(policy: NetworkPolicy) -> list[Violation]:
     """Returns what is malformed in a policy, independent of the operator's limits."""
+    if policy.kind is NetworkKind.ALLOWLIST:
+        return _allowlist_problems(policy)
     if policy.kind is not NetworkKind.ONE_ENDPOINT:
         return []
     problems = []
     if not 1024 <= policy.local_port <= 65535:
         problems.append(Violation("spec.network.one_endpoint.local_port", "must be 1024 to 65535"))
-    host, _, port = policy.upstream.removeprefix("tls:").rpartition(":")
+    place, _, port = policy.upstream.removeprefix("tls:").rpartition(":")
+    name, at, host = place.rpartition("@")
+    is_named = bool(name) and policy.upstream.startswith("tls:")
     unix = policy.upstream.startswith("unix:/")
-    if not unix and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not unix and not (host and bool(at) == is_named and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         problems.append(
-            Violation("spec.network.one_endpoint.upstream", 'must be "host:port", "tls:host:port" or "unix:/path"')
+            Violation(
+                "spec.network.one_endpoint.upstream",
+                'must be "host:port", "tls:host:port", "tls:name@host:port" or "unix:/path"',
+            )
         )
+    return problems
+
+
+def _allowlist_problems(policy: NetworkPolicy) -> list[Violation]:
+    field = "spec.network.allowlist"
+    problems = []
+    if not 0 < len(policy.hosts) <= MOST_HOSTS or len(policy.denied_hosts) > MOST_HOSTS:
+        problems.append(Violation(f"{field}.hosts", f"must name 1 to {MOST_HOSTS} hosts, and as many that are denied"))
+    for name, patterns in (("hosts", policy.hosts), ("denied_hosts", policy.denied_hosts)):
+        wrong = [pattern for pattern in patterns if not hosts.is_pattern(pattern)]
+        if wrong:
+            problems.append(
+                Violation(f"{field}.{name}", f'{wrong[0]!r}: must be "name", "*.name" (in lower case) or a CIDR block')
+            )
+    if len(policy.ports) > MOST_HOSTS or not all(0 < port < 65536 for port in policy.ports):
+        problems.append(Violation(f"{field}.ports", "must be 1 to 65535"))
+    if not 1024 <= policy.local_port <= 65535:
+        problems.append(Violation(f"{field}.proxy_port", "must be 1024 to 65535, or 0 for the default"))
+    if policy.recording and not _LABEL.fullmatch(policy.recording):
+        problems.append(Violation(f"{field}.recording", f"must match {_LABEL.pattern}"))
+    one = policy.one_endpoint
+    if one is not None:
+        if one.local_port == policy.local_port:
+            problems.append(Violation(f"{field}.one_endpoint.local_port", "must be another one than the proxy's"))
+        problems += network_problems(one)
     return problems

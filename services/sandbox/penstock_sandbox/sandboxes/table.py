@@ -64,6 +64,8 @@ class Table:
 
     def __init__(self) -> None:
         self._live: dict[str, SandboxEntry] = {}
+        self._labelled: dict[tuple[str, str], dict[str, SandboxEntry]] = {}
+        """By label: each rollout ends with a deletion by label, which reads no others'."""
 
     def __iter__(self) -> Iterator[SandboxEntry]:
         return iter(list(self._live.values()))
@@ -75,10 +77,19 @@ class Table:
 
     def add(self, live: SandboxEntry) -> None:
         self._live[live.view.id] = live
+        for label in live.view.spec.labels.items():
+            self._labelled.setdefault(label, {})[live.view.id] = live
 
     def drop(self, live: SandboxEntry) -> None:
         """Removes a sandbox; an absent one is ignored."""
-        self._live.pop(live.view.id, None)
+        gone = self._live.pop(live.view.id, None)
+        if gone is None:
+            return
+        for label in gone.view.spec.labels.items():
+            labelled = self._labelled[label]
+            del labelled[gone.view.id]
+            if not labelled:
+                del self._labelled[label]
 
     def find(self, sandbox_id: str, namespace: str | None = None) -> SandboxEntry | None:
         """Returns a sandbox's record; None if a namespace (None: any) has no such sandbox."""
@@ -121,9 +132,10 @@ class Table:
 
     def matching(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Sandbox]:
         """Returns the sandboxes of a namespace (None: of all) with all of ``labels``, newest first."""
+        fewest = min((self._labelled.get(label, {}) for label in labels.items()), key=len, default=self._live)
         found = [
             live.view
-            for live in self
+            for live in fewest.values()
             if namespace in (None, live.view.namespace) and labels.items() <= live.view.spec.labels.items()
         ]
         return sorted(found, key=lambda view: (view.created_at, view.id), reverse=True)

@@ -56,7 +56,8 @@ class Forks:
     ) -> AsyncGenerator[Child, None]:
         """Makes ``count`` sandboxes in the snapshot's ``namespace``; yields each when it is ready, or its error.
 
-        ``origin`` is the spec of the sealed sandbox; ``asked`` gives lease, labels, network and additional environment.
+        ``origin`` is the spec of the sealed sandbox; ``asked`` gives lease, labels, network, additional environment and
+        whether the children are repeatable.
         ``wait_s`` is as in ``Sandboxes.create``.
         """
         self._layer_refs.hold(snapshot_id)
@@ -110,6 +111,7 @@ class Forks:
             network=asked.network,
             env={**origin.env, **asked.env},
             lease_s=asked.lease_s,
+            repeatable=asked.repeatable,
             labels=asked.labels,
         )
         self._sandboxes.check(spec)  # what all of them would be refused for fails the call itself

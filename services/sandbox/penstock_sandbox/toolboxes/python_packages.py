@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from penstock_sandbox.domain.model import PythonTarget
 from penstock_sandbox.domain.paths import RUNTIMES
 
 FOLDER: Final = "python"
@@ -71,6 +72,23 @@ else:
     for name in attribute.split("."):
         program = getattr(program, name)
     sys.exit(program())
+"""
+
+_PLAIN_PROGRAM: Final = """\
+#!/usr/bin/env python3
+import os
+import sys
+
+programs = os.path.dirname(os.path.realpath(__file__))
+packages = os.path.dirname(programs)
+# Python puts a program's directory first, from which no module is meant to come.
+sys.path[:] = [folder for folder in sys.path if folder != programs]
+if packages not in sys.path:
+    sys.path.insert(0, packages)
+from {module} import {first}
+
+if __name__ == "__main__":
+    sys.exit({all}())
 """
 
 _LAUNCHER: Final = """\
@@ -148,6 +166,21 @@ def arguments(executable: Path, pip: Path, requirements: Path, target: Path) -> 
     ]
 
 
+def for_target(target: PythonTarget) -> list[str]:
+    """Returns pip's options for another Python than the one that runs it: its version and its wheels' platforms."""
+    kind, major, minor, machine = target.platform.split("_", 3)
+    platforms = [f"{kind}_{major}_{number}_{machine}" for number in range(int(minor), -1, -1)]
+    if kind == "manylinux":
+        # The names of before PEP 600.
+        platforms += [f"{name}_{machine}" for name in ("manylinux2014", "manylinux2010", "manylinux1")]
+    platforms.append(f"linux_{machine}")
+    return [
+        "--implementation=cp",
+        f"--python-version={target.version}",
+        *(f"--platform={platform}" for platform in platforms),
+    ]
+
+
 def verdict(lines: Sequence[str]) -> Verdict:
     """Returns the meaning of pip's last lines."""
     text = "\n".join(lines)
@@ -172,6 +205,19 @@ def write_programs(toolbox: Path, minor: str) -> None:
     for name, target in _entry_points(folder):
         start = f"""exec "$python" -I -S "$here/../start.py" "$here/.." entry {target} {name} "$@\""""
         _write(programs / name, _launcher(minor, start), 0o755)
+
+
+def write_plain_programs(toolbox: Path) -> None:
+    """Writes ``toolbox``/python/bin: a program for each entry point, which the python3 in the sandbox's PATH runs."""
+    folder = toolbox / FOLDER
+    programs = folder / "bin"
+    # pip's own scripts start with the interpreter that ran pip, which is not the sandbox's.
+    shutil.rmtree(programs, ignore_errors=True)
+    programs.mkdir()
+    for name, target in _entry_points(folder):
+        module, _, attribute = target.partition(":")
+        text = _PLAIN_PROGRAM.format(module=module, first=attribute.partition(".")[0], all=attribute)
+        _write(programs / name, text, 0o755)
 
 
 def _launcher(minor: str, start: str) -> str:

@@ -105,9 +105,7 @@ def npm() -> list[str] | None:
 
 def _candidates(kind: RuntimeKind) -> list[FoundRuntime]:
     program = "node" if kind is RuntimeKind.NODE else "python3"
-    found = [
-        FoundRuntime("", Path(folder, program)) for folder in _VISIBLE if os.access(f"{folder}/{program}", os.X_OK)
-    ]
+    found = [runtime for file, runtime in _visible(program) if os.access(file, os.X_OK)]
     if kind is RuntimeKind.PYTHON:
         prefix = Path(sys.base_prefix)
         if not prefix.is_relative_to("/usr"):
@@ -117,6 +115,12 @@ def _candidates(kind: RuntimeKind) -> list[FoundRuntime]:
         target = f"{RUNTIMES}/node"
         found.append(FoundRuntime("", wheel / "bin" / "node", (target, wheel), f"{target}/bin"))
     return found
+
+
+@cache
+def _visible(program: str) -> Sequence[tuple[str, FoundRuntime]]:
+    """Returns where a program may be that sandboxes see: made once, because each new sandbox looks there."""
+    return [(f"{folder}/{program}", FoundRuntime("", Path(folder, program))) for folder in _VISIBLE]
 
 
 def _fits(version: str, wanted: Runtime, least: tuple[int, ...]) -> bool:

@@ -48,10 +48,15 @@ class Client:
 
 
 @asynccontextmanager
-async def client(address: str, **options: Any) -> AsyncIterator[Client]:
-    """Connects to host:port."""
+async def client(address: str, first: bytes = b"", **options: Any) -> AsyncIterator[Client]:
+    """Connects to host:port; `first` is there before the service has accepted the connection, and so in time for it."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), **options)
+    if first:
+        options["sock"] = socket.create_connection((host, int(port)))
+        options["sock"].sendall(first)
+    else:
+        options |= {"host": host, "port": int(port)}
+    reader, writer = await asyncio.open_connection(**options)
     try:
         yield Client(reader, writer)
     finally:
@@ -89,8 +94,7 @@ async def test_a_client_that_does_not_say_what_it_wants_is_let_go(start: Any, sa
 async def test_each_further_request_has_the_same_time(start: Any) -> None:
     """A connection that was of use before is no excuse for half a head."""
     service = await start(header_timeout_s=0.5)
-    async with client(service.ingress) as slow:
-        slow.send(HEALTH)
+    async with client(service.ingress, HEALTH) as slow:
         assert (await slow.answer())[0] == 200
         slow.send(b"\r\nGET /health HTTP/1.1\r\n")
         assert await slow.ended() == b""
@@ -103,8 +107,8 @@ async def test_a_call_that_waits_is_not_a_slow_head(start: Any) -> None:
     rollout = await service.open()
     trainer = await service.trainer()
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "list the files"}]}).encode()
-    async with client(service.ingress) as held, client(service.ingress) as silent:
-        held.send(head(rollout, "/v1/chat/completions", f"content-length: {len(body)}") + body)
+    asked = head(rollout, "/v1/chat/completions", f"content-length: {len(body)}") + body
+    async with client(service.ingress, asked) as held, client(service.ingress) as silent:
         assert await silent.ended() == b""  # its time is over, and the head of the other is as old
         await trainer.answer("hello")
         status, _, told = await held.answer()
@@ -388,7 +392,6 @@ async def test_no_bytes_make_the_ingress_fail_or_hang(start: Any) -> None:
         told = await exchange(data)
         assert not told.startswith(b"HTTP/1.1 5") and b"\r\nHTTP/1.1 5" not in told, data
         assert b"Traceback" not in told
-    async with client(service.ingress) as after:
-        after.send(head(rollout, "/v1/models", method="GET"))
+    async with client(service.ingress, head(rollout, "/v1/models", method="GET")) as after:
         assert (await after.answer())[0] == 200
     assert service.interceptor.registry.open_calls() == []

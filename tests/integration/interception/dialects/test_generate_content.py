@@ -157,7 +157,8 @@ async def test_the_sdks_own_chat_runs_tools_over_two_turns(service: Any) -> None
     async def chat() -> str | None:
         chats = sdk(rollout).aio.chats
         session = chats.create(model="m", config=types.GenerateContentConfig(tools=[bash]))
-        return (await session.send_message(ASK)).text
+        text: str | None = (await session.send_message(ASK)).text
+        return text
 
     asked = asyncio.create_task(chat())
     call = CALL.replace('"n": 1.0,', "")

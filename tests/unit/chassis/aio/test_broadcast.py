@@ -71,3 +71,23 @@ def test_a_wait_without_a_change_ends_at_its_limit() -> None:
         return await Signal().wait(0, 3.0), asyncio.get_running_loop().time()
 
     assert in_virtual_time(run()) == (False, 3.0)
+
+
+async def test_listeners_are_called_at_each_change_until_they_are_forgotten() -> None:
+    signal, heard = Signal(), list[str]()
+
+    def one() -> None:
+        heard.append("one")
+        signal.forget(one)  # while the others are being called
+
+    def other() -> None:
+        heard.append("other")
+
+    signal.call_on_change(one)
+    signal.call_on_change(other)
+    signal.notify()
+    signal.notify()
+    signal.forget(other)
+    signal.forget(other)
+    signal.notify()
+    assert heard == ["one", "other", "other"]

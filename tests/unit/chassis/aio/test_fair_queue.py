@@ -137,6 +137,43 @@ def test_slots_go_to_whom_the_model_says_in_any_history() -> None:
     run_state_machine_as_test(SlotsMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
 
 
+@pytest.mark.requirement("R131")
+@given(st.lists(st.tuples(st.sampled_from(["request", "aside", "back", "withdraw", "free"]), st.integers(0, 7))))
+def test_a_request_that_is_set_aside_keeps_its_place(history: list[tuple[str, int]]) -> None:
+    """Of one owner, the oldest that is not set aside is served, and a slot is never kept from it."""
+    slots = FairQueue[str](1)
+    served: list[int] = []
+    slots.request("a", lambda: None)
+    tickets = [slots.request("a", lambda number=number: served.append(number)) for number in range(8)]  # type: ignore[misc]
+    waiting, aside, held = list(range(8)), set[int](), 1
+
+    def expect() -> None:
+        nonlocal held
+        while held < 1 and (able := [one for one in waiting if one not in aside]):
+            waiting.remove(able[0])
+            held += 1
+            expected.append(able[0])
+
+    expected: list[int] = []
+    for what, number in history:
+        if what == "aside":
+            assert slots.set_aside(tickets[number]) == (number in waiting)
+            aside |= {number} & set(waiting)
+        elif what == "back":
+            aside.discard(number)
+            expect()
+            slots.put_back(tickets[number])
+        elif what == "withdraw":
+            assert slots.withdraw(tickets[number]) == (number in waiting)
+            waiting = [one for one in waiting if one != number]
+        elif what == "free" and held:
+            held -= 1
+            expect()
+            slots.give_back("a")
+        assert served == expected
+        assert slots.free == 1 - held
+
+
 @pytest.mark.requirement("R123")
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_slots_that_both_want_are_held_by_weight(a: int, b: int) -> None:

@@ -108,3 +108,20 @@ def test_a_callers_deadline_ends_a_delay() -> None:
 
     assert in_virtual_time(call()) == 5.0
     assert len(work.called_at) == 3
+
+
+async def test_cancellation_ends_the_retries_of_work_whose_clean_up_fails() -> None:
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            entered.set()
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("the pool is closed")
+
+    task = asyncio.ensure_future(retry(work, Delays(0.0, 0.0), patience_s=lambda _: math.inf))
+    await entered.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +17,11 @@ import pytest
 from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2, sandbox_service_pb2_grpc
 from penstock.values import ids
+from penstock_chassis import homes
 from penstock_chassis.auth import Authenticator
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.errors import FailedPrecondition, PenstockError
-from penstock_chassis.homes import Home, open_home, random_id, valid_name
+from penstock_chassis.homes import Home, StateDir, open_home, random_id, valid_name
 from penstock_chassis.server import Server, Service
 
 RANDOM: Final = "0" * 32
@@ -28,6 +31,57 @@ def test_a_made_name_stays(tmp_path: Path) -> None:
     first = open_home("sandbox", "", {}, tmp_path)
     assert valid_name(first.name) == first.name
     assert open_home("sandbox", "", {}, tmp_path) == first
+
+
+def test_replicas_share_a_directory_and_each_keeps_a_name(tmp_path: Path) -> None:
+    """One that is made anew takes the place, and the name, of one that is gone."""
+    first, second, third = StateDir(tmp_path), StateDir(tmp_path), StateDir(tmp_path)
+    assert [one.path for one in (first, second, third)] == [tmp_path, tmp_path / "replica-1", tmp_path / "replica-2"]
+    names = [open_home("driver", "", {}, one.path).name for one in (first, second, third)]
+    assert len(set(names)) == 3
+    second.close()
+    again = StateDir(tmp_path)
+    assert open_home("driver", "", {}, again.path).name == names[1]
+
+
+def test_too_many_replicas_of_a_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "MAX_REPLICAS", 2)
+    taken = [StateDir(tmp_path), StateDir(tmp_path)]
+    with pytest.raises(FailedPrecondition) as caught:
+        StateDir(tmp_path)
+    assert caught.value.reason == "STATE_DIRS_IN_USE"
+    for one in taken:
+        one.close()
+
+
+def test_a_service_takes_its_own_part_of_a_shared_directory(tmp_path: Path) -> None:
+    """Two processes with the same settings; the directory of one that is killed is free at once."""
+    settings = {
+        "PENSTOCK_DRIVER_OPERATOR_TOKEN": "token-of-this-test",
+        "PENSTOCK_DRIVER_STATE_DIR": str(tmp_path),
+        "PENSTOCK_DRIVER_STATE_DIR_SHARED": "true",
+        "PENSTOCK_DRIVER_PORT": "0",
+    }
+    environment = {"PATH": os.environ["PATH"], **settings}
+    started = []
+    try:
+        for folder in (tmp_path, tmp_path / "replica-1"):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "penstock_driver"], env=environment, stdout=subprocess.PIPE, text=True
+            )
+            started.append(process)
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline())["event"] == "ready"
+            assert (folder / "driver.db").exists()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    again = StateDir(tmp_path)
+    assert again.path == tmp_path
+    again.close()
 
 
 def test_former_names_stay_a_service_s_own(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.support.endpoints.token_endpoint import unused_port
 
 from penstock.ops.v1 import operations_service_pb2, operations_service_pb2_grpc
 from penstock_chassis.aio.retry import Delays
@@ -95,7 +96,8 @@ async def test_a_peer_serves_drains_is_lost_and_comes_back() -> None:
     async with AsyncExitStack() as stack:
         source = Members()
         peers = await stack.enter_async_context(following("sandbox", source, lambda member: connect(member.address)))
-        async with served("n0") as (address, health):
+        port = unused_port()
+        async with served("n0", port) as (address, health):
             source.set(Member("n0", address))
             peer = await until(peers, "n0", State.SERVING)
             assert peer.own_name == "n0"
@@ -107,7 +109,7 @@ async def test_a_peer_serves_drains_is_lost_and_comes_back() -> None:
         assert peer.host is Host.REFUSING
         with pytest.raises(PeerLost):
             await work
-        async with served("n0", int(address.rpartition(":")[2])):
+        async with served("n0", port):
             await until(peers, "n0", State.SERVING)
             assert not peer.is_lost
 

@@ -10,6 +10,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock_chassis.telemetry import bound
 from penstock_chassis.telemetry.logging import MASK, Meter, configure, redact
 
 
@@ -23,8 +24,9 @@ def stream() -> Iterator[io.StringIO]:
 
 
 def test_a_line_is_one_object_of_json_with_the_bound_ids(stream: io.StringIO) -> None:
-    with structlog.contextvars.bound_contextvars(rollout_id="r1"):
-        structlog.get_logger().info("phase", phase="RUNNING", data=b"\xff", number=2)
+    bound.bind(rollout_id="r1")
+    structlog.get_logger().info("phase", phase="RUNNING", data=b"\xff", number=2)
+    bound.bind(rollout_id=None)
     line = orjson.loads(stream.getvalue())
     assert line["event"] == "phase"
     assert line["rollout_id"] == "r1"

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
-from penstock_chassis.telemetry import tracing
+from penstock_chassis.telemetry import bound, tracing
 
 
 @pytest.mark.requirement("R8")
@@ -20,20 +19,20 @@ def test_bound_ids_are_sent_on_and_bound_again_on_arrival() -> None:
     """Only ids of the right form do; a caller cannot write what he likes into our log."""
     sent = tracing.handed_on({"rollout_id": "r-1", "call_id": "c/2", "sandbox_id": "bad id\n", "other": "x"})
     assert sent == [("x-penstock-rollout-id", "r-1"), ("x-penstock-call-id", "c/2")]
-    structlog.contextvars.clear_contextvars()
+    bound.bind_only()
     tracing.taken_up([*sent, ("x-penstock-group-id", "a\nb"), ("x-penstock-sandbox-id", "s" * 200)])
-    assert structlog.contextvars.get_contextvars() == {"rollout_id": "r-1", "call_id": "c/2"}
-    structlog.contextvars.clear_contextvars()
+    assert bound.facts() == {"rollout_id": "r-1", "call_id": "c/2"}
+    bound.bind_only()
 
 
 @given(st.text(max_size=80) | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", fullmatch=True))
 def test_a_trace_context_is_taken_up_whole_or_not_at_all(value: str) -> None:
     """A header of any content never fails a request."""
-    structlog.contextvars.clear_contextvars()
+    bound.bind_only()
     parent = tracing.taken_up([(tracing.TRACE_PARENT, value)])
     assert parent in ("", value)
-    assert structlog.contextvars.get_contextvars() == ({"trace_id": value[3:35]} if parent else {})
-    structlog.contextvars.clear_contextvars()
+    assert bound.facts() == ({"trace_id": value[3:35]} if parent else {})
+    bound.bind_only()
 
 
 @pytest.mark.requirement("R48")

@@ -19,6 +19,7 @@ SAID = SandboxSpec(
     lease=1.5,
     labels={"owner": "me"},
     own_kernel=True,
+    repeatable=True,
     toolbox_ids=["t"],
 )
 

@@ -129,6 +129,18 @@ def test_the_ca_comes_from_the_environment_or_the_connection_file(
     assert resolve().tls == Tls(Path("/elsewhere/ca.pem"))
 
 
+def test_no_driver_is_asked_for_others_unless_a_program_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where the environment says so: the token would go where nobody sent it."""
+    assert resolve({"driver": "127.0.0.1:7"}).discover
+    assert not resolve({"sandbox": "127.0.0.1:7"}).discover
+    monkeypatch.setenv("PENSTOCK_DISCOVER", "False")
+    assert not resolve({"driver": "127.0.0.1:7"}).discover
+    monkeypatch.setenv("PENSTOCK_DISCOVER", "perhaps")
+    with pytest.raises(ConfigurationError, match="PENSTOCK_DISCOVER") as refused:
+        resolve()
+    assert refused.value.reason == "DISCOVER"
+
+
 def test_absent_connection_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever names a file means it: the defaults would be refused, and for another reason."""
     monkeypatch.setenv("PENSTOCK_CONNECTION", str(tmp_path / "nosuch.json"))

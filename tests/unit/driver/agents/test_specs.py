@@ -74,8 +74,11 @@ def test_the_built_in_agents_are_the_yaml_files() -> None:
     assert set(SPECS) == {
         "aider",
         "claude-code",
+        "cline",
         "codex",
+        "copilot-cli",
         "gemini-cli",
+        "kilo",
         "mini-swe-agent",
         "opencode",
         "pi",

@@ -10,10 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
+from penstock_chassis.aio.pace import Pace
 from penstock_chassis.testing import serve
 from penstock_driver.clients.sandboxes import GrpcSandboxes
 from penstock_driver.domain.ports import Load, PreparedSnapshot, SandboxTerms, SnapshotSpec
-from penstock_driver.environments.throttle import Creations, Pace
+from penstock_driver.environments.throttle import Creations
 from penstock_driver.settings import DriverSettings
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import pytest
+import uvloop
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
-from penstock_driver.environments.throttle import FIRST_WINDOW, AdaptiveThrottle
+from penstock_driver.environments.throttle import FIRST_WINDOW, MOST_AT_ONCE, AdaptiveThrottle
 
 ALL = 200
 PATIENT = {"full_s": 3600.0, "absent_s": 3600.0}
@@ -54,6 +58,94 @@ async def test_full_service_is_probed_by_one_caller_until_it_has_room() -> None:
     refused = service.refused
     await asyncio.gather(*work)
     assert service.refused <= refused + 1, "once there is room, nobody is refused"
+
+
+@pytest.mark.requirement("R51", "R126")
+async def test_a_service_with_room_is_asked_more_and_more_up_to_a_bound() -> None:
+    """Thousands of requests at once would keep all others waiting."""
+    count = 20 * MOST_AT_ONCE
+    service = Service(count, lambda: ResourceExhausted("full", reason="SANDBOX_LIMIT"))
+    shaped = shaper()
+    await asyncio.gather(*(shaped.run(service.create, **PATIENT) for _ in range(count)))
+    assert service.most_at_once == MOST_AT_ONCE and not service.refused
+
+
+@pytest.mark.requirement("R51", "R126")
+async def test_an_end_wakes_one_that_waits_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers are served in the order in which they came. Ten thousand that wake at each end would stop the driver."""
+    count, steps, order, ends = 1_000, 0, list[int](), deque[asyncio.Event]()
+    loop = asyncio.get_running_loop()
+    call_soon = loop.call_soon
+
+    def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+        nonlocal steps
+        steps += 1
+        return call_soon(*args, **kwargs)
+
+    async def create(number: int) -> None:
+        order.append(number)
+        ends.append(asyncio.Event())
+        await ends[-1].wait()
+
+    shaped = shaper()
+    work = [asyncio.ensure_future(shaped.run(partial(create, number), **PATIENT)) for number in range(count)]
+    await eventually(lambda: len(order) == FIRST_WINDOW, "the first have their turns")
+    monkeypatch.setattr(loop, "call_soon", counted)
+    for one in work:
+        ends.popleft().set()
+        await one
+    assert order == list(range(count))
+    assert steps < 20 * count
+
+
+@pytest.mark.requirement("R51")
+async def test_a_caller_cancelled_with_its_turn_passes_it_on() -> None:
+    """The cancellation comes between the grant and the first step of the caller."""
+    shaped, end, asked = shaper(), asyncio.Event(), 0
+
+    async def refuse_once() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise Unavailable("no", reason="TRANSPORT_UNAVAILABLE")
+        await end.wait()
+        asyncio.get_running_loop().call_soon(cancelled.cancel)
+
+    first = asyncio.ensure_future(shaped.run(refuse_once, **PATIENT))
+    await eventually(lambda: asked == 2, "it has the only turn")
+    cancelled = asyncio.ensure_future(shaped.run(refuse_once, **PATIENT))
+    await asyncio.sleep(0)
+    end.set()
+    await asyncio.wait([first, cancelled])
+    assert cancelled.cancelled() and asked == 2
+    both = asyncio.Barrier(2)
+    await asyncio.gather(*(shaped.run(both.wait, **PATIENT) for _ in range(2)))
+
+
+@pytest.mark.requirement("R51")
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_callers_that_wait_for_a_turn_end_at_their_limits(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """One probes a service that does not answer; the others have the last error at their own limits."""
+
+    async def main() -> None:
+        shaped, asked = shaper(), 0
+
+        async def refuse_then_hang() -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise Unavailable("gone", reason="TRANSPORT_UNAVAILABLE")
+            await asyncio.get_running_loop().create_future()
+
+        probe = asyncio.ensure_future(shaped.run(refuse_then_hang, **PATIENT))
+        await eventually(lambda: asked == 2, "it asks again")
+        limits = (0.0, 0.03, 0.01, 0.02)
+        others = [shaped.run(refuse_then_hang, full_s=3600.0, absent_s=limit) for limit in limits]
+        results = await asyncio.gather(*others, return_exceptions=True)
+        assert [str(result) for result in results] == ["gone"] * len(limits) and asked == 2
+        probe.cancel()
+
+    run(main())
 
 
 @pytest.mark.requirement("R51")

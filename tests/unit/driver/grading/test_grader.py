@@ -12,7 +12,7 @@ import pytest
 from tests.unit.driver.world import Directories
 
 from penstock_chassis.errors import PermissionDenied
-from penstock_driver.domain.ports import Command, SandboxTerms
+from penstock_driver.domain.ports import Command, PathKind, SandboxTerms
 from penstock_driver.domain.rollout import RolloutFailed, Verifier
 from penstock_driver.grading import grader
 from penstock_driver.grading.grader import Grader
@@ -25,7 +25,7 @@ async def refusal(sandboxes: Directories, below: tuple[str, ...], workdir: str) 
     facts = replace(await sandboxes.create(SandboxTerms(), 1.0, {}), workdir=workdir)
     given = Grader(sandboxes, replace(VERIFIER, changes_below=below), spool=None, max_bytes=1 << 20)
     try:
-        await given.save_baseline(facts)
+        await given.save_baseline(facts, set())
     except RolloutFailed as failed:
         assert "verifier.changes_below" in failed.failure.message
         return failed.failure.cause, failed.failure.reason
@@ -101,3 +101,36 @@ async def test_broken_file_is_gone_from_the_fork_if_nothing_else_changed(
     assert not prepared.exists()
     assert given.grading.changes is not None
     assert given.grading.changes.left_out_paths == (str(prepared),)
+
+
+@pytest.mark.requirement("R27", "R76")
+async def test_checked_directory_of_one_state_is_not_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another directory of that state is."""
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    sandboxes = Directories(tmp_path)
+    workdir = tmp_path / "work"
+    (workdir / "real").mkdir(parents=True)
+    (workdir / "linked").symlink_to("real")
+    facts = replace(await sandboxes.create(SandboxTerms(), 1.0, {}), workdir=str(workdir))
+    asked = list[str]()
+    kind = sandboxes.kind
+
+    async def counted(sandbox_id: str, path: str) -> PathKind | None:
+        asked.append(path)
+        return await kind(sandbox_id, path)
+
+    monkeypatch.setattr(sandboxes, "kind", counted)
+    plain = set[str]()
+
+    def grader_of(below: tuple[str, ...]) -> Grader:
+        return Grader(sandboxes, replace(VERIFIER, changes_below=below), spool=None, max_bytes=1 << 20)
+
+    await grader_of(("real",)).save_baseline(facts, plain)
+    assert asked
+    asked.clear()
+    await grader_of(("real",)).save_baseline(facts, plain)
+    assert not asked
+    with pytest.raises(RolloutFailed):
+        await grader_of(("real", "linked")).save_baseline(facts, plain)

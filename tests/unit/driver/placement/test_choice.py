@@ -42,5 +42,20 @@ def test_a_member_to_avoid_is_taken_only_if_there_is_no_other(names: set[str], k
     assert chosen in (names - avoid or names)
 
 
+@given(NAMES, st.text(max_size=8), st.integers(0, SLACK))
+def test_a_holder_is_taken_while_it_has_little_more_to_do(names: set[str], key: str, more: int) -> None:
+    for holder in names:
+        loads = dict.fromkeys(names, 0.0) | {holder: float(more)}
+        assert choose(loads, key, holding={holder}) == holder
+
+
+@given(st.sets(st.text("abcdef0123456789", min_size=2, max_size=4), min_size=2, max_size=20), st.text(max_size=8))
+def test_a_newcomer_gets_what_ranks_it_first_though_others_hold_it(names: set[str], key: str) -> None:
+    """Also where all of the others are near the mean: else an eleventh machine would never get known work."""
+    newcomer, *others = ranking(names, key)
+    loads = dict.fromkeys(others, SLACK + 1.0) | {newcomer: 0.0}
+    assert choose(loads, key, holding=others) == newcomer
+
+
 def test_without_members_nothing_is_chosen() -> None:
     assert choose({}, "key") is None

@@ -23,6 +23,7 @@ from penstock_driver.app import runner_services
 from penstock_driver.domain.ports import Load, SandboxTerms
 from penstock_driver.domain.rollout import Failure, RolloutFailed
 from penstock_driver.placement import fleet as module
+from penstock_driver.placement.everywhere import AllGates
 from penstock_driver.placement.fleet import (
     NODE_PATIENCE,
     FleetPlacement,
@@ -116,6 +117,12 @@ async def opened(folder: Path, patience_s: float = 60.0, silence_s: float = 0.0)
                 raise Unsupported("older", reason="UNIMPLEMENTED")
             return said[name]
 
+        gates_found: Members[GateServices] = Members(
+            cast(Peers, gates),
+            lambda peer: GateServices(listening[peer.name], lambda: peer.is_lost, ask_load=lambda _: ask(peer.name)),
+            gate_lost,
+            {Host.SILENT: silence_s, Host.REFUSING: patience_s, Host.ACCEPTING: patience_s},
+        )
         placement = FleetPlacement(
             Members(
                 cast(Peers, nodes),
@@ -123,15 +130,8 @@ async def opened(folder: Path, patience_s: float = 60.0, silence_s: float = 0.0)
                 node_lost,
                 NODE_PATIENCE,
             ),
-            Members(
-                cast(Peers, gates),
-                lambda peer: GateServices(
-                    listening[peer.name], lambda: peer.is_lost, ask_load=lambda _: ask(peer.name)
-                ),
-                gate_lost,
-                {Host.SILENT: silence_s, Host.REFUSING: patience_s, Host.ACCEPTING: patience_s},
-            ),
-            lambda node, gate: runner_services(node, gate, settings),
+            gates_found,
+            lambda node, gate: runner_services(node, gate, AllGates(gates_found), settings),
         )
         work = asyncio.create_task(placement.follow())
         try:
@@ -304,6 +304,22 @@ async def test_a_run_with_budgets_has_one_gate(world: World) -> None:
         await world.placement.place(spec(max_calls=5), Avoid())
     assert caught.value.failure.reason == "RUN_GATE_LOST"
     assert (await world.placement.place(spec(), Avoid())).gate != gate, "others go on"
+
+
+@pytest.mark.requirement("R117", "R119")
+async def test_a_gate_whose_engines_are_away_is_avoided(world: World) -> None:
+    """It has the fewest rollouts because they fail there; one that needs other engines may go there, or all if none."""
+    away = Load(0, unreachable_inference=frozenset({"default"}))
+    await world.read(g0=away, g1=Load(9))
+    assert (await world.placement.place(spec(), Avoid())).gate == "g1"
+    other = spec()
+    other.gate_terms.source.inference.name = "other"
+    assert (await world.placement.place(other, Avoid())).gate == "g0"
+    outside = spec()
+    outside.gate_terms.source.upstream.name = "default"
+    assert (await world.placement.place(outside, Avoid())).gate == "g0"
+    await world.read(g1=Load(9, unreachable_inference=frozenset({"default"})))
+    assert (await world.placement.place(spec(), Avoid())).gate == "g0"
 
 
 async def test_a_release_fails_while_a_lost_service_may_hold_something(world: World) -> None:

@@ -19,6 +19,7 @@ from penstock.sandbox.v1 import sandbox_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import (
     FailedPrecondition,
+    InvalidArgument,
     NotFound,
     PenstockError,
     PermissionDenied,
@@ -33,7 +34,7 @@ from penstock_driver.environments.prepare import Environments
 from penstock_driver.grading import grader
 from penstock_driver.placement.placement import OnePlace
 from penstock_driver.rollouts.preflight import check_backend
-from penstock_driver.wire.specs import rollout_spec
+from penstock_driver.wire.specs import effective_spec, rollout_spec
 from penstock_driver.wire.to_proto import rollout_to_proto
 
 
@@ -255,6 +256,7 @@ async def test_a_clean_up_does_not_wait_for_a_gate_that_is_lost_meanwhile(
     assert not outcome.HasField("failure") and outcome.reward.value == 1.0
     again = [item for item in await driver.events(record.rollout_id) if item.HasField("attempt_failed")]
     assert [item.attempt_failed.failure.reason for item in again] == [first or "SANDBOX_LOST"]
+    assert driver.gate.opened[record.rollout_id].attempt == 2
     await eventually_async(driver.owes_nothing, "the gate's release is made up for")
 
 
@@ -481,9 +483,58 @@ async def test_a_reward_that_is_none_fails_the_verifier(driver: Driver, text: st
     outcome = await driver.run(with_task(driver, verifier=verifier))
     assert failure(outcome) == ("VERIFIER", reason)
     assert not outcome.HasField("reward")
+    driver.sandboxes.kills_after = True
+    assert failure(await driver.run(with_task(driver, verifier=verifier))) == ("VERIFIER", reason)
+
+
+@pytest.mark.requirement("R60", "R73")
+@pytest.mark.parametrize(("kills_after", "kills", "reads"), [(True, 0, 0), (False, 3, 2)])
+async def test_a_service_kills_and_reads_with_the_command_where_it_can(
+    driver: Driver, kills_after: bool, kills: int, reads: int
+) -> None:
+    """One of an earlier version is asked for each; both give the same reward, handed on from command to command."""
+    driver.sandboxes.kills_after = kills_after
+    texts = (
+        "echo 0.25 > $PENSTOCK_REWARD_FILE; sleep 60 > /dev/null 2>&1 &",
+        "grep -qx 0.25 $PENSTOCK_REWARD_FILE && echo 0.75 > $PENSTOCK_REWARD_FILE",
+    )
+    verifier = Verifier(commands=tuple(Command(shell=text) for text in texts), reward_by_file=True)
+    outcome = await driver.run(with_task(driver, verifier=verifier))
+    assert outcome.reward.value == 0.75
+    calls = driver.sandboxes.calls
+    assert (calls.count("kill"), calls.count("read_file")) == (kills, reads)
+
+
+@pytest.mark.requirement("R60", "R73")
+@pytest.mark.parametrize(("takes_files", "written"), [(True, 1), (False, 4)])
+async def test_a_service_writes_files_with_the_start_where_it_can(
+    driver: Driver, takes_files: bool, written: int
+) -> None:
+    """One of an earlier version is asked to write the agent's files and each reward file before.
+
+    One call more is the fork's to grade in, of a backend that makes it by the task's files and setup.
+    """
+    driver.sandboxes.takes_files = takes_files
+    texts = ("echo 0.25 > $PENSTOCK_REWARD_FILE", "grep -qx 0.25 $PENSTOCK_REWARD_FILE")
+    verifier = Verifier(commands=tuple(Command(shell=text) for text in texts), reward_by_file=True)
+    outcome = await driver.run(with_task(driver, verifier=verifier))
+    assert outcome.reward.value == 0.25
+    calls = driver.sandboxes.calls
+    assert calls[calls.index("fork") :].count("write_files") == written
 
 
 DENIED = PermissionDenied("locked", reason="FILE_PERMISSION")
+
+
+@pytest.mark.requirement("R72", "R74")
+async def test_a_reward_file_that_is_refused_with_its_command_says_why(driver: Driver) -> None:
+    driver.sandboxes.takes_files = True
+    verifier = Verifier(commands=(Command(shell="echo 1 > $PENSTOCK_REWARD_FILE"),), reward_by_file=True)
+    spec = with_task(driver, verifier=verifier)
+    assert (await driver.run(spec)).reward.value == 1
+    driver.sandboxes.fail |= {"run": [DENIED], "write_files": [DENIED]}
+    outcome = await driver.run(spec)  # of what is prepared already
+    assert failure(outcome) == ("VERIFIER", "VERIFIER_FILES_REFUSED")
 
 
 @pytest.mark.requirement("R72", "R74")
@@ -625,10 +676,10 @@ async def test_model_calls_are_among_a_rollouts_events(driver: Driver) -> None:
     record = await driver.start(driver.spec())
     await driver.gate.called.wait()
     call = trajectory_pb2.Call(call_id="c1", rollout_id=record.rollout_id)
-    driver.gate.ended_calls.put_nowait(CallEnded("another", trajectory_pb2.Call()))
-    driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call))
+    driver.gate.call_ends.put_nowait(CallEnded("another", trajectory_pb2.Call()))
+    driver.gate.call_ends.put_nowait(CallEnded(record.rollout_id, call))
     with driver.history.signal(record.rollout_id) as signal:
-        while not driver.gate.ended_calls.empty():
+        while not driver.gate.call_ends.empty():
             await signal.wait()
     driver.gate.hold.set()
     await driver.outcome(record)
@@ -664,6 +715,111 @@ def test_named_default_backend_shares_its_throttle_and_prepared_state(driver: Dr
     wanted.sandbox.backend = "b"
     named = check_backend(rollout_spec(wanted, driver.registry, "default"), [facts(diff=True)])
     assert (unnamed.sandbox, unnamed.environment_key) == (named.sandbox, named.environment_key)
+
+
+@pytest.mark.requirement("R128")
+@pytest.mark.parametrize(
+    ("replay", "chosen", "expected"),
+    [
+        (rollout_pb2.REPLAY_UNSPECIFIED, None, True),
+        (rollout_pb2.REPLAY_EXACT, None, True),
+        (rollout_pb2.REPLAY_OFF, None, False),
+        (rollout_pb2.REPLAY_OFF, True, True),
+        (rollout_pb2.REPLAY_UNSPECIFIED, False, False),
+    ],
+)
+def test_sandboxes_are_repeatable_unless_nothing_is_replayed(
+    driver: Driver, replay: rollout_pb2.Replay.ValueType, chosen: bool | None, expected: bool
+) -> None:
+    """And which they are changes nothing of the prepared state."""
+    wanted = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
+    wanted.agent.name, wanted.task.task_id, wanted.task.instruction = "shell", "t", "do it"
+    before = rollout_spec(wanted, driver.registry, "default")
+    wanted.replay = replay
+    if chosen is not None:
+        wanted.sandbox.repeatable = chosen
+    spec = rollout_spec(wanted, driver.registry, "default")
+    assert spec.repeatable is expected
+    assert (spec.sandbox, spec.environment_key) == (before.sandbox, before.environment_key)
+    assert effective_spec(spec).sandbox.repeatable is expected
+
+
+@pytest.mark.requirement("R128")
+@pytest.mark.parametrize("repeatable", [True, False])
+async def test_the_agents_sandbox_is_repeatable_and_no_other(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, repeatable: bool
+) -> None:
+    """Nothing replays a verifier."""
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    spec = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),), fresh_fork=True))
+    await driver.run(replace(spec, repeatable=repeatable))
+    assert driver.sandboxes.repeatable == [repeatable, False]
+
+
+LISTED = sandbox_pb2.Allowlist(hosts=["a.test"])
+
+
+@pytest.mark.requirement("R141")
+async def test_agent_and_verifier_have_lists_and_recordings_of_their_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an agent asks for first is not what its verifier gets; a name that the task gives stays."""
+    monkeypatch.setattr(grader, "IN_MEMORY", ())  # where these boxes are
+    spec = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),), fresh_fork=True))
+    record = await driver.start(replace(spec, agent_network=LISTED, verifier_network=LISTED))
+    await driver.outcome(record)
+    given = [listed.recording for listed in driver.sandboxes.allowlists if listed is not None]
+    assert given == [f"rollout/{record.rollout_id}", f"rollout/{record.rollout_id}/grading"]
+    named = sandbox_pb2.Allowlist(hosts=["a.test"], recording="frozen")
+    await driver.run(replace(spec, agent_network=named))
+    assert driver.sandboxes.allowlists[2:] == [named, None] and LISTED.recording == ""
+
+
+@pytest.mark.requirement("R141", "R55")
+@pytest.mark.parametrize("phase", ["setup", "agent", "verifier"])
+def test_a_list_that_the_backend_lacks_is_refused_before_anything_starts(driver: Driver, phase: str) -> None:
+    spec = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),)))
+    if phase == "setup":
+        policy = sandbox_pb2.NetworkPolicy(allowlist=LISTED)
+        spec = replace(spec, sandbox=replace(spec.sandbox, setup_network=policy))
+    else:
+        spec = replace(spec, **{f"{phase}_network": LISTED})
+    with pytest.raises(FailedPrecondition, match="network ALLOWLIST") as refused:
+        check_backend(spec, [facts(diff=True)])
+    assert refused.value.reason == "CAPABILITY_MISSING"
+    with pytest.raises(FailedPrecondition, match=r"a\.test; the operator's egress_hosts") as refused:
+        check_backend(spec, [replace(facts(diff=True), egress_hosts=("b.test",))])
+    assert refused.value.reason == "HOST_NOT_ALLOWED"
+    check_backend(spec, [replace(facts(diff=True), egress_hosts=("*.test",))])
+
+
+@pytest.mark.requirement("R141", "R64")
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"agent_network": sandbox_pb2.Allowlist()}, "agent_network.hosts"),
+        ({"agent_network": sandbox_pb2.Allowlist(hosts=["a", "A"])}, "agent_network.hosts[1]"),
+        ({"agent_network": sandbox_pb2.Allowlist(hosts=["a"], denied_hosts=["*"])}, "agent_network.denied_hosts[0]"),
+        ({"agent_network": sandbox_pb2.Allowlist(hosts=["a"], ports=[0])}, "agent_network.ports[0]"),
+        (
+            {"setup_network": sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist())},
+            "setup_network.allowlist.hosts",
+        ),
+        (
+            {"agent_network": sandbox_pb2.Allowlist(hosts=["a"], one_endpoint=sandbox_pb2.OneEndpoint(local_port=1))},
+            "agent_network.one_endpoint",
+        ),
+        ({"verifier_network": LISTED}, "verifier_network"),
+    ],
+)
+def test_a_wrong_list_is_refused_by_its_field(driver: Driver, fields: dict[str, Any], field: str) -> None:
+    wanted = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
+    wanted.agent.name, wanted.task.task_id, wanted.task.instruction = "shell", "t", "do it"
+    for name, value in fields.items():
+        getattr(wanted.sandbox, name).CopyFrom(value)
+    with pytest.raises(InvalidArgument) as caught:
+        rollout_spec(wanted, driver.registry, "default")
+    assert [violation.field for violation in caught.value.violations] == [f"spec.sandbox.{field}"]
 
 
 @pytest.mark.requirement("R90")
@@ -705,8 +861,8 @@ async def test_a_verifier_waits_for_no_deletion_and_the_rollout_for_each(
             spec.append("deleted")
         await delete(sandbox_id)
 
-    async def told_run(*args: Any) -> Any:
-        result = await run(*args)
+    async def told_run(*args: Any, **options: Any) -> Any:
+        result = await run(*args, **options)
         if spec:
             spec.append("verified")
             verified.set()

@@ -6,8 +6,10 @@ import asyncio
 import errno
 import io
 import json
+import signal
 import sqlite3
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,8 +53,17 @@ from penstock_driver.app import MIGRATIONS, build
 from penstock_driver.clients import sandboxes
 from penstock_driver.clients.gate import GrpcGate
 from penstock_driver.clients.sandboxes import GrpcSandboxes
-from penstock_driver.domain.failures import classify_exit, failure_of, is_of_the_request
-from penstock_driver.domain.ports import CallEnded, CallSpent, Command, Exit, ExitReason, Gate, GateClosing
+from penstock_driver.domain.failures import check_failure, classify_exit, failure_of, is_of_the_request
+from penstock_driver.domain.ports import (
+    CallEnded,
+    CallSpent,
+    Command,
+    CommandResult,
+    Exit,
+    ExitReason,
+    Gate,
+    GateClosing,
+)
 from penstock_driver.domain.records import GroupPlan, Record, RequestKey, new_id, new_records
 from penstock_driver.domain.rollout import (
     COMPONENT_OF,
@@ -67,11 +78,14 @@ from penstock_driver.domain.rollout import (
 )
 from penstock_driver.environments.cleanup import Cleanups
 from penstock_driver.environments.forks import ThrottledForks
+from penstock_driver.environments.throttle import AdaptiveThrottle
 from penstock_driver.grading.grader import Grader
 from penstock_driver.grading.restore import Baseline
 from penstock_driver.placement.placement import Avoid, Place
 from penstock_driver.rollouts import manager, runner
 from penstock_driver.rollouts.attempt import Attempt
+from penstock_driver.rollouts.branch_room import BranchRoom
+from penstock_driver.rollouts.branching import Parents
 from penstock_driver.rollouts.context import AttemptResult
 from penstock_driver.rollouts.preflight import Preflight
 from penstock_driver.rollouts.use_cases import RolloutUseCases
@@ -132,6 +146,25 @@ def test_service_error_is_blamed_on_that_service_or_its_engine(
     assert (failure.cause, failure.caused_by, failure.retriable) == (Cause.INFRASTRUCTURE, caused_by, True)
 
 
+@pytest.mark.requirement("R128")
+@pytest.mark.parametrize("reason", ["SANDBOX_LOST", "SANDBOX_UNKNOWN"])
+def test_a_sandbox_that_is_gone_is_a_loss_that_is_repeated(reason: str) -> None:
+    """Also one that somebody deleted, or whose service came back without its disk."""
+    failure = failure_of(NotFound("gone", reason=reason), Phase.VERIFYING, Component.SANDBOX)
+    assert (failure.cause, failure.caused_by, failure.retriable) == (Cause.INFRASTRUCTURE, Component.SANDBOX, True)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [Exit(ExitReason.EXITED, code=0), Exit(ExitReason.EXITED, code=1), Exit(ExitReason.TIMED_OUT, duration_s=1.0)],
+)
+def test_an_exact_replay_that_diverged_fails_however_its_agent_ends(end: Exit) -> None:
+    closing = GateClosing(calls=3, unanswered=1, diverged="Call 1 differs", exhausted_budget="max_calls")
+    failure = classify_exit(end, closing, None, [0], Phase.RUNNING)
+    assert failure is not None and failure.message.endswith("Call 1 differs")
+    assert (failure.reason, failure.component, failure.retriable) == ("REPLAY_DIVERGED", Component.AGENT, False)
+
+
 @pytest.mark.requirement("R43", "R74")
 @pytest.mark.parametrize("end", [Exit(ExitReason.EXITED, code=1), Exit(ExitReason.SIGNALED, signal=11)])
 def test_bad_exit_during_a_gate_outage_is_not_the_agents(end: Exit) -> None:
@@ -142,6 +175,14 @@ def test_bad_exit_during_a_gate_outage_is_not_the_agents(end: Exit) -> None:
     assert not failure.is_gradable
     good = Exit(ExitReason.EXITED, code=0)
     assert classify_exit(good, GateClosing(calls=3), None, [0], Phase.RUNNING, gate_was_away=True) is None
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_attempt_whose_gate_closed_it_is_never_graded(code: int) -> None:
+    """Its agent was refused from then on, and may have ended well all the same."""
+    failure = classify_exit(Exit(ExitReason.EXITED, code=code), GateClosing(lease_ended=True), None, [0], Phase.RUNNING)
+    assert failure is not None
+    assert (failure.reason, failure.retriable, failure.component) == ("GATE_LOST", True, Component.GATE)
 
 
 @pytest.mark.requirement("R59", "R72", "R74")
@@ -284,6 +325,31 @@ async def test_an_attempt_that_a_draining_service_refuses_begins_elsewhere_uncou
     assert (await driver.manager.get(record.rollout_id)).attempts == 1
     assert not told(await driver.events(record.rollout_id), "attempt_failed")
     assert driver.sandboxes.calls.count("fork") <= runner.MOVES + 1
+
+
+@pytest.mark.requirement("R124")
+async def test_an_attempt_that_a_gate_full_of_captures_refuses_begins_elsewhere(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gate may have room; none of it counts as an attempt."""
+    monkeypatch.setattr(runner, "FIRST_PAUSE_S", 0.0)
+    placement = driver.manager._placement
+    one, gates = placement.place, ["g0", "g1"]
+    avoided: list[set[str]] = []
+
+    async def place(spec: RolloutSpec, avoid: Avoid) -> Place:
+        avoided.append(set(avoid.gates))
+        chosen = await one(spec, avoid)
+        openings = AdaptiveThrottle(waits_out_drains=False)
+        services = replace(chosen.services, openings=openings)
+        return replace(chosen, services=services, node="n0", gate=gates[len(avoided) - 1])
+
+    monkeypatch.setattr(placement, "place", place)
+    driver.gate.fail["open"] = [ResourceExhausted("full", reason="CAPTURES_FULL", retry_after_s=5.0)]
+    record = await driver.start(driver.spec())
+    outcome = await driver.outcome(record)
+    assert outcome.HasField("reward") and avoided == [set(), {"g0"}]
+    assert (await driver.manager.get(record.rollout_id)).attempts == 1
 
 
 @pytest.mark.requirement("R62", "R74")
@@ -521,9 +587,10 @@ async def test_concurrent_creates_keep_to_the_limit_of_rollouts(driver: Driver) 
         *(servicer.CreateRollout(request, None) for request in requests), return_exceptions=True
     )
     refused = [answer for answer in answers if isinstance(answer, ResourceExhausted)]
-    assert len(answers) - len(refused) == room
+    made = [answer.rollout.rollout_id for answer in answers if isinstance(answer, pb.CreateRolloutResponse)]
+    assert (len(made), len(refused)) == (room, len(answers) - room)
     assert {error.reason for error in refused} == {"ROLLOUT_LIMIT"}
-    await driver.manager.cancel("r0", "")
+    await driver.manager.cancel(made[0], "")
     more = pb.CreateRolloutRequest(request_id="r9", rollout_id="r9", spec=spec)
     assert (await servicer.CreateRollout(more, None)).rollout.rollout_id
 
@@ -536,14 +603,14 @@ async def test_full_disk_blocks_nobody_and_is_written_later(driver: Driver, monk
     record = await driver.start(driver.spec())
     await driver.gate.called.wait()
     journal, full = driver.records._journal, True
-    write = journal.write
+    submit = journal.submit
 
-    async def failing(statements: Any) -> Any:
+    async def failing(statements: Any, *, size: int | None = None) -> Any:
         if full:
             raise sqlite3.OperationalError("database or disk is full")
-        return await write(statements)
+        return await submit(statements, size=size)
 
-    monkeypatch.setattr(journal, "write", failing)
+    monkeypatch.setattr(journal, "submit", failing)
     assert (await driver.manager.cancel(record.rollout_id, "enough")).end_time is None
     assert driver.manager.is_running(record.rollout_id), "its end is nobody's yet"
     assert not driver.sandboxes.boxes
@@ -563,11 +630,11 @@ async def test_broken_journal_fails_its_waiters(driver: Driver, monkeypatch: pyt
     """At once, and ever after."""
     journal = driver.records._journal
 
-    async def broken(statements: Any) -> Any:
+    async def broken(statements: Any, *, size: int | None = None) -> Any:
         raise sqlite3.IntegrityError("not to be repeated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "write", broken)
+        patch.setattr(journal, "submit", broken)
         other = event_log.EventLog(journal)
         other.set_phase("r", Phase.RUNNING, 1, 0)
         for _ in range(2):
@@ -581,10 +648,10 @@ async def test_call_ending_while_the_end_is_written_takes_no_number(
 ) -> None:
     """The gate may tell late of a call that its closing ended; the journal goes on, for all rollouts."""
     driver.manager.watch_calls()
-    journal, calls = driver.records._journal, driver.gate.ended_calls
-    write = journal.write
+    journal, calls = driver.records._journal, driver.gate.call_ends
+    submit = journal.submit
 
-    async def overtaken(statements: Any) -> Any:
+    async def overtaken(statements: Any, *, size: int | None = None) -> Any:
         for sql, values in statements:
             if sql.startswith("UPDATE rollouts SET phase = ?, end_time"):
                 call = trajectory_pb2.Call(rollout_id=values[-1])
@@ -592,9 +659,9 @@ async def test_call_ending_while_the_end_is_written_takes_no_number(
                 calls.put_nowait(CallEnded("of-nobody", call, CallSpent()))
                 # The second one is fetched when the first one was heard.
                 await eventually(calls.empty, "the call is told")
-        return await write(statements)
+        return await submit(statements, size=size)
 
-    monkeypatch.setattr(journal, "write", overtaken)
+    monkeypatch.setattr(journal, "submit", overtaken)
     for _ in range(2):
         record = await driver.start(driver.spec())
         assert (await driver.outcome(record)).reward.value == 1.0
@@ -708,11 +775,17 @@ class _Captures:
     def capture(self, rollout_id: str, *, gate: str = "", include_bodies: bool, include_top: bool) -> Any:
         raise NotImplementedError
 
+    def tool_results(self, rollout_id: str, *, gate: str) -> Any:
+        raise NotImplementedError
+
     async def delete(self, rollout_id: str) -> None:
         if self._slow is None:
             raise NotImplementedError
         self.asked += 1
         await self._slow.wait()
+
+    async def stored(self, rollout_id: str, gates: Sequence[str]) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.requirement("R49", "R50")
@@ -733,7 +806,13 @@ def _servicer(
     """The service over a driver's own parts."""
     preflight, records, captures = Preflight(driver.sandboxes, gate), records or driver.records, captures or _Captures()
     home = Home("driver", "d0")
-    service = RolloutUseCases(driver.manager, records, driver.history, driver.registry, preflight, captures, home)
+    specs = driver.opened.parts.specs
+    recordings = driver.opened.settings.state_dir / "recordings"
+    room = BranchRoom(1 << 30, records, recordings, driver.manager.is_running)
+    parents = Parents(records, specs, captures, recordings, room)
+    service = RolloutUseCases(
+        driver.manager, records, driver.history, driver.registry, preflight, specs, captures, home, parents
+    )
     return RolloutServicer(service, driver.manager, records, driver.history, Summaries(driver.journal), home)
 
 
@@ -754,6 +833,7 @@ async def test_an_id_is_not_given_again_while_a_deletion_of_it_runs(driver: Driv
     create = pb.CreateRolloutRequest(request_id="r1", rollout_id="r1", spec=_order())
     await servicer.CreateRollout(create, None)
     await eventually_async(lambda: driver.is_over("r1"), "it has ended")
+    await eventually_async(driver.owes_nothing, "what it held is released")
     delete = pb.DeleteRolloutRequest(rollout_id="r1")
     slower = asyncio.ensure_future(servicer.DeleteRollout(delete, None))
     await eventually(lambda: captures.asked == 1, "the gate is asked to delete the capture")
@@ -768,6 +848,47 @@ async def test_an_id_is_not_given_again_while_a_deletion_of_it_runs(driver: Driv
         await servicer.DeleteRollout(delete, None)
     await eventually_async(lambda: driver.is_over("r1"), "the new one has ended")
     assert (await driver.events("r1"))[0].sequence == 1
+
+
+@pytest.mark.requirement("R49", "R146")
+@pytest.mark.parametrize("is_group", [False, True])
+async def test_whoever_sees_an_end_finds_its_outcome(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, is_group: bool
+) -> None:
+    """It is on disk before the driver has taken note of it, and a watcher may read it between the two."""
+    written, seen, go_on, flush = asyncio.Event(), asyncio.Event(), asyncio.Event(), driver.history.flush
+    group = await driver.start_group(driver.spec(), GroupPlan(1, 0, 1, None))
+    (rollout_id,) = group.rollout_ids
+
+    async def slow() -> None:
+        await flush()
+        if (await driver.records.get(rollout_id)).outcome is not None:
+            written.set()
+            await go_on.wait()
+
+    monkeypatch.setattr(driver.history, "flush", slow)
+    servicer = _servicer(driver, driver.gate)
+
+    async def watch() -> bool:
+        await written.wait()
+        stream: Any = (
+            servicer.WatchGroup(pb.WatchGroupRequest(group_id=group.group_id), None)
+            if is_group
+            else servicer.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id), None)
+        )
+        async with aclosing(stream) as answers:
+            async for answer in answers:
+                if answer.event.phase_changed.phase == rollout_pb2.PHASE_ENDED:
+                    seen.set()
+                if answer.event.HasField("ended"):
+                    shown = await servicer.GetRollout(pb.GetRolloutRequest(rollout_id=rollout_id), None)
+                    return bool(shown.rollout.HasField("outcome"))
+        return False
+
+    watching = asyncio.ensure_future(watch())
+    await seen.wait()
+    go_on.set()
+    assert await watching
 
 
 @pytest.mark.requirement("R49", "R146")
@@ -850,7 +971,7 @@ async def test_unencodable_call_does_not_stop_other_events(driver: Driver, monke
     driver.manager.watch_calls()
     calls: list[Any] = [None, trajectory_pb2.Call(rollout_id=record.rollout_id)]
     for call in calls:
-        driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call, CallSpent(1, 1)))
+        driver.gate.call_ends.put_nowait(CallEnded(record.rollout_id, call, CallSpent(1, 1)))
 
     async def is_told() -> bool:
         await driver.history.flush()
@@ -1014,3 +1135,19 @@ async def test_endless_directory_is_read_up_to_the_bound() -> None:
         found = await GrpcSandboxes(channel).entries("s", "/", 2500)
     assert asked == [0, 1000, 2000]
     assert len(found) == 3000  # more than was asked for, by which the caller knows
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (Exit(ExitReason.KILLED), "AGENT_KILLED"),
+        (Exit(ExitReason.SIGNALED, signal=signal.SIGKILL), "AGENT_KILLED"),
+        (Exit(ExitReason.SIGNALED, signal=signal.SIGSEGV), "AGENT_CHECK_FAILED"),
+        (Exit(ExitReason.EXITED, code=1), "AGENT_CHECK_FAILED"),
+        (Exit(ExitReason.OOM), "AGENT_CHECK_FAILED"),
+    ],
+)
+@pytest.mark.requirement("R43")
+def test_a_killed_check_command_is_tried_again_and_a_failed_one_is_not(end: Exit, reason: str) -> None:
+    failure = check_failure(CommandResult(end, b"", b"no such option"), Phase.PREPARING)
+    assert (failure.reason, failure.retriable) == (reason, reason == "AGENT_KILLED")

@@ -106,7 +106,7 @@ async def test_an_agent_that_nobody_ended_at_its_limit_has_timed_out(
 ) -> None:
     """With a rollout's whole course around it; this was once retried as SANDBOX_UNRESPONSIVE."""
 
-    def at_once(sandboxes: Sandboxes, sandbox_id: str, process_id: str, _: float, *, what: str) -> Any:
+    def at_once(sandboxes: Sandboxes, sandbox_id: str, process_id: str, _: float, *, what: str, held_s: Any) -> Any:
         return watched(sandboxes, sandbox_id, process_id, -60.0, what=what, margin_s=60.0)
 
     monkeypatch.setattr(agent_process, "watched", at_once)

@@ -61,13 +61,13 @@ class Held:
         self._reached = asyncio.Event()
         real = driver.records.create
 
-        async def held(key: Any, *rest: Any) -> None:
+        async def held(key: Any, *rest: Any, **more: Any) -> None:
             if key.request_id == request_id:
                 self._reached.set()
                 await self.goes_on.wait()
                 if self.refused:
                     raise Unavailable("the disk is full", reason="JOURNAL_FAILED")
-            await real(key, *rest)
+            await real(key, *rest, **more)
 
         monkeypatch.setattr(driver.records, "create", held)
         self.call = asyncio.ensure_future(create(driver, request_id))

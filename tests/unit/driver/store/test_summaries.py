@@ -87,7 +87,7 @@ async def test_sums_of_calls_are_kept_with_their_events(driver: Driver) -> None:
     await driver.gate.called.wait()
     call = trajectory_pb2.Call(rollout_id=record.rollout_id)
     for spent in (CallSpent(100, 20, 4, 5), CallSpent(7, 0), CallSpent(50, 9, 3, 3)):
-        driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call, spent))
+        driver.gate.call_ends.put_nowait(CallEnded(record.rollout_id, call, spent))
     async with aclosing(watched(driver)) as stream:  # type: ignore[type-var]
         row = (await snapshot(stream))[record.rollout_id]
         while row.calls.calls < 3:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 from tests.unit.driver.world import Directories, HttpGate, say
 
 from penstock.driver.v1 import terminal_service_pb2
@@ -439,7 +439,7 @@ async def test_unwritable_episode_end_blocks_nobody_and_keeps_no_sandbox(world: 
 
 @pytest.mark.requirement("R50")
 async def test_driver_stops_despite_an_unwritable_end_that_the_next_settles(world: World) -> None:
-    """Nothing is told to have ended that is not on disk as ended."""
+    """Nothing is told to have ended that is not on disk as ended; the next driver finds that its sandbox is gone."""
     terminal_id = await world.open()
     running = asyncio.ensure_future(world.step(terminal_id, "s", "sleep 600"))
     await eventually(lambda: "start" in world.sandboxes.calls, "the command runs")
@@ -451,8 +451,11 @@ async def test_driver_stops_despite_an_unwritable_end_that_the_next_settles(worl
     await world.allow("full")
     world.terminals = world.make()
     await world.terminals.recover()
-    record = await world.terminals.get(terminal_id)
-    assert record.outcome is not None
+
+    async def has_ended() -> bool:
+        return (await world.terminals.get(terminal_id)).outcome is not None
+
+    await eventually_async(has_ended, "the next driver ends it")
 
 
 @pytest.mark.requirement("R78")

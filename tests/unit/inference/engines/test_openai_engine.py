@@ -182,6 +182,21 @@ async def test_completion_has_ids_logprobs_and_the_operators_version(endpoint: T
     assert engine.stats().sampled_tokens == 4 and engine.stats().finished == 1
 
 
+@pytest.mark.requirement("R117")
+async def test_a_header_names_the_session_for_a_router(endpoint: TokenEndpoint, opened: Open) -> None:
+    """vLLM's, SGLang's and Dynamo's have names of their own; what a client chose as an id stays one value."""
+    engine = await opened(endpoint, session_header="X-SMG-Routing-Key")
+    for session in ("r.d0.1#2", "odd\r\nx-other: 1", ""):
+        await finished(engine, replace(request(), session_id=session))
+    sent = [headers.get("x-smg-routing-key") for headers in endpoint.headers]
+    assert sent == ["r.d0.1#2", "odd%0D%0Ax-other:%201", None]
+    plain = await opened(endpoint)
+    await finished(plain, replace(request(), session_id="s"))
+    assert "s" not in endpoint.headers[-1].values()
+    with pytest.raises(InvalidArgument, match="session_header"):
+        await opened(endpoint, session_header="Authorization")
+
+
 @pytest.mark.requirement("R82")
 async def test_completions_of_unnamed_weights_have_no_version_span(endpoint: TokenEndpoint, opened: Open) -> None:
     """An unknown version is no version, and none that is asked for can be promised."""
@@ -483,7 +498,7 @@ async def test_waiting_requests_are_bounded(endpoint: TokenEndpoint, opened: Ope
     engine = await opened(endpoint, settings={"max_concurrency": 1, "max_waiting": 0})
     endpoint.fault = _endless
     running = asyncio.create_task(finished(engine, request("a")))
-    await eventually(lambda: engine.stats().running == 1, "it runs")
+    await eventually(lambda: engine.stats().running == 1 and len(endpoint.bodies) == 1, "it runs")
     error = await failed(engine, request("b"))
     assert (error.reason, len(endpoint.bodies)) == ("QUEUE_FULL", 1) and error.retry_after_s
     await engine.abort(everything=True)

@@ -31,7 +31,10 @@ async def _started(spawner: SpawnerProcess, tell: Path) -> tuple[asyncio.Task[tu
     os.mkfifo(tell)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        create = asyncio.create_task(spawner.create("s1", [], theirs, uid=None, groups=[], read_only=[], tmp_inodes=64))
+        creating = spawner.create(
+            "s1", [], theirs, uid=None, groups=[], read_only=[], tmp_inodes=64, fixed_clocks=False
+        )
+        create = asyncio.create_task(creating)
         child = int(await asyncio.to_thread(tell.read_text))
     return create, child
 

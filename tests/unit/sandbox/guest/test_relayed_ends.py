@@ -58,7 +58,7 @@ class Link:
         self.service = attended.Endpoint("sandbox", policy)
         self.loop = AttendantLoop()
         self.streams = AttendantStreams()
-        self.attendant = attendant.Endpoint(self.loop, self._said_by_attendant, lambda: True, self.streams)
+        self.attendant = attendant.Endpoints(self.loop, self._said_by_attendant, lambda: True, self.streams)
         self.opened: dict[int, Stream] = {}
 
     def send_frame(self, kind: int, stream: int, payload: bytes) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import GUARD_S, awaited
 
 from penstock_sandbox.domain.model import Resources
 from penstock_sandbox.host import cgroups
@@ -29,13 +30,7 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     made = found.create("one", Resources())
     yield made
-    for _ in range(500):
-        try:
-            made.remove()
-        except OSError:
-            time.sleep(0.002)  # the kernel notices in a moment that it is empty
-        else:
-            break
+    awaited(lambda: _removed(made), "the group is removed")
     cgroups.remove_parents(found.parents, name)
 
 
@@ -48,25 +43,25 @@ def test_frozen_group_stands_still_thaws_and_can_be_killed(group: Group | None) 
             Path(file).write_text(str(process.pid))
         for _ in range(2):
             group.freeze()
-            _until(group.frozen)
+            awaited(group.frozen, "frozen")
             before = _ticks(process.pid)
             _burn()
             assert _ticks(process.pid) == before
             group.thaw()
-            _until(lambda: _ticks(process.pid) > before)  # noqa: B023 - called in the loop only
+            awaited(lambda: _ticks(process.pid) > before, "it runs")  # noqa: B023 - called in the loop only
             assert not group.frozen()
         group.freeze()
-        _until(group.frozen)
+        awaited(group.frozen, "frozen")
         group.kill_and_thaw()
-        assert process.wait(10) == -9
+        assert process.wait(GUARD_S) == -9
 
 
-def _until(holds: object) -> None:
-    for _ in range(5000):
-        if holds():  # type: ignore[operator]
-            return
-        time.sleep(0.001)
-    raise AssertionError("it never came to that")
+def _removed(group: Group) -> bool:
+    try:
+        group.remove()
+    except OSError:
+        return False  # the kernel notices in a moment that it is empty
+    return True
 
 
 def _burn() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_sandbox.domain.backend import RawExit
+from penstock_chassis.errors import Internal
+from penstock_sandbox.domain.backend import RawExit, SandboxHandle
 from penstock_sandbox.domain.model import Chunk, Command, ExitReason, Gap, ProcessSpec, Stream
+from penstock_sandbox.processes.manager import Processes
 from penstock_sandbox.processes.process import RunningProcess
 
 OUT, ERR = Stream.STDOUT, Stream.STDERR
@@ -103,3 +107,59 @@ async def test_cancelled_waiter_does_not_take_a_start_from_others(tmp_path: Path
     await asyncio.wait([impatient])
     process.start_failed("no such program")
     assert (await patient).reason is ExitReason.START_FAILED
+
+
+@pytest.mark.requirement("R60")
+async def test_two_processes_that_kill_all_others_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Both end at once; each exit comes after the kill, which is not told of a process whose own kill is under way."""
+    sandbox = _Sandbox()
+    processes = Processes(cast("SandboxHandle", sandbox), {}, tmp_path)
+    both = [
+        await processes.start(ProcessSpec(name, Command(argv=("x",)), kill_all_after=True)) for name in ("one", "two")
+    ]
+    for process in both:
+        process.closed(OUT)
+        process.closed(ERR)
+        process.exited(RawExit(code=0, signal=None))
+    assert [process.exit for process in both] == [None, None]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(process.ended.wait() for process in both))
+    exits = [process.exit for process in both if process.exit is not None]
+    assert [(one.reason, one.all_killed) for one in exits] == [(ExitReason.EXITED, True)] * 2
+    assert sandbox.kills == 2
+
+
+@pytest.mark.requirement("R60", "R49")
+async def test_an_exit_says_when_the_others_could_not_be_killed(tmp_path: Path) -> None:
+    sandbox = _Sandbox(error=Internal("a process stays", reason="KILL_FAILED"))
+    processes = Processes(cast("SandboxHandle", sandbox), {}, tmp_path)
+    process = await processes.start(ProcessSpec("p", Command(argv=("x",)), kill_all_after=True))
+    for stream in (OUT, ERR):
+        process.closed(stream)
+    process.exited(RawExit(code=0, signal=None))
+    async with asyncio.timeout(30):
+        await process.ended.wait()
+    assert process.exit is not None
+    assert (process.exit.reason, process.exit.all_killed) == (ExitReason.EXITED, False)
+
+
+class _Sandbox:
+    """A sandbox whose processes are told their events by the test; counts how often all in it was killed."""
+
+    user = "agent"
+    workdir = "/"
+    default_env: Mapping[str, str] = {}
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.kills = 0
+
+    async def start(self, *_: object, **__: object) -> object:
+        return object()
+
+    async def kill_everything(self) -> bool:
+        self.kills += 1
+        await asyncio.sleep(0)
+        if self.error:
+            raise self.error
+        return True

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import eventually
 from tests.unit.sandbox.scripted_domain import opened, pass_turns
 
 from penstock_chassis.errors import Aborted, PenstockError, ResourceExhausted, Unavailable
@@ -94,7 +95,7 @@ async def test_concurrent_creates_are_bounded_and_owners_take_turns(tmp_path: Pa
         domain.backend.creates_at_once = 2
         domain.backend.gate.clear()
         many = [domain.begin("many") for _ in range(10)]
-        await _until(lambda: domain.backend.in_creation == 2)
+        await eventually(lambda: domain.backend.in_creation == 2, "two are being made")
         one = domain.begin("one")
         await pass_turns()
         assert len(domain.sandboxes.table.matching({})) == 2
@@ -111,7 +112,7 @@ async def test_a_sandbox_that_is_deleted_while_it_is_made_is_never_there(tmp_pat
     async with opened(tmp_path) as domain:
         domain.backend.gate.clear()
         making = domain.begin("a")
-        await _until(lambda: domain.backend.in_creation == 1)
+        await eventually(lambda: domain.backend.in_creation == 1, "one is being made")
         (view,) = domain.sandboxes.table.matching({"owner": "a"})
         assert await domain.sandboxes.delete_labelled({"owner": "a"}) == [view.id]
         error = await refusal(making)
@@ -153,7 +154,7 @@ async def test_a_service_that_stops_lets_what_was_given_up_be_cleaned_up(tmp_pat
         domain.backend.gate.clear()
         domain.backend.cleared.clear()
         given_up = domain.begin()
-        await _until(lambda: domain.backend.in_creation == 1)
+        await eventually(lambda: domain.backend.in_creation == 1, "one is being made")
         given_up.cancel()
         await pass_turns()
         stops = [asyncio.create_task(domain.sandboxes.drain()) for _ in range(2)]
@@ -162,12 +163,3 @@ async def test_a_service_that_stops_lets_what_was_given_up_be_cleaned_up(tmp_pat
         domain.backend.cleared.set()
         await asyncio.gather(*stops)
         assert domain.backend.cleaned_up == 1 and not domain.world.sandboxes
-
-
-async def _until(holds: object) -> None:
-    """The journal answers from a thread of its own."""
-    for _ in range(2000):
-        if holds():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came to that")

@@ -1,4 +1,4 @@
-"""Changes of a sandbox's network access that are asked for at once."""
+"""Changes of a sandbox's network access: what is narrower, and what is asked for at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.unit.sandbox.scripted_domain import opened, pass_turns
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.domain.model import NetworkKind, NetworkPolicy, SandboxSpec
+from penstock_sandbox.sandboxes.policy import is_narrower
 
 
 @pytest.mark.requirement("R13", "R146")
@@ -41,3 +42,27 @@ async def test_narrowings_that_come_together_never_widen(tmp_path: Path, monkeyp
         assert domain.sandboxes.table.get(made.id).view.spec.network.kind is NetworkKind.NONE
         with pytest.raises(FailedPrecondition, match="only be narrowed"):
             await domain.sandboxes.set_network(made.id, endpoint)
+
+
+LISTED = NetworkPolicy(NetworkKind.ALLOWLIST, local_port=3128, hosts=("*.a.test",), ports=(443, 80), recording="r")
+
+
+@pytest.mark.requirement("R141", "R13")
+@pytest.mark.parametrize(
+    ("change", "narrower"),
+    [
+        ({"hosts": ("b.a.test",)}, True),
+        ({"hosts": ("a.test",)}, False),
+        ({"ports": (443,)}, True),
+        ({"ports": (443, 8080)}, False),
+        ({"denied_hosts": ("b.a.test",)}, True),
+        ({"recorded_only": True}, True),
+        ({"recording": "other"}, False),
+        ({"one_endpoint": NetworkPolicy(NetworkKind.ONE_ENDPOINT, 2000, "h:1")}, False),
+    ],
+)
+def test_a_list_narrows_in_each_of_its_parts(change: dict[str, object], narrower: bool) -> None:
+    changed = replace(LISTED, **change)  # type: ignore[arg-type]
+    assert is_narrower(changed, LISTED) is narrower
+    if narrower:
+        assert not is_narrower(LISTED, changed)

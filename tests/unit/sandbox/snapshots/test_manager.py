@@ -21,15 +21,16 @@ from penstock_sandbox.snapshots.manager import Snapshots, key_of
 
 
 class Cache:
-    """Room for two snapshots."""
+    """Room for two snapshots, or for `count`."""
 
-    def __init__(self, domain: Domain, *, keep: bool = False) -> None:
+    def __init__(self, domain: Domain, *, keep: bool = False, count: int | None = None) -> None:
         self.domain = domain
         self.snapshots = Snapshots(
             domain.sandboxes,
             SnapshotRecords(domain.journal),
             1000.0,
-            2 * domain.world.layer_size,
+            2 * domain.world.layer_size if count is None else 1 << 40,
+            count or 1000,
             keep=keep,
             clock=lambda: domain.now,
             pause=domain.pause,
@@ -64,10 +65,10 @@ class Cache:
 
 @asynccontextmanager
 async def cache(
-    folder: Path, world: World | None = None, *, keep: bool = False, killed: bool = False
+    folder: Path, world: World | None = None, *, keep: bool = False, killed: bool = False, count: int | None = None
 ) -> AsyncIterator[Cache]:
     async with opened(folder, world) as domain:
-        made = Cache(domain, keep=keep)
+        made = Cache(domain, keep=keep, count=count)
         await made.snapshots.open()
         yield made
         if not killed:
@@ -249,6 +250,14 @@ async def test_evicted_snapshot_does_not_return_after_a_restart(tmp_path: Path) 
         assert await it.rows() == it.known == set(names[1:])
     async with cache(tmp_path, world) as it:
         assert it.known == world.layers == set(names[1:])
+
+
+@pytest.mark.requirement("R27")
+async def test_snapshots_are_bounded_in_number_too(tmp_path: Path) -> None:
+    """However small they are: each may hold what there is a fixed number of, such as a user."""
+    async with cache(tmp_path, count=1) as it:
+        names = [await it.prepare(name) for name in ("first", "second", "third")]
+        assert await it.rows() == it.known == set(names[2:])
 
 
 @pytest.mark.requirement("R27", "R50")

@@ -31,11 +31,15 @@ const (
 	RolloutService_ResumeRollout_FullMethodName      = "/penstock.driver.v1.RolloutService/ResumeRollout"
 	RolloutService_ForkRollout_FullMethodName        = "/penstock.driver.v1.RolloutService/ForkRollout"
 	RolloutService_CreateGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/CreateGroup"
+	RolloutService_BranchRollout_FullMethodName      = "/penstock.driver.v1.RolloutService/BranchRollout"
+	RolloutService_RegradeRollout_FullMethodName     = "/penstock.driver.v1.RolloutService/RegradeRollout"
 	RolloutService_GetGroup_FullMethodName           = "/penstock.driver.v1.RolloutService/GetGroup"
 	RolloutService_ListGroups_FullMethodName         = "/penstock.driver.v1.RolloutService/ListGroups"
 	RolloutService_WatchGroup_FullMethodName         = "/penstock.driver.v1.RolloutService/WatchGroup"
 	RolloutService_WaitGroup_FullMethodName          = "/penstock.driver.v1.RolloutService/WaitGroup"
 	RolloutService_CancelGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/CancelGroup"
+	RolloutService_PauseGroup_FullMethodName         = "/penstock.driver.v1.RolloutService/PauseGroup"
+	RolloutService_ResumeGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/ResumeGroup"
 	RolloutService_DeleteGroup_FullMethodName        = "/penstock.driver.v1.RolloutService/DeleteGroup"
 	RolloutService_GetTrajectory_FullMethodName      = "/penstock.driver.v1.RolloutService/GetTrajectory"
 	RolloutService_AnnotateTrajectory_FullMethodName = "/penstock.driver.v1.RolloutService/AnnotateTrajectory"
@@ -54,9 +58,9 @@ type RolloutServiceClient interface {
 	// Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
 	// ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-	// agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-	// with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+	// host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
 	CreateRollout(ctx context.Context, in *CreateRolloutRequest, opts ...grpc.CallOption) (*CreateRolloutResponse, error)
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
@@ -64,7 +68,7 @@ type RolloutServiceClient interface {
 	// ListRollouts lists rollouts, newest first.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
 	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WatchRollout(ctx context.Context, in *WatchRolloutRequest, opts ...grpc.CallOption) (RolloutService_WatchRolloutClient, error)
 	// WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
 	// end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
@@ -73,23 +77,35 @@ type RolloutServiceClient interface {
 	WatchRollouts(ctx context.Context, in *WatchRolloutsRequest, opts ...grpc.CallOption) (RolloutService_WatchRolloutsClient, error)
 	// WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
 	// Without a deadline it waits for the end.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WaitRollout(ctx context.Context, in *WaitRolloutRequest, opts ...grpc.CallOption) (*WaitRolloutResponse, error)
 	// CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
 	// outcome.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CancelRollout(ctx context.Context, in *CancelRolloutRequest, opts ...grpc.CallOption) (*CancelRolloutResponse, error)
-	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
 	DeleteRollout(ctx context.Context, in *DeleteRolloutRequest, opts ...grpc.CallOption) (*DeleteRolloutResponse, error)
-	// PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-	// leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-	// calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-	// services. Idempotent; a repeat replaces the duration, counted anew.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	// PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+	// on its phase:
+	//   - QUEUED: it keeps its place, and is not started.
+	//   - up to SETTING_UP: it is prepared, and its agent is not started.
+	//   - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+	//     given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+	//     (Pause.sandbox_frozen), the agent runs up to its next call.
+	//   - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+	//
+	// A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+	// sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+	//
+	// A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+	// rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+	// as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+	// that holds it has not answered yet).
 	PauseRollout(ctx context.Context, in *PauseRolloutRequest, opts ...grpc.CallOption) (*PauseRolloutResponse, error)
-	// ResumeRollout ends a pause. Idempotent.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	// ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
 	ResumeRollout(ctx context.Context, in *ResumeRolloutRequest, opts ...grpc.CallOption) (*ResumeRolloutResponse, error)
 	// ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
 	// that point. The paused one can be resumed too. All forks are made or none is.
@@ -102,6 +118,35 @@ type RolloutServiceClient interface {
 	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
 	// the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
 	CreateGroup(ctx context.Context, in *CreateGroupRequest, opts ...grpc.CallOption) (*CreateGroupResponse, error)
+	// BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+	// has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+	// before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+	// `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+	// `seed` gives others.
+	//
+	// The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+	// at other gates.
+	//
+	// Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+	// has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+	// disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+	// waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+	// or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+	BranchRollout(ctx context.Context, in *BranchRolloutRequest, opts ...grpc.CallOption) (*BranchRolloutResponse, error)
+	// RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+	// verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+	// plus the agent's changes. No process of the agent is there, and no policy is asked.
+	//
+	// Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+	// one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+	// the grade or nothing; then a repeat begins again.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+	// INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+	// FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+	// setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+	// 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+	// service failed, and a repeat may succeed; DRAINING).
+	RegradeRollout(ctx context.Context, in *RegradeRolloutRequest, opts ...grpc.CallOption) (*RegradeRolloutResponse, error)
 	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	GetGroup(ctx context.Context, in *GetGroupRequest, opts ...grpc.CallOption) (*GetGroupResponse, error)
@@ -109,20 +154,28 @@ type RolloutServiceClient interface {
 	ListGroups(ctx context.Context, in *ListGroupsRequest, opts ...grpc.CallOption) (*ListGroupsResponse, error)
 	// WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
 	// Resumable by the position of each rollout.
-	// Errors: NOT_FOUND (GROUP_UNKNOWN).
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WatchGroup(ctx context.Context, in *WatchGroupRequest, opts ...grpc.CallOption) (RolloutService_WatchGroupClient, error)
 	// WaitGroup waits for a group. See WaitRollout.
-	// Errors: NOT_FOUND (GROUP_UNKNOWN).
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WaitGroup(ctx context.Context, in *WaitGroupRequest, opts ...grpc.CallOption) (*WaitGroupResponse, error)
 	// CancelGroup cancels each rollout of a group. See CancelRollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	CancelGroup(ctx context.Context, in *CancelGroupRequest, opts ...grpc.CallOption) (*CancelGroupResponse, error)
+	// PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+	// rollout of the group is paused.
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+	// them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+	PauseGroup(ctx context.Context, in *PauseGroupRequest, opts ...grpc.CallOption) (*PauseGroupResponse, error)
+	// ResumeGroup resumes each rollout of a group. See ResumeRollout.
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
+	ResumeGroup(ctx context.Context, in *ResumeGroupRequest, opts ...grpc.CallOption) (*ResumeGroupResponse, error)
 	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteGroup(ctx context.Context, in *DeleteGroupRequest, opts ...grpc.CallOption) (*DeleteGroupResponse, error)
 	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-	// was opened).
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+	// before the gate was opened).
 	GetTrajectory(ctx context.Context, in *GetTrajectoryRequest, opts ...grpc.CallOption) (RolloutService_GetTrajectoryClient, error)
 	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
 	// none is. Idempotent by name, author and call.
@@ -316,6 +369,26 @@ func (c *rolloutServiceClient) CreateGroup(ctx context.Context, in *CreateGroupR
 	return out, nil
 }
 
+func (c *rolloutServiceClient) BranchRollout(ctx context.Context, in *BranchRolloutRequest, opts ...grpc.CallOption) (*BranchRolloutResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(BranchRolloutResponse)
+	err := c.cc.Invoke(ctx, RolloutService_BranchRollout_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutServiceClient) RegradeRollout(ctx context.Context, in *RegradeRolloutRequest, opts ...grpc.CallOption) (*RegradeRolloutResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RegradeRolloutResponse)
+	err := c.cc.Invoke(ctx, RolloutService_RegradeRollout_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *rolloutServiceClient) GetGroup(ctx context.Context, in *GetGroupRequest, opts ...grpc.CallOption) (*GetGroupResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetGroupResponse)
@@ -383,6 +456,26 @@ func (c *rolloutServiceClient) CancelGroup(ctx context.Context, in *CancelGroupR
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CancelGroupResponse)
 	err := c.cc.Invoke(ctx, RolloutService_CancelGroup_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutServiceClient) PauseGroup(ctx context.Context, in *PauseGroupRequest, opts ...grpc.CallOption) (*PauseGroupResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PauseGroupResponse)
+	err := c.cc.Invoke(ctx, RolloutService_PauseGroup_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutServiceClient) ResumeGroup(ctx context.Context, in *ResumeGroupRequest, opts ...grpc.CallOption) (*ResumeGroupResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ResumeGroupResponse)
+	err := c.cc.Invoke(ctx, RolloutService_ResumeGroup_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -551,9 +644,9 @@ type RolloutServiceServer interface {
 	// Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
 	// ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
 	// Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-	// agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-	// with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+	// BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+	// host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+	// RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
 	CreateRollout(context.Context, *CreateRolloutRequest) (*CreateRolloutResponse, error)
 	// GetRollout returns a rollout.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
@@ -561,7 +654,7 @@ type RolloutServiceServer interface {
 	// ListRollouts lists rollouts, newest first.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
 	// WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WatchRollout(*WatchRolloutRequest, RolloutService_WatchRolloutServer) error
 	// WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
 	// end. Changes between two messages are coalesced into the latest state. After a broken stream, open a new one: its first
@@ -570,23 +663,35 @@ type RolloutServiceServer interface {
 	WatchRollouts(*WatchRolloutsRequest, RolloutService_WatchRolloutsServer) error
 	// WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
 	// Without a deadline it waits for the end.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WaitRollout(context.Context, *WaitRolloutRequest) (*WaitRolloutResponse, error)
 	// CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
 	// outcome.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	CancelRollout(context.Context, *CancelRolloutRequest) (*CancelRolloutResponse, error)
-	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+	// DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
 	DeleteRollout(context.Context, *DeleteRolloutRequest) (*DeleteRolloutResponse, error)
-	// PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-	// leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-	// calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-	// services. Idempotent; a repeat replaces the duration, counted anew.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	// PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+	// on its phase:
+	//   - QUEUED: it keeps its place, and is not started.
+	//   - up to SETTING_UP: it is prepared, and its agent is not started.
+	//   - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+	//     given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+	//     (Pause.sandbox_frozen), the agent runs up to its next call.
+	//   - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+	//
+	// A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+	// sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+	//
+	// A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+	// rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+	// as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+	// that holds it has not answered yet).
 	PauseRollout(context.Context, *PauseRolloutRequest) (*PauseRolloutResponse, error)
-	// ResumeRollout ends a pause. Idempotent.
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+	// ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
 	ResumeRollout(context.Context, *ResumeRolloutRequest) (*ResumeRolloutResponse, error)
 	// ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
 	// that point. The paused one can be resumed too. All forks are made or none is.
@@ -599,6 +704,35 @@ type RolloutServiceServer interface {
 	// CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
 	// the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
 	CreateGroup(context.Context, *CreateGroupRequest) (*CreateGroupResponse, error)
+	// BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+	// has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+	// before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+	// `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+	// `seed` gives others.
+	//
+	// The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+	// at other gates.
+	//
+	// Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+	// has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+	// disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+	// waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+	// or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+	BranchRollout(context.Context, *BranchRolloutRequest) (*BranchRolloutResponse, error)
+	// RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+	// verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+	// plus the agent's changes. No process of the agent is there, and no policy is asked.
+	//
+	// Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+	// one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+	// the grade or nothing; then a repeat begins again.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+	// INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+	// FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+	// setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+	// 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+	// service failed, and a repeat may succeed; DRAINING).
+	RegradeRollout(context.Context, *RegradeRolloutRequest) (*RegradeRolloutResponse, error)
 	// GetGroup returns a group.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	GetGroup(context.Context, *GetGroupRequest) (*GetGroupResponse, error)
@@ -606,20 +740,28 @@ type RolloutServiceServer interface {
 	ListGroups(context.Context, *ListGroupsRequest) (*ListGroupsResponse, error)
 	// WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
 	// Resumable by the position of each rollout.
-	// Errors: NOT_FOUND (GROUP_UNKNOWN).
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WatchGroup(*WatchGroupRequest, RolloutService_WatchGroupServer) error
 	// WaitGroup waits for a group. See WaitRollout.
-	// Errors: NOT_FOUND (GROUP_UNKNOWN).
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
 	WaitGroup(context.Context, *WaitGroupRequest) (*WaitGroupResponse, error)
 	// CancelGroup cancels each rollout of a group. See CancelRollout.
 	// Errors: NOT_FOUND (GROUP_UNKNOWN).
 	CancelGroup(context.Context, *CancelGroupRequest) (*CancelGroupResponse, error)
+	// PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+	// rollout of the group is paused.
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+	// them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+	PauseGroup(context.Context, *PauseGroupRequest) (*PauseGroupResponse, error)
+	// ResumeGroup resumes each rollout of a group. See ResumeRollout.
+	// Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
+	ResumeGroup(context.Context, *ResumeGroupRequest) (*ResumeGroupResponse, error)
 	// DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
 	// Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
 	DeleteGroup(context.Context, *DeleteGroupRequest) (*DeleteGroupResponse, error)
 	// GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-	// was opened).
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+	// before the gate was opened).
 	GetTrajectory(*GetTrajectoryRequest, RolloutService_GetTrajectoryServer) error
 	// AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
 	// none is. Idempotent by name, author and call.
@@ -680,6 +822,12 @@ func (UnimplementedRolloutServiceServer) ForkRollout(context.Context, *ForkRollo
 func (UnimplementedRolloutServiceServer) CreateGroup(context.Context, *CreateGroupRequest) (*CreateGroupResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method CreateGroup not implemented")
 }
+func (UnimplementedRolloutServiceServer) BranchRollout(context.Context, *BranchRolloutRequest) (*BranchRolloutResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method BranchRollout not implemented")
+}
+func (UnimplementedRolloutServiceServer) RegradeRollout(context.Context, *RegradeRolloutRequest) (*RegradeRolloutResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method RegradeRollout not implemented")
+}
 func (UnimplementedRolloutServiceServer) GetGroup(context.Context, *GetGroupRequest) (*GetGroupResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetGroup not implemented")
 }
@@ -694,6 +842,12 @@ func (UnimplementedRolloutServiceServer) WaitGroup(context.Context, *WaitGroupRe
 }
 func (UnimplementedRolloutServiceServer) CancelGroup(context.Context, *CancelGroupRequest) (*CancelGroupResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method CancelGroup not implemented")
+}
+func (UnimplementedRolloutServiceServer) PauseGroup(context.Context, *PauseGroupRequest) (*PauseGroupResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method PauseGroup not implemented")
+}
+func (UnimplementedRolloutServiceServer) ResumeGroup(context.Context, *ResumeGroupRequest) (*ResumeGroupResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ResumeGroup not implemented")
 }
 func (UnimplementedRolloutServiceServer) DeleteGroup(context.Context, *DeleteGroupRequest) (*DeleteGroupResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method DeleteGroup not implemented")
@@ -948,6 +1102,42 @@ func _RolloutService_CreateGroup_Handler(srv interface{}, ctx context.Context, d
 	return interceptor(ctx, in, info, handler)
 }
 
+func _RolloutService_BranchRollout_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(BranchRolloutRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).BranchRollout(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_BranchRollout_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).BranchRollout(ctx, req.(*BranchRolloutRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutService_RegradeRollout_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RegradeRolloutRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).RegradeRollout(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_RegradeRollout_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).RegradeRollout(ctx, req.(*RegradeRolloutRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _RolloutService_GetGroup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetGroupRequest)
 	if err := dec(in); err != nil {
@@ -1037,6 +1227,42 @@ func _RolloutService_CancelGroup_Handler(srv interface{}, ctx context.Context, d
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(RolloutServiceServer).CancelGroup(ctx, req.(*CancelGroupRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutService_PauseGroup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PauseGroupRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).PauseGroup(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_PauseGroup_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).PauseGroup(ctx, req.(*PauseGroupRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutService_ResumeGroup_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ResumeGroupRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutServiceServer).ResumeGroup(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutService_ResumeGroup_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutServiceServer).ResumeGroup(ctx, req.(*ResumeGroupRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -1209,6 +1435,14 @@ var RolloutService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _RolloutService_CreateGroup_Handler,
 		},
 		{
+			MethodName: "BranchRollout",
+			Handler:    _RolloutService_BranchRollout_Handler,
+		},
+		{
+			MethodName: "RegradeRollout",
+			Handler:    _RolloutService_RegradeRollout_Handler,
+		},
+		{
 			MethodName: "GetGroup",
 			Handler:    _RolloutService_GetGroup_Handler,
 		},
@@ -1223,6 +1457,14 @@ var RolloutService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CancelGroup",
 			Handler:    _RolloutService_CancelGroup_Handler,
+		},
+		{
+			MethodName: "PauseGroup",
+			Handler:    _RolloutService_PauseGroup_Handler,
+		},
+		{
+			MethodName: "ResumeGroup",
+			Handler:    _RolloutService_ResumeGroup_Handler,
 		},
 		{
 			MethodName: "DeleteGroup",

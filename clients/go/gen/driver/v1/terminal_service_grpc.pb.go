@@ -32,7 +32,7 @@ type TerminalServiceClient interface {
 	// OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
 	// failed call has made nothing and may be repeated with the same id.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+	// HOST_NOT_ALLOWED, BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
 	// DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
 	OpenTerminal(ctx context.Context, in *OpenTerminalRequest, opts ...grpc.CallOption) (*OpenTerminalResponse, error)
 	// Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id
@@ -132,7 +132,7 @@ type TerminalServiceServer interface {
 	// OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
 	// failed call has made nothing and may be repeated with the same id.
 	// Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-	// BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+	// HOST_NOT_ALLOWED, BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
 	// DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
 	OpenTerminal(context.Context, *OpenTerminalRequest) (*OpenTerminalResponse, error)
 	// Step runs commands and returns one observation for each. A command survives a broken stream; a request with its step_id

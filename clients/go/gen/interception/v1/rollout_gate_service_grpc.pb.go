@@ -21,6 +21,8 @@ const _ = grpc.SupportPackageIsVersion8
 const (
 	RolloutGateService_CheckSource_FullMethodName   = "/penstock.interception.v1.RolloutGateService/CheckSource"
 	RolloutGateService_OpenRollout_FullMethodName   = "/penstock.interception.v1.RolloutGateService/OpenRollout"
+	RolloutGateService_LoadRecording_FullMethodName = "/penstock.interception.v1.RolloutGateService/LoadRecording"
+	RolloutGateService_HoldCalls_FullMethodName     = "/penstock.interception.v1.RolloutGateService/HoldCalls"
 	RolloutGateService_CloseRollout_FullMethodName  = "/penstock.interception.v1.RolloutGateService/CloseRollout"
 	RolloutGateService_DeleteRollout_FullMethodName = "/penstock.interception.v1.RolloutGateService/DeleteRollout"
 	RolloutGateService_IssueToken_FullMethodName    = "/penstock.interception.v1.RolloutGateService/IssueToken"
@@ -51,6 +53,31 @@ type RolloutGateServiceClient interface {
 	// (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
 	// final: the run's).
 	OpenRollout(ctx context.Context, in *OpenRolloutRequest, opts ...grpc.CallOption) (*OpenRolloutResponse, error)
+	// LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+	// yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+	// once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+	// has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+	// recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+	// token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+	//
+	// A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+	// is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+	//
+	// Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+	//
+	// Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+	// host gets it: each recorded result once, in the order in which they are given.
+	// Idempotent by call_id: a repeat adds nothing.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+	// INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+	// allows a rollout's journal).
+	LoadRecording(ctx context.Context, in *LoadRecordingRequest, opts ...grpc.CallOption) (*LoadRecordingResponse, error)
+	// HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+	// keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+	// Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+	// over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
+	HoldCalls(ctx context.Context, in *HoldCallsRequest, opts ...grpc.CallOption) (*HoldCallsResponse, error)
 	// CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
 	// its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
@@ -79,7 +106,7 @@ type RolloutGateServiceClient interface {
 	// WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
 	// single watched rollout is closed.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-	// events).
+	// events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
 	WatchCalls(ctx context.Context, in *WatchCallsRequest, opts ...grpc.CallOption) (RolloutGateService_WatchCallsClient, error)
 	// WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
 	// the trainers' sessions.
@@ -108,6 +135,26 @@ func (c *rolloutGateServiceClient) OpenRollout(ctx context.Context, in *OpenRoll
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(OpenRolloutResponse)
 	err := c.cc.Invoke(ctx, RolloutGateService_OpenRollout_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutGateServiceClient) LoadRecording(ctx context.Context, in *LoadRecordingRequest, opts ...grpc.CallOption) (*LoadRecordingResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LoadRecordingResponse)
+	err := c.cc.Invoke(ctx, RolloutGateService_LoadRecording_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *rolloutGateServiceClient) HoldCalls(ctx context.Context, in *HoldCallsRequest, opts ...grpc.CallOption) (*HoldCallsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(HoldCallsResponse)
+	err := c.cc.Invoke(ctx, RolloutGateService_HoldCalls_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -292,6 +339,31 @@ type RolloutGateServiceServer interface {
 	// (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
 	// final: the run's).
 	OpenRollout(context.Context, *OpenRolloutRequest) (*OpenRolloutResponse, error)
+	// LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+	// yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+	// once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+	// has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+	// recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+	// token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+	//
+	// A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+	// is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+	//
+	// Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+	//
+	// Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+	// host gets it: each recorded result once, in the order in which they are given.
+	// Idempotent by call_id: a repeat adds nothing.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+	// INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+	// allows a rollout's journal).
+	LoadRecording(context.Context, *LoadRecordingRequest) (*LoadRecordingResponse, error)
+	// HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+	// keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+	// Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+	// over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
+	HoldCalls(context.Context, *HoldCallsRequest) (*HoldCallsResponse, error)
 	// CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
 	// its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
@@ -320,7 +392,7 @@ type RolloutGateServiceServer interface {
 	// WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
 	// single watched rollout is closed.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-	// events).
+	// events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
 	WatchCalls(*WatchCallsRequest, RolloutGateService_WatchCallsServer) error
 	// WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
 	// the trainers' sessions.
@@ -337,6 +409,12 @@ func (UnimplementedRolloutGateServiceServer) CheckSource(context.Context, *Check
 }
 func (UnimplementedRolloutGateServiceServer) OpenRollout(context.Context, *OpenRolloutRequest) (*OpenRolloutResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method OpenRollout not implemented")
+}
+func (UnimplementedRolloutGateServiceServer) LoadRecording(context.Context, *LoadRecordingRequest) (*LoadRecordingResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method LoadRecording not implemented")
+}
+func (UnimplementedRolloutGateServiceServer) HoldCalls(context.Context, *HoldCallsRequest) (*HoldCallsResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method HoldCalls not implemented")
 }
 func (UnimplementedRolloutGateServiceServer) CloseRollout(context.Context, *CloseRolloutRequest) (*CloseRolloutResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method CloseRollout not implemented")
@@ -410,6 +488,42 @@ func _RolloutGateService_OpenRollout_Handler(srv interface{}, ctx context.Contex
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(RolloutGateServiceServer).OpenRollout(ctx, req.(*OpenRolloutRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutGateService_LoadRecording_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LoadRecordingRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGateServiceServer).LoadRecording(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGateService_LoadRecording_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGateServiceServer).LoadRecording(ctx, req.(*LoadRecordingRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _RolloutGateService_HoldCalls_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(HoldCallsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(RolloutGateServiceServer).HoldCalls(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: RolloutGateService_HoldCalls_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(RolloutGateServiceServer).HoldCalls(ctx, req.(*HoldCallsRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -599,6 +713,14 @@ var RolloutGateService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "OpenRollout",
 			Handler:    _RolloutGateService_OpenRollout_Handler,
+		},
+		{
+			MethodName: "LoadRecording",
+			Handler:    _RolloutGateService_LoadRecording_Handler,
+		},
+		{
+			MethodName: "HoldCalls",
+			Handler:    _RolloutGateService_HoldCalls_Handler,
 		},
 		{
 			MethodName: "CloseRollout",

@@ -19,16 +19,17 @@ import (
 const _ = grpc.SupportPackageIsVersion8
 
 const (
-	ProcessService_StartProcess_FullMethodName  = "/penstock.sandbox.v1.ProcessService/StartProcess"
-	ProcessService_WatchProcess_FullMethodName  = "/penstock.sandbox.v1.ProcessService/WatchProcess"
-	ProcessService_WriteStdin_FullMethodName    = "/penstock.sandbox.v1.ProcessService/WriteStdin"
-	ProcessService_SignalProcess_FullMethodName = "/penstock.sandbox.v1.ProcessService/SignalProcess"
-	ProcessService_KillProcess_FullMethodName   = "/penstock.sandbox.v1.ProcessService/KillProcess"
-	ProcessService_ResizePty_FullMethodName     = "/penstock.sandbox.v1.ProcessService/ResizePty"
-	ProcessService_GetProcess_FullMethodName    = "/penstock.sandbox.v1.ProcessService/GetProcess"
-	ProcessService_ListProcesses_FullMethodName = "/penstock.sandbox.v1.ProcessService/ListProcesses"
-	ProcessService_WaitProcess_FullMethodName   = "/penstock.sandbox.v1.ProcessService/WaitProcess"
-	ProcessService_Run_FullMethodName           = "/penstock.sandbox.v1.ProcessService/Run"
+	ProcessService_StartProcess_FullMethodName   = "/penstock.sandbox.v1.ProcessService/StartProcess"
+	ProcessService_WatchProcess_FullMethodName   = "/penstock.sandbox.v1.ProcessService/WatchProcess"
+	ProcessService_WatchProcesses_FullMethodName = "/penstock.sandbox.v1.ProcessService/WatchProcesses"
+	ProcessService_WriteStdin_FullMethodName     = "/penstock.sandbox.v1.ProcessService/WriteStdin"
+	ProcessService_SignalProcess_FullMethodName  = "/penstock.sandbox.v1.ProcessService/SignalProcess"
+	ProcessService_KillProcess_FullMethodName    = "/penstock.sandbox.v1.ProcessService/KillProcess"
+	ProcessService_ResizePty_FullMethodName      = "/penstock.sandbox.v1.ProcessService/ResizePty"
+	ProcessService_GetProcess_FullMethodName     = "/penstock.sandbox.v1.ProcessService/GetProcess"
+	ProcessService_ListProcesses_FullMethodName  = "/penstock.sandbox.v1.ProcessService/ListProcesses"
+	ProcessService_WaitProcess_FullMethodName    = "/penstock.sandbox.v1.ProcessService/WaitProcess"
+	ProcessService_Run_FullMethodName            = "/penstock.sandbox.v1.ProcessService/Run"
 )
 
 // ProcessServiceClient is the client API for ProcessService service.
@@ -42,6 +43,14 @@ type ProcessServiceClient interface {
 	// WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
 	// called any number of times, after the exit too.
 	WatchProcess(ctx context.Context, in *WatchProcessRequest, opts ...grpc.CallOption) (ProcessService_WatchProcessClient, error)
+	// WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+	// callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+	// a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+	//
+	// What one process writes holds up no other: of each, the service sends no more than its window.
+	// Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+	// watches at once). Those of one watch end that watch only.
+	WatchProcesses(ctx context.Context, opts ...grpc.CallOption) (ProcessService_WatchProcessesClient, error)
 	// WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
 	// broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
 	// over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
@@ -119,9 +128,41 @@ func (x *processServiceWatchProcessClient) Recv() (*WatchProcessResponse, error)
 	return m, nil
 }
 
+func (c *processServiceClient) WatchProcesses(ctx context.Context, opts ...grpc.CallOption) (ProcessService_WatchProcessesClient, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &ProcessService_ServiceDesc.Streams[1], ProcessService_WatchProcesses_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &processServiceWatchProcessesClient{ClientStream: stream}
+	return x, nil
+}
+
+type ProcessService_WatchProcessesClient interface {
+	Send(*WatchProcessesRequest) error
+	Recv() (*WatchProcessesResponse, error)
+	grpc.ClientStream
+}
+
+type processServiceWatchProcessesClient struct {
+	grpc.ClientStream
+}
+
+func (x *processServiceWatchProcessesClient) Send(m *WatchProcessesRequest) error {
+	return x.ClientStream.SendMsg(m)
+}
+
+func (x *processServiceWatchProcessesClient) Recv() (*WatchProcessesResponse, error) {
+	m := new(WatchProcessesResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 func (c *processServiceClient) WriteStdin(ctx context.Context, opts ...grpc.CallOption) (ProcessService_WriteStdinClient, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &ProcessService_ServiceDesc.Streams[1], ProcessService_WriteStdin_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &ProcessService_ServiceDesc.Streams[2], ProcessService_WriteStdin_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -235,6 +276,14 @@ type ProcessServiceServer interface {
 	// WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
 	// called any number of times, after the exit too.
 	WatchProcess(*WatchProcessRequest, ProcessService_WatchProcessServer) error
+	// WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+	// callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+	// a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+	//
+	// What one process writes holds up no other: of each, the service sends no more than its window.
+	// Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+	// watches at once). Those of one watch end that watch only.
+	WatchProcesses(ProcessService_WatchProcessesServer) error
 	// WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
 	// broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
 	// over from the first, which ends with ABORTED (STDIN_TAKEN_OVER).
@@ -271,6 +320,9 @@ func (UnimplementedProcessServiceServer) StartProcess(context.Context, *StartPro
 }
 func (UnimplementedProcessServiceServer) WatchProcess(*WatchProcessRequest, ProcessService_WatchProcessServer) error {
 	return status.Errorf(codes.Unimplemented, "method WatchProcess not implemented")
+}
+func (UnimplementedProcessServiceServer) WatchProcesses(ProcessService_WatchProcessesServer) error {
+	return status.Errorf(codes.Unimplemented, "method WatchProcesses not implemented")
 }
 func (UnimplementedProcessServiceServer) WriteStdin(ProcessService_WriteStdinServer) error {
 	return status.Errorf(codes.Unimplemented, "method WriteStdin not implemented")
@@ -346,6 +398,32 @@ type processServiceWatchProcessServer struct {
 
 func (x *processServiceWatchProcessServer) Send(m *WatchProcessResponse) error {
 	return x.ServerStream.SendMsg(m)
+}
+
+func _ProcessService_WatchProcesses_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(ProcessServiceServer).WatchProcesses(&processServiceWatchProcessesServer{ServerStream: stream})
+}
+
+type ProcessService_WatchProcessesServer interface {
+	Send(*WatchProcessesResponse) error
+	Recv() (*WatchProcessesRequest, error)
+	grpc.ServerStream
+}
+
+type processServiceWatchProcessesServer struct {
+	grpc.ServerStream
+}
+
+func (x *processServiceWatchProcessesServer) Send(m *WatchProcessesResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
+func (x *processServiceWatchProcessesServer) Recv() (*WatchProcessesRequest, error) {
+	m := new(WatchProcessesRequest)
+	if err := x.ServerStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
 }
 
 func _ProcessService_WriteStdin_Handler(srv interface{}, stream grpc.ServerStream) error {
@@ -545,6 +623,12 @@ var ProcessService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "WatchProcess",
 			Handler:       _ProcessService_WatchProcess_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "WatchProcesses",
+			Handler:       _ProcessService_WatchProcesses_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 		{
 			StreamName:    "WriteStdin",

@@ -97,7 +97,7 @@ type SandboxServiceClient interface {
 	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
 	// those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
 	// killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
+	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
 	PrepareSnapshot(ctx context.Context, in *PrepareSnapshotRequest, opts ...grpc.CallOption) (SandboxService_PrepareSnapshotClient, error)
 	// GetSnapshot returns a snapshot.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
@@ -121,12 +121,12 @@ type SandboxServiceClient interface {
 	// Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
 	SetNetworkPolicy(ctx context.Context, in *SetNetworkPolicyRequest, opts ...grpc.CallOption) (*SetNetworkPolicyResponse, error)
 	// PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
-	// and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
-	// sandbox, which runs for that moment.
+	// and so do the timeouts of commands, unless hold_timeouts is set. A command that times out, or is killed by KillProcess, is
+	// ended in the paused sandbox, which runs for that moment.
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
 	// UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
 	PauseSandbox(ctx context.Context, in *PauseSandboxRequest, opts ...grpc.CallOption) (*PauseSandboxResponse, error)
-	// ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
+	// ResumeSandbox thaws a PAUSED sandbox, and lets held timeouts run. A READY one is a success.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
 	ResumeSandbox(ctx context.Context, in *ResumeSandboxRequest, opts ...grpc.CallOption) (*ResumeSandboxResponse, error)
 	// GetStats returns a sandbox's present and peak usage.
@@ -530,7 +530,7 @@ type SandboxServiceServer interface {
 	// are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
 	// those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
 	// killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
+	// Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
 	PrepareSnapshot(*PrepareSnapshotRequest, SandboxService_PrepareSnapshotServer) error
 	// GetSnapshot returns a snapshot.
 	// Errors: NOT_FOUND (SNAPSHOT_UNKNOWN).
@@ -554,12 +554,12 @@ type SandboxServiceServer interface {
 	// Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
 	SetNetworkPolicy(context.Context, *SetNetworkPolicyRequest) (*SetNetworkPolicyResponse, error)
 	// PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
-	// and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
-	// sandbox, which runs for that moment.
+	// and so do the timeouts of commands, unless hold_timeouts is set. A command that times out, or is killed by KillProcess, is
+	// ended in the paused sandbox, which runs for that moment.
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
 	// UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
 	PauseSandbox(context.Context, *PauseSandboxRequest) (*PauseSandboxResponse, error)
-	// ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
+	// ResumeSandbox thaws a PAUSED sandbox, and lets held timeouts run. A READY one is a success.
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
 	ResumeSandbox(context.Context, *ResumeSandboxRequest) (*ResumeSandboxResponse, error)
 	// GetStats returns a sandbox's present and peak usage.

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from penstock.client.agents import Agent, CheckFinding
@@ -39,9 +39,11 @@ _MODELS_ANSWER: Final = (
 _HEAD_BYTES: Final = 64 << 10
 
 LABEL: Final = "penstock-trial"
-_ROLLOUT_LABEL: Final = "penstock_rollout"
+ROLLOUT_LABEL: Final = "penstock_rollout"
 """The driver's label on a rollout's sandbox."""
 WORD: Final = "kiwi"
+WORD_HERE: Final = "{{word}}"
+"""In a spec's `trial.work`: the agent writes the file itself, from one answer, which it does not follow up."""
 WORK_OUTPUT: Final = "the-work-is-done"
 MAX_CALLS: Final = 40
 """Model calls after which the script stops answering: an agent that makes no progress would call forever."""
@@ -54,7 +56,7 @@ _AWKWARD: Final = (
 _LONG_BYTES: Final = 100 << 10
 _TOOL: Final = "open_drawer"
 _SHELL_NAMES: Final = re.compile(r"(?i)bash|shell|exec|terminal|command")
-_COMMAND_FIELDS: Final = ("command", "cmd", "script")
+_COMMAND_FIELDS: Final = ("command", "cmd", "script", "commands")
 _LOOK: Final = "for file in /proc/[0-9]*/cmdline; do tr '\\0' '\\n' <$file; echo; done 2>/dev/null"
 _TOKEN: Final = re.compile(r"pst_[A-Za-z0-9_=-]{16,}")
 """An agent key in the gate's format."""
@@ -62,11 +64,12 @@ _TOKEN: Final = re.compile(r"pst_[A-Za-z0-9_=-]{16,}")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of the scripted model: a text, or a tool call."""
+    """An answer of the scripted model: a text, or a tool call; `is_last`: the script has no further one."""
 
     text: str = ""
     tool: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
+    is_last: bool = False
 
 
 Speak = Callable[[ModelCall, Reply], chat.Completion]
@@ -132,7 +135,7 @@ class Trial:
             self._exit(),
             self._reported(),
             self._secrets(),
-            *([self._tools()] if _takes_tools(self.agent.spec) else []),
+            *([self._tools()] if takes_tools(self.agent.spec) else []),
         ]
 
     def _endpoint(self) -> CheckFinding:
@@ -146,7 +149,7 @@ class Trial:
 
     def _instruction(self) -> CheckFinding:
         main = [call for call in self.calls if call.call_class == "main"]
-        texts = [_text_of(message) for call in main[:1] for message in call.messages]
+        texts = [text_of(message) for call in main[:1] for message in call.messages]
         if any(self.instruction in text for text in texts):
             return _ok("instruction", f"{len(self.instruction.encode())} bytes of it arrived byte for byte")
         if any(self.instruction.strip() in text for text in texts):
@@ -231,15 +234,15 @@ async def run_trial(
     long = "" if spec.instruction.method == agent_pb2.InstructionDelivery.METHOD_ARGV else _filler()
     instruction = f"{_AWKWARD}{long}{_SENTENCE}\n"
     choice = AgentChoice(name=agent.name, skip_permissions=agent.can_skip_permissions)
-    script = _Script(spec, code=f"code{secrets.token_hex(4)}")
+    script = TrialScript(spec)
     argv: list[str] = []
     async with ps.intercept(labels={LABEL: label}, messages=True) as session:
-        if _takes_tools(spec):
+        if takes_tools(spec):
             await session.offer_tools([script.host_tool])
         options: RolloutOptions = {"labels": {LABEL: label}, "sandbox": SandboxChoice(backend=backend)}
         if source is not None:
             options["source"] = source
-        handle = await ps.rollouts.create(_task(instruction), choice, **options)
+        handle = await ps.rollouts.create(trial_task(instruction), choice, **options)
         answering = asyncio.create_task(_answer(ps, session, script, speak, argv))
         watching = asyncio.create_task(_watched(handle, on_progress))
         try:
@@ -278,7 +281,7 @@ async def _watched(handle: RolloutHandle, on_progress: Callable[[str], None]) ->
     return events
 
 
-async def _answer(ps: Penstock, session: Any, script: "_Script", speak: Speak, argv: list[str]) -> None:
+async def _answer(ps: Penstock, session: Any, script: "TrialScript", speak: Speak, argv: list[str]) -> None:
     async for call in session.calls():
         if not argv and (looked := await _arguments(ps, call.rollout_id)) is not None:
             argv.append(looked)
@@ -290,7 +293,7 @@ async def _answer(ps: Penstock, session: Any, script: "_Script", speak: Speak, a
 async def _arguments(ps: Penstock, rollout_id: str) -> str | None:
     """Returns the arguments of every process in the rollout's sandbox, while the agent waits for its model."""
     try:
-        async for sandbox_id, _ in ps.sandboxes.list(labels={_ROLLOUT_LABEL: rollout_id}):
+        async for sandbox_id, _ in ps.sandboxes.list(labels={ROLLOUT_LABEL: rollout_id}):
             sandbox = await ps.sandboxes.attach(sandbox_id)
             return (await sandbox.run(["sh", "-c", _LOOK], timeout=60.0)).stdout.decode(errors="replace")
     except PenstockError:
@@ -298,19 +301,20 @@ async def _arguments(ps: Penstock, rollout_id: str) -> str | None:
     return None
 
 
-class _Script:
-    """The model: uses the tool, does the work, reports that it is done."""
+class TrialScript:
+    """The model: uses the host tool, if the agent takes one, does the work, reports that it is done."""
 
-    def __init__(self, spec: agent_pb2.AgentSpec, code: str) -> None:
+    def __init__(self, spec: agent_pb2.AgentSpec) -> None:
         self._trial = spec.trial
-        self._code = code
-        self._tools = _takes_tools(spec)
+        self._code = f"code{secrets.token_hex(4)}"
+        self._tools = takes_tools(spec)
         self.calls: list[ModelCall] = []
         self.answers: dict[str, chat.Completion] = {}
         self.tool_calls = 0
 
     @property
     def host_tool(self) -> HostTool:
+        """The tool that the script calls."""
         schema = {"type": "object", "properties": {"drawer": {"type": "integer"}}, "required": ["drawer"]}
         return HostTool(name=_TOOL, function=self._open, description="Returns a drawer's code.", parameters=schema)
 
@@ -319,10 +323,11 @@ class _Script:
         return f"the code is {self._code}"
 
     def reply(self, call: ModelCall) -> Reply:
+        """Returns the answer to a call, by what its conversation has already."""
         self.calls.append(call)
         if call.call_class == "title":
             return Reply("A title")
-        conversation = "\n".join(_text_of(message) for message in call.messages)
+        conversation = "\n".join(text_of(message) for message in call.messages)
         # Some agents only list a server's tools, and load one when it is called.
         tool = next((tool.name for tool in call.tools if tool.name.endswith(_TOOL)), "") or _mentioned(conversation)
         if self._tools and tool and self._code not in conversation and len(self.calls) < MAX_CALLS:
@@ -334,29 +339,35 @@ class _Script:
     def _wrote(self, call: ModelCall) -> bool:
         """Whether a step that writes the file itself, and so has no output, was answered before."""
         work = self._trial.work
-        return "{{word}}" in work and any(_text_of(m) == _filled(work) for m in call.messages if m.role == "assistant")
+        return WORD_HERE in work and any(text_of(m) == _filled(work) for m in call.messages if m.role == "assistant")
 
     def _end(self, call: ModelCall) -> Reply:
         if self._trial.end_command:
-            return self._run(call, self._trial.end_command)
-        return Reply(self._trial.end or "The word is copied.")
+            return replace(self._run(call, self._trial.end_command), is_last=True)
+        return Reply(self._trial.end or "The word is copied.", is_last=True)
 
     def _run(self, call: ModelCall, command: str) -> Reply:
-        if self._trial.work:
-            return Reply(_filled(self._trial.work, command))
-        schemas = {tool.name: _schema(tool) for tool in call.tools}
-        found = [
-            (not _SHELL_NAMES.search(name), name, key)
-            for name, schema in schemas.items()
-            for key in _COMMAND_FIELDS
-            if key in schema.get("properties", {})
-        ]
-        if not found:
-            return Reply("There is no tool that runs a command.")
-        _, name, key = min(found)
-        schema = schemas[name]
-        others = [item for item in schema.get("required", []) if item != key]
-        return Reply(tool=name, arguments={key: command, **{item: _any(schema["properties"][item]) for item in others}})
+        return acting(self._trial, call, command)
+
+
+def acting(trial: agent_pb2.AgentTrial, call: ModelCall, command: str) -> Reply:
+    """Returns the answer that has an agent run a command: by its spec's `trial`, or with a tool that it offers."""
+    if trial.work:
+        return Reply(_filled(trial.work, command), is_last=WORD_HERE in trial.work)
+    schemas = {tool.name: _schema(tool) for tool in call.tools}
+    found = [
+        (not _SHELL_NAMES.search(name), name, key)
+        for name, schema in schemas.items()
+        for key in _COMMAND_FIELDS
+        if key in schema.get("properties", {})
+    ]
+    if not found:
+        return Reply("There is no tool that runs a command.")
+    _, name, key = min(found)
+    schema = schemas[name]
+    others = [item for item in schema.get("required", []) if item != key]
+    value = [command] if schema["properties"][key].get("type") == "array" else command
+    return Reply(tool=name, arguments={key: value, **{item: _any(schema["properties"][item]) for item in others}})
 
 
 def _mentioned(conversation: str) -> str:
@@ -364,7 +375,8 @@ def _mentioned(conversation: str) -> str:
     return found[0] if found else ""
 
 
-def _task(instruction: str) -> Task:
+def trial_task(instruction: str = f"{_SENTENCE}\n") -> Task:
+    """Returns the task of the script: graded by whether the word was copied, and nothing else touched."""
     return Task(
         task_id="trial",
         instruction=instruction,
@@ -389,10 +401,11 @@ def _filler() -> str:
 
 
 def _filled(work: str, command: str = "") -> str:
-    return work.replace("{{command}}", command).replace("{{word}}", WORD)
+    return work.replace("{{command}}", command).replace(WORD_HERE, WORD)
 
 
-def _text_of(message: chat.Message) -> str:
+def text_of(message: chat.Message) -> str:
+    """Returns the text of a message, results of tools included, without calls."""
     parts = []
     for part in message.parts:
         if isinstance(part, chat.Text):
@@ -417,7 +430,7 @@ def _any(schema: dict[str, Any]) -> Any:
     return {"integer": 1, "number": 1, "boolean": False, "array": [], "object": {}}.get(schema.get("type", ""), "Works")
 
 
-def _takes_tools(spec: agent_pb2.AgentSpec) -> bool:
+def takes_tools(spec: agent_pb2.AgentSpec) -> bool:
     """Whether host tools reach the agent: its server entry has a URL and headers."""
     return spec.HasField("mcp") and "url" in spec.mcp.entry and "headers" in spec.mcp.entry
 

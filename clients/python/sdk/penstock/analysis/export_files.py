@@ -12,9 +12,10 @@ from typing import Any, BinaryIO, Final, Protocol
 
 import orjson
 
-from penstock.analysis.export_columns import COLUMNS, SCHEMA_VERSION, Kind, Row, Table, arrow_schema
 from penstock.client.errors import ConfigurationError, InvalidArgument
 from penstock.client.transport.atomic_files import replacing
+from penstock.tables.columns import COLUMNS, SCHEMA_VERSION, Kind, Row, Table
+from penstock.tables.parquet import ParquetSink
 
 _NESTED: Final = frozenset({Kind.JSON, Kind.TEXTS, Kind.VERSIONS, Kind.TURN_SPANS, Kind.FINDINGS})
 """Kinds of columns stored as JSON text in Parquet, in version 1 or still in this one."""
@@ -58,7 +59,7 @@ def new_file(path: Path, table: Table, format: Format) -> Iterator[Sink]:  # noq
         ConfigurationError: `FILE_NOT_WRITTEN`; an existing file at `path` stays unchanged.
     """
     with replacing(path) as stream:
-        sink: Sink = _ParquetSink(stream, table) if format is Format.PARQUET else _JsonSink(stream)
+        sink: Sink = ParquetSink(stream, table) if format is Format.PARQUET else _JsonSink(stream)
         try:
             yield sink
         finally:
@@ -72,14 +73,66 @@ def read_rows(path: Path) -> Iterator[Row]:
         ConfigurationError: `PYARROW_MISSING`.
         InvalidArgument: `ROW_INVALID`, with the line; `SCHEMA_NEWER`, a newer version wrote it.
     """
-    for row in _read_parquet(path) if _format_by_name(path) is Format.PARQUET else _read_jsonl(path):
+    rows = _read_parquet(path, path.name) if _format_by_name(path) is Format.PARQUET else _read_jsonl(path)
+    yield from _readable(rows, path.name)
+
+
+def read_exports(place: str | Path, table: Table | str) -> Iterator[Row]:
+    """Yields the rows of a table that drivers exported to a place (`export_url`), a rollout's attempt once.
+
+    Memory holds a batch of rows, and the keys of the rollouts read so far: some 150 bytes each.
+
+    Args:
+        place: a directory, or any fsspec URL, of all exports or a part of them such as one run's directory.
+        table: the kind of rows.
+
+    Raises:
+        ConfigurationError: `PYARROW_MISSING`, `FSSPEC_MISSING`.
+        InvalidArgument: `EXPORT_UNREADABLE`, the place cannot be read; `ROW_INVALID`, `SCHEMA_NEWER`.
+    """
+    known: dict[tuple[str, int | None], str] = {}
+    for name, opened in _exported_files(str(place), f".{Table(table)}.parquet"):
+        with opened as source:
+            for row in _readable(_read_parquet(source, name), name):
+                key = (row["rollout_id"], row.get("attempt"))
+                # A killed driver, or one without its journal, may have stored a rollout twice; each file has it whole.
+                if known.setdefault(key, name) == name:
+                    yield row
+
+
+def _readable(rows: Iterator[Row], name: str) -> Iterator[Row]:
+    for row in rows:
         version = row.get("schema_version", SCHEMA_VERSION)
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise InvalidArgument(
-                f"{path.name} has schema version {version}; this release reads up to {SCHEMA_VERSION}",
+                f"{name} has schema version {version}; this release reads up to {SCHEMA_VERSION}",
                 reason="SCHEMA_NEWER",
             )
         yield row
+
+
+def _exported_files(place: str, ending: str) -> Iterator[tuple[str, contextlib.AbstractContextManager[Any]]]:
+    if "://" not in place:
+        if not Path(place).is_dir():
+            raise InvalidArgument(f"{place} is no directory", reason="EXPORT_UNREADABLE")
+        for path in sorted(Path(place).rglob(f"*{ending}")):
+            yield str(path), path.open("rb")
+        return
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise ConfigurationError(
+            "A URL needs fsspec: pip install 'penstock[export]', and for s3:// s3fs", reason="FSSPEC_MISSING"
+        ) from None
+    try:
+        filesystem, root = fsspec.core.url_to_fs(place)
+        names = sorted(name for name in filesystem.find(root) if name.endswith(ending))
+    except ImportError as error:
+        raise ConfigurationError(f"{place} needs another package: {error}", reason="FSSPEC_MISSING") from None
+    except Exception as error:
+        raise InvalidArgument(f"{place} cannot be read: {error}", reason="EXPORT_UNREADABLE") from error
+    for name in names:
+        yield name, filesystem.open(name, "rb")
 
 
 class _JsonSink:
@@ -91,25 +144,6 @@ class _JsonSink:
 
     def close(self) -> None:
         """Nothing follows the last line."""
-
-
-class _ParquetSink:
-    def __init__(self, stream: BinaryIO, table: Table) -> None:
-        self._arrow, parquet = _parquet()
-        self._schema = arrow_schema(table)
-        self._json = [name for name, kind in COLUMNS[table].items() if kind is Kind.JSON]
-        self._writer = parquet.ParquetWriter(stream, self._schema, compression="zstd")
-
-    def write(self, rows: list[Row]) -> None:
-        flat = [row | {name: _text(row[name]) for name in self._json} for row in rows]
-        self._writer.write_table(self._arrow.Table.from_pylist(flat, schema=self._schema))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else orjson.dumps(value).decode()
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -124,17 +158,17 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             yield row
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(source: Path | BinaryIO, name: str) -> Iterator[Row]:
     arrow, parquet = _parquet()
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(_READ_ROWS):
+        for batch in parquet.ParquetFile(source).iter_batches(_READ_ROWS):
             for row in batch.to_pylist():
-                for name, value in row.items():
-                    if isinstance(value, str) and _KINDS.get(name) in _NESTED:
-                        row[name] = orjson.loads(value)
+                for column, value in row.items():
+                    if isinstance(value, str) and _KINDS.get(column) in _NESTED:
+                        row[column] = orjson.loads(value)
                 yield row
     except (arrow.ArrowInvalid, orjson.JSONDecodeError) as error:
-        raise InvalidArgument(f"{path.name}: {error}", reason="ROW_INVALID") from None
+        raise InvalidArgument(f"{name}: {error}", reason="ROW_INVALID") from None
 
 
 def _format_by_name(path: Path) -> Format:

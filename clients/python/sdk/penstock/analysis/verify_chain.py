@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from penstock.analysis.export_columns import Row, Table
 from penstock.analysis.verify_rows import Problem, Proof, checked_rows, unlike
 from penstock.analysis.verify_samples import check_samples
+from penstock.tables.columns import Row, Table
 
 __all__ = ["Problem", "Proof", "Row", "verify"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from penstock.analysis.export_columns import COLUMNS, Kind, Row, Table, row_digest
 from penstock.client.errors import InvalidArgument
+from penstock.tables.columns import COLUMNS, Kind, Row, Table, row_digest
 
 _SEALED_SINCE: Final = 3
 """The first schema version whose rows have a digest."""

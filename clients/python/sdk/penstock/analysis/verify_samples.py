@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from penstock.analysis.export_columns import Row
+from penstock.tables.columns import Row
 
 Found = tuple[str, str]
 """The id of a call, empty where it concerns the whole sample, and the problem."""

@@ -13,7 +13,9 @@ from typer.core import TyperGroup
 
 from penstock.cli.commands import (
     agents,
+    branch,
     conformance,
+    control,
     credentials,
     dashboard,
     diff,
@@ -30,7 +32,9 @@ from penstock.cli.commands import (
     verify,
     watch,
 )
+from penstock.cli.commands.assay import scan
 from penstock.cli.commands.doctor import command as doctor
+from penstock.cli.commands.grades import regrade, rewards
 from penstock.cli.terminal.console import EXIT_CODES, INTERRUPTED, err, out
 
 _UsageError = cast(
@@ -115,10 +119,16 @@ _add(up.serve, _PASSED_ON)
 _add(up.demo, _PASSED_ON)
 _add(dashboard.dashboard)
 _add(rollout.rollout)
+_add(branch.branch)
 _add(watch.watch)
+_add(control.pause)
+_add(control.resume)
+_add(control.cancel)
 _add(drain.drain)
 _add(replay.replay)
 _add(diff.diff)
+_add(regrade.regrade)
+app.add_typer(rewards.app, name="rewards")
 _add(terminal.terminal)
 app.add_typer(agents.app, name="agents")
 app.add_typer(tasks.app, name="tasks")
@@ -128,6 +138,7 @@ _add(doctor.doctor)
 _add(credentials.credentials)
 _add(export.export)
 _add(verify.verify)
+app.command(name="scan", short_help="Search the tool calls of trajectories for cheating.")(scan.scan_)
 _add(logprob_diff.gap)
 _add(conformance.conformance)
 _add(completion)
@@ -161,8 +172,18 @@ def options(
             help="For an operator: the namespace to act in. A trainer's token belongs to one already.",
         ),
     ] = None,
+    discover: Annotated[
+        bool,
+        typer.Option(
+            "--discover/--no-discover",
+            envvar="PENSTOCK_DISCOVER",
+            help="Whether the driver is asked for other services of each kind. Not through forwarded ports.",
+        ),
+    ] = True,
 ) -> None:
     """What holds for all commands."""
+    if not discover:
+        os.environ["PENSTOCK_DISCOVER"] = "false"  # where every connection of the command looks
     if namespace is not None:
         os.environ["PENSTOCK_NAMESPACE"] = namespace  # where every connection of the command looks
 

@@ -66,20 +66,20 @@ class Penstock:
             service = Service(name, self.endpoints)
             self._stack.push_async_callback(service.close)
             self._services[name] = service
-        if "inference" in self._services:
-            self._inference = InferenceClient(self._services["inference"])
-        self.operations = OperationsClient(self._services)
         self._cluster = Cluster(self.endpoints, self._services)
         self._stack.push_async_callback(self._cluster.close)
+        self.operations = OperationsClient(self._services, self._cluster)
+        if inference := self._services.get("inference"):
+            self._inference = InferenceClient(inference, self._cluster)
         if sandbox := self._services.get("sandbox"):
-            self.sandboxes = SandboxesClient(sandbox, self.endpoints)
+            self.sandboxes = SandboxesClient(sandbox, self.endpoints, self._cluster)
             self.toolboxes = ToolboxesClient(sandbox)
         if gate := self._services.get("interception"):
-            self.gate = GateClient(gate)
+            self.gate = GateClient(gate, self._cluster)
         if driver := self._services.get("driver"):
             self.agents = AgentsClient(driver, self._cluster)
-            self.terminals = TerminalsClient(driver)
             drivers = Drivers(self._cluster, self._intercept)
+            self.terminals = TerminalsClient(drivers)
             self.rollouts = RolloutsClient(drivers)
             self.groups = GroupsClient(drivers)
         return self

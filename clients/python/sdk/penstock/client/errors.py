@@ -126,6 +126,27 @@ class ConfigurationError(PenstockError):
     """The client itself is misconfigured: an address, a token, a file."""
 
 
+class EnginesFailed(PenstockError):
+    """Some of several engines did not do what all were asked. Repeat it: those that have it already do nothing.
+
+    Attributes:
+        failures: the errors, by the engine's name.
+        in_force: the policy version of the base weights that each engine has now; None = it does not answer.
+    """
+
+    def __init__(
+        self, failures: Mapping[str, PenstockError], in_force: Mapping[str, int | None], *, reason: str
+    ) -> None:
+        self.failures: Mapping[str, PenstockError] = MappingProxyType(dict(failures))
+        self.in_force: Mapping[str, int | None] = MappingProxyType(dict(in_force))
+        failed = "; ".join(f"{name}: {error.reason}: {error.message}" for name, error in self.failures.items())
+        have = ", ".join(f"{name} {'?' if has is None else has}" for name, has in self.in_force.items())
+        super().__init__(
+            f"{len(self.failures)} of {len(self.in_force)} engines failed ({failed}). Policy versions in force: {have}",
+            reason=reason,
+        )
+
+
 class SessionClosed(PenstockError):
     """A harness session was closed during a wait."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.client.errors import NotFound
+from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.endpoints import ServiceName
 from penstock.client.transport.rpc import Service
 from penstock.client.wire.chat import duration
@@ -116,11 +117,12 @@ _server_info: Final = reader(ServerInfo, pb.ServerInfo)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of several services of a kind, as the driver lists it.
+    """One of several services of a kind, as the driver lists it; an engine, as a gate does.
 
     `state` is unspecified (not asked yet), up, draining or lost.
     `name` is its own, empty until it has answered. `address` is host:port as the driver reaches it, `certified_name`
-    the name in its certificate where that is not its host.
+    the name in its certificate where that is not its host. `pool`: of an engine, the name of its list, "default" for
+    the one without a name; else empty.
     """
 
     service: str
@@ -128,6 +130,7 @@ class Member:
     address: str
     certified_name: str
     state: str
+    pool: str = ""
 
 
 _member: Final = reader(Member, pb.Member)
@@ -136,8 +139,9 @@ _member: Final = reader(Member, pb.Member)
 class OperationsClient:
     """`ps.operations`."""
 
-    def __init__(self, services: Mapping[str, Service]) -> None:
-        self._services = services
+    def __init__(self, services: Mapping[str, Service], cluster: Cluster) -> None:
+        self._services = {kind: service.briefly() for kind, service in services.items()}
+        self._cluster = cluster
 
     async def status(
         self, service: ServiceName, *, patience: float = 60.0, min_free_bytes: int | None = None
@@ -199,33 +203,38 @@ class OperationsClient:
         answer = await of.call(stub.GetServerInfo, pb.GetServerInfoRequest(), timeout=_CALL_S, repeatable=True)
         return _server_info(answer.server)
 
-    async def drain(self, service: ServiceName, *, wait: bool = False, timeout: float | None = None) -> DrainState:
+    async def drain(
+        self, service: ServiceName, *, name: str = "", wait: bool = False, timeout: float | None = None
+    ) -> DrainState:
         """Makes a service take no new work; what runs there goes on. Needs an operator's token.
 
         Args:
-            service: its name.
+            service: its kind.
+            name: the own name of one that the driver lists (`members`); empty = the one of this connection.
             wait: whether to wait until nothing runs there.
             timeout: seconds to wait at most; None = a minute. After it the state so far is returned.
 
         Raises:
             Unsupported: a service that is older than this RPC.
+            NotFound: `MEMBER_UNKNOWN`, the driver lists none of this name.
+            ConfigurationError: `MEMBER_NOT_TRUSTED`, the token must not be sent to that one.
             KeyError: there is no such service here.
         """
-        of = self._services[service]
+        of = await self._named(service, name)
         stub = pb_grpc.OperationsServiceStub(of.channel)
         # A service waits for 80 % of the deadline.
         limit = min(timeout or _WAIT_S, _WAIT_S) / 0.8 if wait else _CALL_S
         answer = await of.call(stub.Drain, pb.DrainRequest(wait=wait), timeout=limit, repeatable=True)
         return DrainState(running=answer.running_count, drained=answer.drained)
 
-    async def undrain(self, service: ServiceName) -> None:
-        """Makes a service take new work again. Needs an operator's token.
+    async def undrain(self, service: ServiceName, *, name: str = "") -> None:
+        """Makes a service take new work again. Needs an operator's token. `name` as in `drain`.
 
         Raises:
             Unavailable: DRAINING: the service is stopping.
-            KeyError: there is no such service here.
+            NotFound, ConfigurationError, KeyError: as `drain`.
         """
-        of = self._services[service]
+        of = await self._named(service, name)
         stub = pb_grpc.OperationsServiceStub(of.channel)
         await of.call(stub.Undrain, pb.UndrainRequest(), timeout=_CALL_S)
 
@@ -240,6 +249,15 @@ class OperationsClient:
         stub = pb_grpc.OperationsServiceStub(of.channel)
         answer = await of.call(stub.GetServerInfo, pb.GetServerInfoRequest(), timeout=_CALL_S, repeatable=True)
         return [_member(item) for item in answer.members if item.service == service]
+
+    async def _named(self, kind: ServiceName, name: str) -> Service:
+        if not name:
+            return self._services[kind]
+        if (service := await self._cluster.named(kind, name)) is None:
+            raise NotFound(
+                f"The driver lists no {kind} service {name!r}: `members` has the names.", reason="MEMBER_UNKNOWN"
+            )
+        return service.briefly()
 
     async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
         """Returns the sandboxes of rollouts and terminals that are over.

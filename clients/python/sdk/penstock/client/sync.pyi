@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Self, Unpack, overload
+from typing import Any, Final, Literal, Self, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
@@ -25,9 +25,11 @@ from penstock.client.tasks.spec import (
     ModelSource,
     Network,
     PolicyConstraint,
+    Replay,
     RunBudgets,
     SandboxChoice,
     SeedFile,
+    Verifier,
 )
 from penstock.client.tasks.task import Task
 from penstock.client.terminals import Observation, Terminal
@@ -45,7 +47,17 @@ from penstock.client.types.gate import (
 )
 from penstock.client.types.logprob_diff import GapReport
 from penstock.client.types.processes import Output, OutputGap, Process
-from penstock.client.types.results import Exit, Group, Outcome, Rollout, RolloutChanges, RolloutEvent, RolloutResult
+from penstock.client.types.results import (
+    Exit,
+    Grade,
+    Group,
+    Outcome,
+    Regraded,
+    Rollout,
+    RolloutChanges,
+    RolloutEvent,
+    RolloutResult,
+)
 from penstock.client.types.sandboxes import (
     Backend,
     Diff,
@@ -159,6 +171,84 @@ class RolloutsClient:
         """Fetches a rollout's current state. Raises NotFound `ROLLOUT_UNKNOWN`."""
     def attach(self, rollout_id: str) -> RolloutHandle:
         """Returns a handle of a rollout that was started elsewhere. Raises NotFound `ROLLOUT_UNKNOWN`."""
+    def branch(
+        self,
+        rollout_id: str,
+        call: str | int,
+        n: int = 1,
+        *,
+        answer: Message | str | None = None,
+        group_id: str = "",
+        train_prefix: bool = False,
+        replay: Replay | Literal["exact", "until_divergence"] = "exact",
+        seed: int | None = None,
+    ) -> GroupHandle:
+        """Starts n rollouts that continue another one, the parent, from one of its calls; returns at once.
+
+        Their agents begin anew in sandboxes of their own. Calls before that call get the parent's answers, without
+        sampling; that call and those after it are sampled. The parent runs or has ended.
+
+        Args:
+            rollout_id: the parent.
+            call: a call's id, or its index from 0.
+            n: how many branches, 1 to 256.
+            answer: what that call is answered in all branches, instead of being sampled: an assistant's message, or its
+                text. It is context, and never trained.
+            group_id: of the branches, as in `ps.groups.create`.
+            train_prefix: train what the parent sampled in each branch too.
+            replay: what becomes of a branch whose agent asks something else before that call: `exact` fails it
+                (`REPLAY_DIVERGED`), `until_divergence` lets it go on from there.
+            seed: of the first branch's calls, 0 or more; each further branch has seed + index. None = each branch has
+                the parent's seed: an engine that follows it gives all of them the same answers.
+
+        Raises:
+            As `ps.rollouts.create`, and:
+            NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`.
+            FailedPrecondition: `CALL_UNANSWERED`: that call has no answer; `TRAJECTORY_ABSENT`: the parent's gate has
+                forgotten it; `SPEC_FORGOTTEN`: its driver keeps its spec no more.
+        """
+    def regrade(self, rollout_id: str, verifier: Verifier | None = None, *, name: str = "") -> Grade:
+        """Runs a verifier on an ended rollout's end state, in a sandbox of its own, and records a further grade.
+
+        The first grade stays as it is. Returns once the grade is on disk. A repeat with the same verifier and name
+        returns the grade that is there.
+
+        Args:
+            rollout_id: an ended rollout whose end state is kept (option `keep_end_state`).
+            verifier: None = the rollout's own.
+            name: of the grade, 1 to 64 letters, digits, "-", "_" and ".", not "first"; empty = from the verifier's
+                SHA-256.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`.
+            AlreadyExists: `GRADE_EXISTS`: the name is that of another verifier's grade.
+            FailedPrecondition: `ROLLOUT_RUNNING`; `END_STATE_GONE`; `SPEC_FORGOTTEN`; `REGRADE_FAILED`.
+            ResourceExhausted: `GRADE_LIMIT`; `REGRADE_LIMIT`.
+            Unavailable: `REGRADE_INTERRUPTED`: nothing was graded, and a repeat may succeed.
+        """
+    def regrade_all(
+        self,
+        verifier: Verifier | Mapping[str, Verifier] | None = None,
+        *,
+        name: str = "",
+        concurrency: int = 16,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        task_id: str | None = None,
+        agent: str | None = None,
+    ) -> Generator[Regraded]:
+        """Grades all matching ended rollouts again; yields each as it is done, with its grade or its error.
+
+        What was interrupted is gone on with by the same call: grades that are there are not made again.
+
+        Args:
+            verifier: one for all, or one for each task, by its id: rollouts of other tasks are left out. None = each
+                rollout's own.
+            name: as in `regrade`.
+            concurrency: how many at once, at least 1; each has a sandbox meanwhile.
+            run_id, group_id, labels, task_id, agent: as in `list`.
+        """
     def list(
         self,
         *,
@@ -207,7 +297,7 @@ class RolloutsClient:
             Unsupported: an older driver without this RPC.
         """
     def trajectory(
-        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False
+        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False, grade: str = ""
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
     def export(
@@ -220,9 +310,12 @@ class RolloutsClient:
         agent: str | None = None,
         bodies: bool = False,
         top: bool = False,
+        grade: str = "",
         all_namespaces: bool = False,
     ) -> Generator[tuple[Trajectory, Outcome]]:
         """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+
+        `grade`: with the reward of the further grade of this name, or none. Outcomes are as they ended.
 
         Raises:
             Unavailable: a driver is away, which the message names. It is raised after the trajectories of all others.
@@ -263,7 +356,11 @@ class GroupsClient:
         """Yields groups of all drivers, newest first; `all_namespaces` and errors as for rollouts."""
 
 class InferenceClient:
-    """`ps.inference`."""
+    """`ps.inference`.
+
+    Where the gate has a list of engines, what changes an engine (weights, adapters, pauses, sleep, aborts) is done at
+    all of them; questions and generations go to the one at the connection's address.
+    """
     def info(self) -> EngineInfo:
         """Returns the model, its capabilities and the weights in force."""
     def tokenizer(self) -> dict[str, bytes]:
@@ -368,6 +465,8 @@ class InferenceClient:
         Raises:
             FailedPrecondition: `POLICY_VERSION_NOT_NEWER`, `TENSOR_UNKNOWN`, `TENSOR_MISSING`, `TENSOR_SHAPE`.
             Aborted: `UPDATE_IN_PROGRESS`.
+            EnginesFailed: some of several engines failed; of a partial push also with `BASE_VERSION_DIFFERS`, an
+                engine that does not have the version for which the push was made.
         """
     def update_weights_from(
         self,
@@ -405,6 +504,7 @@ class InferenceClient:
         Raises:
             Unsupported: `CAPABILITY_MISSING`.
             InvalidArgument: `TRANSFER_REFUSED`.
+            ConfigurationError: `ENGINE_LIST`, the gate has a list of engines: connect to each of them.
         """
     def start_transfer(
         self,
@@ -506,9 +606,14 @@ class InferenceClient:
         """Yields the engine's load, at once and then every `interval` seconds (0.1 to 60), until cancelled."""
 
 class SandboxesClient:
-    """`ps.sandboxes`."""
+    """`ps.sandboxes`: of all sandbox services that the driver lists.
+
+    `watch`, `node_status` and `backends` are of the connection's own service, which also has the toolboxes.
+    """
     def create(self, spec: SandboxSpec = ...) -> SandboxHandle:
         """Creates a sandbox and returns when it is ready: `with ps.sandboxes.create() as sandbox`.
+
+        The services take turns. One with toolboxes is at the connection's service, one of a snapshot at the snapshot's.
 
         Args:
             spec: the sandbox; by default an empty one, completed by the operator's settings.
@@ -542,7 +647,11 @@ class SandboxesClient:
             NotFound: `SNAPSHOT_UNKNOWN`.
         """
     def snapshots(self) -> Generator[Snapshot]:
-        """Yields the existing snapshots, newest first."""
+        """Yields the existing snapshots of all services, newest first.
+
+        Raises:
+            Unavailable: a service is away, which the message names. It is raised after the snapshots of all others.
+        """
     def snapshot(self, snapshot_id: str) -> Snapshot:
         """Returns an existing snapshot. Raises NotFound `SNAPSHOT_UNKNOWN`."""
     def delete_snapshot(self, snapshot_id: str) -> None:
@@ -550,7 +659,12 @@ class SandboxesClient:
     def attach(self, sandbox_id: str) -> SandboxHandle:
         """Returns a handle of an existing sandbox. Raises NotFound `SANDBOX_UNKNOWN`."""
     def list(self, *, labels: Mapping[str, str] | None = None) -> Generator[tuple[str, str]]:
-        """Yields ids and states (creating, ready, paused, lost) of sandboxes with all these labels, newest first."""
+        """Yields ids and states (creating, ready, paused, lost) of sandboxes of all services, with all these labels,
+        newest first.
+
+        Raises:
+            Unavailable: a service is away, which the message names. It is raised after the sandboxes of all others.
+        """
     def watch(
         self, *, labels: Mapping[str, str] | None = None, interval: float | None = None, most: int | None = None
     ) -> Generator[SandboxesUsage]:
@@ -562,7 +676,7 @@ class SandboxesClient:
             most: sandboxes in one message, the newest, 1 to 1000; None = 200.
         """
     def delete_all(self, labels: Mapping[str, str]) -> tuple[str, ...]:
-        """Deletes every sandbox with all these labels, at least one; returns their ids.
+        """Deletes every sandbox with all these labels, at least one, at all services; returns their ids.
 
         Raises:
             InvalidArgument: there is no label.
@@ -638,7 +752,9 @@ class TerminalsClient:
         max_steps: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> TerminalHandle:
-        """Opens an episode and returns when it is ready for commands: `with ps.terminals.open(task)`.
+        """Opens an episode at one of the drivers, and returns when it is ready for commands.
+
+        Use it as `with ps.terminals.open(task)`.
 
         Args:
             task: what to do; nothing of its verifier is in the sandbox before the answer. Its `sandbox`, `labels` and
@@ -748,6 +864,16 @@ class GateClient:
         Raises:
             NotFound: `ROLLOUT_UNKNOWN`.
         """
+    def hold_calls(self, rollout_id: str, *, held: bool = True) -> GateRollout:
+        """Holds the calls of an open rollout until they are let go with `held=False`, also over a restart. Idempotent.
+
+        None is leased or dispatched meanwhile, and its time limits stand still. A rollout of the driver is paused by
+        its handle, which holds its sandbox too.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`.
+            FailedPrecondition: `ROLLOUT_CLOSED`.
+        """
     def delete(self, rollout_id: str) -> None:
         """Deletes a rollout and its capture, closed first if it is open. Idempotent."""
     def issue_key(
@@ -802,6 +928,30 @@ class GateClient:
         Raises:
             NotFound: `ROLLOUT_UNKNOWN`.
         """
+    def load_recording(
+        self, rollout_id: str, of: str, *, attempt: int = 1, before: str = "", exact: bool = False
+    ) -> int:
+        """Has the recorded calls of one rollout answer the same prompts of another one, without sampling.
+
+        The other one is open at this gate, and its agent has not called yet. A call whose prompt has the token ids of a
+        recorded one is answered with the recorded tokens, each recorded call once; other calls are sampled.
+
+        Args:
+            rollout_id: the rollout whose calls are answered.
+            of: the rollout whose calls are the recording; at this gate.
+            attempt: the attempt at that rollout, from 1.
+            before: only calls before this one, by its id; empty = all.
+            exact: a call that differs from what was recorded at its place fails (`REPLAY_DIVERGED`).
+
+        Returns:
+            The number of recorded calls.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`, the recording has no call `before`.
+            FailedPrecondition: `ROLLOUT_CLOSED`; `RECORDING_LATE`, the agent has called.
+            ResourceExhausted: `RECORDING_LIMIT`.
+            Unsupported: a gate that is older than this RPC.
+        """
     def watch_calls(
         self,
         rollout_ids: Sequence[str] = (),
@@ -845,7 +995,7 @@ class GateClient:
         policy_version: int | None = None,
         identity: str = "",
     ) -> Sequence[LeasedCall]:
-        """Waits for queued calls and leases them, without a session; none if none came in time.
+        """Waits for queued calls at all gates and leases them, without a session; none if none came in time.
 
         Args:
             selector: which calls; None = every one.
@@ -884,24 +1034,29 @@ class OperationsClient:
             Unsupported: a service that is older than this RPC.
             KeyError: there is no such service here.
         """
-    def drain(self, service: ServiceName, *, wait: bool = False, timeout: float | None = None) -> DrainState:
+    def drain(
+        self, service: ServiceName, *, name: str = "", wait: bool = False, timeout: float | None = None
+    ) -> DrainState:
         """Makes a service take no new work; what runs there goes on. Needs an operator's token.
 
         Args:
-            service: its name.
+            service: its kind.
+            name: the own name of one that the driver lists (`members`); empty = the one of this connection.
             wait: whether to wait until nothing runs there.
             timeout: seconds to wait at most; None = a minute. After it the state so far is returned.
 
         Raises:
             Unsupported: a service that is older than this RPC.
+            NotFound: `MEMBER_UNKNOWN`, the driver lists none of this name.
+            ConfigurationError: `MEMBER_NOT_TRUSTED`, the token must not be sent to that one.
             KeyError: there is no such service here.
         """
-    def undrain(self, service: ServiceName) -> None:
-        """Makes a service take new work again. Needs an operator's token.
+    def undrain(self, service: ServiceName, *, name: str = "") -> None:
+        """Makes a service take new work again. Needs an operator's token. `name` as in `drain`.
 
         Raises:
             Unavailable: DRAINING: the service is stopping.
-            KeyError: there is no such service here.
+            NotFound, ConfigurationError, KeyError: as `drain`.
         """
     def members(self, service: ServiceName) -> list[Member]:
         """Returns the services of a kind of which the driver has a list; none = it has none. Every token may ask.
@@ -924,7 +1079,9 @@ class OperationsClient:
         """
 
 class RolloutHandle:
-    """One rollout: `events`, `result`, `trajectory`, `calls`, `cancel`, `delete`."""
+    """One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `regrade`, `pause`, `resume`, `cancel`,
+    `delete`.
+    """
     @property
     def info(self) -> Rollout:
         """The rollout as last reported."""
@@ -936,30 +1093,68 @@ class RolloutHandle:
     def events(self, *, after: int = 0) -> Generator[RolloutEvent]:
         """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`.
 
-        A broken stream is resumed.
+        A broken stream is resumed. Raises NotFound `HOME_LOST` if the driver came back without its state.
         """
     def result(self) -> RolloutResult:
         """Waits until the rollout has ended; returns its outcome. For the trajectory use `trajectory()`."""
-    def trajectory(self, *, samples_only: bool = False, bodies: bool = False, top: bool = False) -> Trajectory:
+    def trajectory(
+        self, *, samples_only: bool = False, bodies: bool = False, top: bool = False, grade: str = ""
+    ) -> Trajectory:
         """Fetches the ended rollout's trajectory.
 
         Args:
             samples_only: without calls and branches: enough for training.
             bodies: with the agent's request bodies.
             top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
+            grade: with the reward of the further grade of this name; empty = of the first one.
 
         Raises:
+            NotFound: `GRADE_UNKNOWN`.
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
     def calls(self, *, credits: int = 64, policy_version: int | None = None) -> Generator[ModelCall]:
         """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed."""
+    def branch(
+        self,
+        call: str | int,
+        n: int = 1,
+        *,
+        answer: Message | str | None = None,
+        group_id: str = "",
+        train_prefix: bool = False,
+        replay: Replay | Literal["exact", "until_divergence"] = "exact",
+        seed: int | None = None,
+    ) -> GroupHandle:
+        """Starts n rollouts that continue this one from one of its calls; see `ps.rollouts.branch`."""
+    def regrade(self, verifier: Verifier | None = None, *, name: str = "") -> Grade:
+        """Runs a verifier on the ended rollout's end state; see `ps.rollouts.regrade`."""
     def cancel(self, reason: str = "") -> None:
         """Cancels it: returns when agent and sandbox are removed. An ended rollout keeps its outcome."""
+    def pause(self, reason: str = "", *, max_duration: float | None = None) -> bool:
+        """Pauses it, in whatever phase it is, for at most so many seconds; returns once it is held.
+
+        Its agent's sandbox is frozen, its calls wait at the gate, and its time limits stand still; one that waits is
+        not started; one that is being graded ends. A repeat replaces reason and duration.
+
+        Args:
+            reason: for the record.
+            max_duration: seconds, 1 to a day; then it goes on. None = as long as the operator allows.
+
+        Returns:
+            Whether its sandbox is frozen. False: no agent runs, or the backend cannot freeze it.
+
+        Raises:
+            FailedPrecondition: ROLLOUT_ENDED.
+            ResourceExhausted: PAUSE_LIMIT: it has been paused for as long as the operator allows.
+            Unavailable: PAUSE_PENDING, DRAINING.
+        """
+    def resume(self) -> None:
+        """Ends its pause, if it has one: returns once nothing holds it. Raises Unavailable: PAUSE_PENDING."""
     def delete(self) -> None:
         """Deletes the ended rollout with its events and trajectory."""
 
 class GroupHandle:
-    """Rollouts of one spec: `calls`, `events`, `as_ended`, `results`, `cancel`, `delete`."""
+    """Rollouts of one spec: `calls`, `events`, `as_ended`, `results`, `pause`, `resume`, `cancel`, `delete`."""
     @property
     def info(self) -> Group:
         """The group as last reported."""
@@ -995,6 +1190,10 @@ class GroupHandle:
         """
     def cancel(self, reason: str = "") -> None:
         """Cancels all its rollouts."""
+    def pause(self, reason: str = "", *, max_duration: float | None = None) -> None:
+        """Pauses each of its rollouts that has not ended: see `RolloutHandle.pause`. The grace of stragglers waits."""
+    def resume(self) -> None:
+        """Ends the pauses of its rollouts: see `RolloutHandle.resume`."""
     def delete(self) -> None:
         """Deletes the ended group with its rollouts."""
 

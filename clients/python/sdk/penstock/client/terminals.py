@@ -16,6 +16,7 @@ from typing import Final, Self
 
 from penstock.client.errors import Unavailable
 from penstock.client.rollouts import client
+from penstock.client.rollouts.driver_rpc import Drivers
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
 from penstock.client.transport.patience import Patience
@@ -190,9 +191,8 @@ class TerminalHandle:
 class TerminalsClient:
     """`ps.terminals`."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._stub = pb_grpc.TerminalServiceStub(service.channel)
+    def __init__(self, drivers: Drivers) -> None:
+        self._drivers = drivers
 
     async def open(
         self,
@@ -205,7 +205,9 @@ class TerminalsClient:
         max_steps: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> TerminalHandle:
-        """Opens an episode and returns when it is ready for commands: `async with await ps.terminals.open(task)`.
+        """Opens an episode at one of the drivers, and returns when it is ready for commands.
+
+        Use it as `async with await ps.terminals.open(task)`.
 
         Args:
             task: what to do; nothing of its verifier is in the sandbox before the answer. Its `sandbox`, `labels` and
@@ -237,14 +239,27 @@ class TerminalsClient:
         )
         if sandbox is not None:
             request.sandbox.CopyFrom(specs.sandbox_choice(sandbox))
-        answer = await self._service.call(self._stub.OpenTerminal, request, timeout=OPEN_TIMEOUT_S, repeatable=True)
-        return TerminalHandle(self._service, terminal(answer.terminal))
+        driver, answer = await self._drivers.create(
+            lambda driver, is_only: driver.service.call(
+                pb_grpc.TerminalServiceStub(driver.service.channel).OpenTerminal,
+                request,
+                timeout=OPEN_TIMEOUT_S,
+                repeatable=True,
+                while_draining=is_only,
+            )
+        )
+        return TerminalHandle(driver.service, terminal(answer.terminal))
 
     async def attach(self, terminal_id: str) -> TerminalHandle:
         """Returns a handle of an episode that was opened elsewhere. Raises NotFound `TERMINAL_UNKNOWN`."""
         request = pb.GetTerminalRequest(terminal_id=terminal_id)
-        answer = await self._service.call(self._stub.GetTerminal, request, repeatable=True)
-        return TerminalHandle(self._service, terminal(answer.terminal))
+        driver, answer = await self._drivers.having(
+            terminal_id,
+            lambda driver: driver.service.call(
+                pb_grpc.TerminalServiceStub(driver.service.channel).GetTerminal, request, repeatable=True
+            ),
+        )
+        return TerminalHandle(driver.service, terminal(answer.terminal))
 
 
 terminal: Final = reader(

@@ -1,4 +1,4 @@
-"""The methods that the page may call: reads, and starting and cancelling rollouts. All others are refused.
+"""The methods that the page may call: reads, and starting, branching and cancelling rollouts. All others are refused.
 
 The services authorize by the token's role as well: this list only keeps a compromised page from methods that no page
 needs, such as commands in sandboxes, files, agent keys of rollouts, weights.
@@ -27,12 +27,14 @@ def _methods(name: ServiceName, service: str, unary: str, streaming: str = "") -
 
 
 SERVICE_HEADER: Final = "penstock-service"
+MEMBER_HEADER: Final = "penstock-member"
+"""The name of one of several services of a kind."""
 
 ALLOWED: Final[Mapping[str, Method]] = {
     **_methods(
         "driver",
         "RolloutService",
-        "CreateRollout GetRollout ListRollouts WaitRollout CancelRollout"
+        "CreateRollout GetRollout ListRollouts WaitRollout CancelRollout BranchRollout"
         " CreateGroup GetGroup ListGroups WaitGroup CancelGroup",
         "WatchRollout WatchRollouts WatchGroup GetTrajectory",
     ),

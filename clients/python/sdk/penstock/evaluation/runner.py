@@ -16,12 +16,11 @@ from hashlib import sha256
 from typing import Final, Protocol
 
 from penstock.client.connection import Penstock
-from penstock.client.errors import AlreadyExists, FailedPrecondition, ResourceExhausted, first_of
+from penstock.client.errors import AlreadyExists, FailedPrecondition, first_of
 from penstock.client.rollouts.client import RolloutOptions
-from penstock.client.rollouts.handles import RolloutHandle, abandon, created
+from penstock.client.rollouts.handles import RolloutHandle, abandon, created_with_room
 from penstock.client.tasks.spec import AgentChoice
 from penstock.client.tasks.task import Task
-from penstock.client.transport.rpc import Backoff
 from penstock.client.types.results import (
     AgentEvent,
     AttemptFailed,
@@ -44,8 +43,6 @@ RETRIES: Final = 2
 _STOPPED: Final = ("cancelled", "operator", "refused")
 """Causes that say nothing about the attempt."""
 _INTERRUPTED: Final = "the evaluation was interrupted"
-_BUSY_FIRST_S: Final = 1.0
-_BUSY_MOST_S: Final = 30.0
 _TEXT_CHARACTERS: Final = 4000
 _OUTPUT_CHARACTERS: Final = 2000
 
@@ -222,15 +219,13 @@ class Evaluation:
         options["labels"] = {**options.get("labels", {}), "attempt": str(index)}
         if "seed" in options:
             options["seed"] += index
-        backoff = Backoff(_BUSY_FIRST_S, _BUSY_MOST_S)
-        while True:
-            try:
-                creation = self._ps.rollouts.create(self._tasks[task_id], self._agent, rollout_id=rollout_id, **options)
-                return await created(creation, _INTERRUPTED)
-            except AlreadyExists:  # an earlier run created it and lost the answer
-                return await self._ps.rollouts.attach(rollout_id)
-            except ResourceExhausted as busy:
-                await asyncio.sleep(backoff.next(busy))
+        creation = self._ps.rollouts.create
+        try:
+            return await created_with_room(
+                lambda: creation(self._tasks[task_id], self._agent, rollout_id=rollout_id, **options), _INTERRUPTED
+            )
+        except AlreadyExists:  # an earlier run created it and lost the answer
+            return await self._ps.rollouts.attach(rollout_id)
 
     def _next(self, task_id: str, index: int) -> int:
         """Returns the number of the rollout to create or resume: the first that is not in the book."""

@@ -8,7 +8,6 @@ Invariants: all problems of all tasks are found at once, each with file, line an
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,7 +20,6 @@ from penstock.client.tasks.rollout_keys import RolloutKeys
 from penstock.client.tasks.strict_model import Strict
 from penstock.client.tasks.task import Task, build_task
 from penstock.client.tasks.yaml import YamlFile
-from penstock.client.wire import specs
 
 SET_FILES: Final = ("taskset.yaml", "taskset.yml", "taskset.json")
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
@@ -91,14 +89,6 @@ def load_tasks(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> Ta
     return TaskSet(name=name, tasks=tuple(sorted(found, key=lambda task: task.task_id)))
 
 
-def digest(task: Task) -> str:
-    """Returns a hash of everything that its rollouts depend on."""
-    parts = [specs.task(task)]
-    message = b"".join(part.SerializeToString(deterministic=True) for part in parts)
-    terms = repr((task.sandbox, task.limits, task.budgets)).encode()
-    return sha256(b"%d:" % len(message) + message + terms).hexdigest()
-
-
 def schemas() -> dict[str, dict[str, Any]]:
     """Returns the JSON schemas of a task file and of a task set file, for editors."""
     task, tasks = TaskFile.model_json_schema(by_alias=True), TaskSetFile.model_json_schema(by_alias=True)
@@ -129,6 +119,10 @@ def _entries(path: Path) -> tuple[str, Mapping[str, Any], list[Path]]:
 
 
 def _check_defaults(source: YamlFile, defaults: Mapping[str, Any]) -> None:
+    sandbox = defaults.get("sandbox")
+    if isinstance(sandbox, Mapping) and "packages" in sandbox:
+        # Their files are beside the task file that names them, as all files of a task.
+        raise source.refused("defaults.sandbox.packages", "must be in the file of each task, with its locks beside it")
     try:
         source.validated(Defaults, "task set", defaults)
     except InvalidArgument as error:

@@ -23,7 +23,11 @@ from penstock.trajectory.v1 import trajectory_pb2
 
 _INTERRUPTED: Final = "the proof was interrupted"
 AGENT: Final = "penstock-solution"
-_PATH: Final = ".penstock-solution/solution.sh"
+REPORT: Final = "PENSTOCK "
+"""How a line of the script's output begins that is recorded as an event of the agent, with the field `line`."""
+PLACE: Final = ".penstock-solution"
+"""The agent's directory in the sandbox's home."""
+_PATH: Final = f"{PLACE}/solution.sh"
 _TAIL: Final = 1500
 
 
@@ -134,8 +138,19 @@ def _spec() -> agent_pb2.AgentSpec:
         instruction=agent_pb2.InstructionDelivery(method=agent_pb2.InstructionDelivery.METHOD_FILE, path=_PATH),
         # Like every agent it has a model, but never calls it.
         files=[
-            agent_pb2.ConfigFile(path=".penstock-solution/endpoint", text="{{base_url}}\n"),
-            agent_pb2.ConfigFile(path=".penstock-solution/key", text="{{api_key}}"),
+            agent_pb2.ConfigFile(path=f"{PLACE}/endpoint", text="{{base_url}}\n"),
+            agent_pb2.ConfigFile(path=f"{PLACE}/key", text="{{api_key}}"),
         ],
         dialects=[trajectory_pb2.DIALECT_CHAT_COMPLETIONS],
+        events=agent_pb2.EventMapping(
+            source=agent_pb2.EventMapping.SOURCE_STDOUT_LINES,
+            rules=[
+                agent_pb2.EventRule(
+                    when=f"starts_with(line, '{REPORT}')",
+                    kind=agent_pb2.AGENT_EVENT_KIND_OTHER,
+                    fields={"line": "line"},
+                ),
+                agent_pb2.EventRule(when="line != `null`"),
+            ],
+        ),
     )

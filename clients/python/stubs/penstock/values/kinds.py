@@ -69,6 +69,15 @@ class _Words(_Table):
         return str(key)
 
 
+class _Numbers(_Table):
+    """The numbers of an enum's words; the digits of one that was read without a word become that number again."""
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, str) and key.isdecimal():
+            return int(key)
+        return super().__missing__(key)
+
+
 class _Open(_Table):
     """The members of an OpenEnum by their numbers."""
 
@@ -110,7 +119,8 @@ def writing(pair: Pair, nested: Nested) -> Convert | None:
         lacking = members.keys() - numbers.keys()
         if lacking:
             raise pair.mismatch(f"{field.enum_type.full_name} has no {', '.join(sorted(lacking))}")
-        return _Table(pair, {member: numbers[name] for name, member in members.items()}).__getitem__
+        table = {member: numbers[name] for name, member in members.items()}
+        return (_Numbers if kind is str else _Table)(pair, table).__getitem__
     times = _times(kind, field)
     if _is_message(kind, field):
         return partial(_kept, pair)

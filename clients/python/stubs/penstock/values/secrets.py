@@ -50,13 +50,14 @@ def _mask(message: Any) -> None:
     for field, value in message.ListFields():
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
         if is_secret(field):
+            mask = MASK.encode() if field.type == FieldDescriptor.TYPE_BYTES else MASK
             if is_map:
                 for key in value:
-                    value[key] = MASK
+                    value[key] = mask
             elif field.is_repeated:
-                value[:] = [MASK] * len(value)
+                value[:] = [mask] * len(value)
             else:
-                setattr(message, field.name, MASK)
+                setattr(message, field.name, mask)
         elif field.message_type is not None:
             if is_map:
                 if field.message_type.fields_by_name["value"].message_type is not None:

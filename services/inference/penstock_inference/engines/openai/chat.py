@@ -42,10 +42,10 @@ def chat_body(request: ChatRequest, model: str) -> dict[str, Any]:
     return body
 
 
-async def ask(endpoint: Endpoint, body: dict[str, Any], queued_at: float) -> ChatAnswer:
+async def ask(endpoint: Endpoint, body: dict[str, Any], queued_at: float, session_id: str = "") -> ChatAnswer:
     """Send it and return the answer. Raises PenstockError."""
     began = time.monotonic()
-    answer = await endpoint.post("/chat/completions", body)
+    answer = await endpoint.post("/chat/completions", body, session_id)
     try:
         choice = answer["choices"][0]
         return ChatAnswer(

@@ -201,7 +201,7 @@ class OpenAiEngine:
         with self._named(request.request_id):
             if not await self._admission.enter(place):
                 return self._count(ChatAnswer.aborted(time.monotonic() - queued_at))
-            task = asyncio.create_task(ask(self._endpoint, body, queued_at))
+            task = asyncio.create_task(ask(self._endpoint, body, queued_at, request.session_id))
             self._running[request.request_id] = (place, task.cancel)
             try:
                 await asyncio.wait((task,))
@@ -339,7 +339,8 @@ class OpenAiEngine:
     async def _follow(self, flight: Flight, facts: Facts) -> None:
         """Read the endpoint's events. Cancellation closes the connection, which aborts the generation."""
         try:
-            async with aclosing(self._endpoint.events("/completions", self._body(flight, facts))) as events:
+            body, session_id = self._body(flight, facts), flight.request.session_id
+            async with aclosing(self._endpoint.events("/completions", body, session_id)) as events:
                 async for event in events:
                     flight.take(event)
             flight.end()

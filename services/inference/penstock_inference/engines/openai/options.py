@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.membership.session_header import checked_name
 from penstock_chassis.settings import refuse_blank
 from penstock_chassis.validation import violations_of
 from penstock_inference.engines.base import EngineOptions, LogprobsMode
@@ -40,8 +41,15 @@ class OpenAiOptions(BaseModel):
     logprobs: Literal["auto", "processed", "raw", "none"] = "auto"
     """The distribution of its logprobs; `auto` measures it."""
     connect_timeout_s: float = Field(10.0, gt=0, le=600)
+    session_header: str = ""
+    """Name of a header that carries the session's id, for a router in front; empty sends none."""
     idle_timeout_s: float = Field(600.0, gt=0, le=24 * 3600)
     """Silence after which a generation is aborted: it may be queued upstream."""
+
+    @field_validator("session_header")
+    @classmethod
+    def _a_header(cls, value: str) -> str:
+        return checked_name(value)
 
     @field_validator("base_url")
     @classmethod
@@ -93,6 +101,7 @@ class OpenAiOptions(BaseModel):
                 connect_s=self.connect_timeout_s,
                 idle_s=self.idle_timeout_s,
                 ca_file=self.ca_file,
+                session_header_name=self.session_header,
             )
         except OSError as error:
             what = error.strerror or type(error).__name__

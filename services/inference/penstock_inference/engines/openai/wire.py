@@ -28,6 +28,7 @@ from penstock_chassis.errors import (
     Unavailable,
     Violation,
 )
+from penstock_chassis.membership import session_header
 from penstock_chassis.validation import invalid
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -58,6 +59,7 @@ class Endpoint:
         connect_s: timeout for connecting, in seconds.
         idle_s: an answer is aborted after this many seconds of silence.
         ca_file: a private CA.
+        session_header_name: of the header that carries the session's id of a request; empty sends none.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Endpoint:
         connect_s: float,
         idle_s: float,
         ca_file: Path | None = None,
+        session_header_name: str = "",
     ) -> None:
         self.base_url = base_url
+        self._session_header = session_header_name
         self._key = api_key
         context = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
         self._http = aiohttp.ClientSession(
@@ -91,17 +95,17 @@ class Endpoint:
         async with self._answer("GET", f"{base}{path}", None) as answer:
             return await self._whole(answer)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Post a body and return the JSON answer. Raises PenstockError."""
-        async with self._answer("POST", f"{self.base_url}{path}", body) as answer:
+    async def post(self, path: str, body: Mapping[str, Any], session_id: str = "") -> Any:
+        """Post a body of a session and return the JSON answer. Raises PenstockError."""
+        async with self._answer("POST", f"{self.base_url}{path}", body, session_id) as answer:
             return await self._whole(answer)
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+    async def events(self, path: str, body: Mapping[str, Any], session_id: str = "") -> AsyncGenerator[Any, None]:
         """Yield the JSON values of a stream, in order, until the endpoint's end mark.
 
         Raises PenstockError; Unavailable (UPSTREAM_CUT_OFF) for a stream without that mark.
         """
-        async with self._answer("POST", f"{self.base_url}{path}", body) as answer:
+        async with self._answer("POST", f"{self.base_url}{path}", body, session_id) as answer:
             if answer.content_type == "application/json":
                 # It does not stream: the whole answer is one event.
                 yield await self._whole(answer)
@@ -131,11 +135,12 @@ class Endpoint:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, url: str, body: Mapping[str, Any] | None
+        self, method: str, url: str, body: Mapping[str, Any] | None, session_id: str = ""
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer with status 200. Raises PenstockError, also for failures while it is read."""
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if data is None else {"content-type": "application/json"}
+        headers |= session_header.headers(self._session_header, session_id)
         reused = asyncio.Event()
 
         def ask() -> Awaitable[aiohttp.ClientResponse]:

@@ -22,6 +22,7 @@ from penstock_chassis.errors import ResourceExhausted
 from penstock_interception.domain.calls import CallState, RolloutSpec
 from penstock_interception.domain.deadlines import Clock, Deadlines
 from penstock_interception.domain.host_tools import CallKey, HostTool, ToolCallRecord, ToolResult
+from penstock_interception.domain.recordings import ReplayedResult
 from penstock_interception.domain.results import Accepted, Rejection, RejectionReason
 from penstock_interception.domain.state import RolloutTools, Selector, Session, ToolCall
 from penstock_interception.gate.context import GateLimits
@@ -155,15 +156,36 @@ class HostToolBroker:
         self._serve(call)
         return call
 
-    def refuse(self, rollout_id: str, tool: HostTool, arguments: bytes, key: CallKey, result: ToolResult) -> ToolCall:
-        """Records a call with invalid arguments and `result`, the result for the agent. No host gets it (R15).
+    def replay(
+        self, rollout_id: str, tool: HostTool, arguments: bytes, key: CallKey, replayed: ReplayedResult
+    ) -> ToolCall:
+        """Records a call that a recorded result answers. No host gets it (R128).
+
+        Raises what `begin` raises: the call counts against the same limits.
+        """
+        call = self._made(rollout_id, tool, arguments, key)
+        call.result, call.origin, call.ended_at = replayed.result, replayed.origin, self._clock.wall()
+        call.committed = self._store.end_replayed(call, replayed.recorded.call_id)
+        call.committed.add_done_callback(lambda written: self._committed(call, written))
+        return call
+
+    def refuse(
+        self,
+        rollout_id: str,
+        tool: HostTool,
+        arguments: bytes,
+        key: CallKey,
+        result: ToolResult,
+        reason: str = ARGUMENTS_INVALID,
+    ) -> ToolCall:
+        """Records a call that is refused for a reason, and `result`, the result for the agent. No host gets it (R15).
 
         Raises what `begin` raises: the call counts against the same limits.
         """
         call = self._made(rollout_id, tool, arguments, key)
         call.result, call.ended_at = result, self._clock.wall()
-        call.committed = self._store.end_call(call, CallState.DELIVERED, ARGUMENTS_INVALID)
-        call.committed.add_done_callback(lambda written: self._committed(call, written, ARGUMENTS_INVALID))
+        call.committed = self._store.end_call(call, CallState.DELIVERED, reason)
+        call.committed.add_done_callback(lambda written: self._committed(call, written, reason))
         return call
 
     def _made(self, rollout_id: str, tool: HostTool, arguments: bytes, key: CallKey) -> ToolCall:

@@ -27,6 +27,7 @@ from aiohttp import web
 from penstock_chassis.errors import PenstockError
 from penstock_interception.domain.calls import CallState, RolloutState
 from penstock_interception.domain.host_tools import CallKey, HostTool, ToolResult
+from penstock_interception.domain.recordings import ReplayedResult
 from penstock_interception.domain.state import Rollout, ToolCall
 from penstock_interception.gate.host_tools import schemas
 from penstock_interception.gate.host_tools.bounded import TooManySteps
@@ -58,6 +59,7 @@ _EVENTS: Final = "text/event-stream"
 _SESSION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _ENVELOPE_BYTES: Final = 16 << 10
 """Allowance for a request's bytes besides its arguments."""
+_DIVERGED: Final = "REPLAY_DIVERGED: this call differs from what was recorded here, and goes to no tool."
 _GONE: Final = {
     "EXPIRED": "The tool timed out. It may still have had an effect.",
     "TRAINER_GONE": "The tool is no longer available. It may have had an effect.",
@@ -182,24 +184,36 @@ class McpServer:
             raise RpcError(jsonrpc.INVALID_PARAMS, f"Unknown tool: {name[:64]}")
         key = CallKey(session, message.id_json, hashlib.sha256(body).digest())
         call, refusal = self._broker.same_call(rollout.id, key), ""
+        recorded: ReplayedResult | None = None
+        given, replays = orjson.dumps(arguments), self._interceptor.replays
         if call is None:
             wrong = await self._wrong_with(tool, arguments, len(body))
             if wrong:
                 refusal = "The arguments do not match the tool's schema:\n" + "\n".join(wrong)
+            else:
+                recorded = await replays.take_tool(rollout, name, arguments)
             if rollout.state is RolloutState.CLOSED:
                 return self.unauthorised()
             call = self._broker.same_call(rollout.id, key)  # a duplicate may have arrived meanwhile
+            if recorded is not None and (call is not None or self._interceptor.registry.draining):
+                replays.give_tool_back(rollout, recorded)
         if call is None:
             if self._interceptor.registry.draining:
                 return _failed(message, "The service is stopping. Try again in a moment.")
-            given = orjson.dumps(arguments)
             try:
                 if refusal:
                     refused = ToolResult(orjson.dumps({"text": refusal}), is_error=True)
                     call = self._broker.refuse(rollout.id, tool, given, key, refused)
+                elif recorded is not None:
+                    call = self._broker.replay(rollout.id, tool, given, key, recorded)
+                elif replays.refuses_tools(rollout):
+                    refused = ToolResult(orjson.dumps({"text": _DIVERGED}), is_error=True)
+                    call = self._broker.refuse(rollout.id, tool, given, key, refused, "REPLAY_DIVERGED")
                 else:
                     call = self._broker.begin(rollout.id, tool, given, key)
             except PenstockError as error:
+                if recorded is not None:
+                    replays.give_tool_back(rollout, recorded)
                 return _failed(message, error.message)
         self._broker.attach(call)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock_sandbox.backends.docker.engine.errors import Json
 from penstock_sandbox.backends.docker.images import pause_program
-from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR
+from penstock_sandbox.backends.docker.images.additions import USER, WORKDIR, unwanted
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage
 from penstock_sandbox.domain.model import NetworkKind, Resources
 
@@ -95,11 +95,6 @@ def sandbox(
     if runtime:
         host["runtime"] = runtime
     return settings, host
-
-
-def unwanted(name: str) -> bool:
-    """Whether an image's variable is dropped: Penstock's own names, and libraries loaded into every program."""
-    return name.startswith("PENSTOCK_") or name in ("LD_PRELOAD", "LD_AUDIT")
 
 
 def inhabit(settings: Json, host: Json, argv: Sequence[str], mount: Mapping[str, Any]) -> None:

@@ -29,6 +29,8 @@ class DockerOptions:
     prepared_bytes: int = 20 * 1024**3
     tmp_bytes: int = 1024 * 1024 * 1024
     allow_open_network: bool = False
+    allowlists: bool = False
+    """Whether the service runs the proxy of allow-lists."""
 
     @classmethod
     def of(cls, settings: SandboxSettings, *, may_pull: bool) -> DockerOptions:
@@ -49,4 +51,5 @@ class DockerOptions:
             may_pull=may_pull,
             tmp_bytes=settings.tmp_bytes,
             allow_open_network=settings.allow_open_network,
+            allowlists=bool(settings.egress_hosts),
         )

@@ -23,13 +23,13 @@ from penstock_sandbox.backends.docker.cleanup.reaper import SANDBOX, SNAPSHOT, O
 from penstock_sandbox.backends.docker.engine.daemon import Daemon
 from penstock_sandbox.backends.docker.engine.errors import Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import changes
-from penstock_sandbox.backends.docker.images.additions import SYSTEM_PATH
+from penstock_sandbox.backends.docker.images.additions import SYSTEM_PATH, unwanted
 from penstock_sandbox.backends.docker.images.diff_buffer import read_ahead
 from penstock_sandbox.backends.docker.images.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.images.prepared_images import ReadyImage, described
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.domain.backend import SandboxHandle
-from penstock_sandbox.domain.model import SandboxSpec
+from penstock_sandbox.domain.model import NetworkKind, SandboxSpec
 from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults
 from penstock_sandbox.guest_client.stream import LinkLost
 from penstock_sandbox.host.errors import Refused as RefusedInside
@@ -189,6 +189,7 @@ class DockerSandboxes:
                 stats=reached.stats,
                 oom_kills=reached.oom_kills,
                 judge=lambda reason: _what_ended(box, reason),
+                keeps_network=spec.network.kind is NetworkKind.OPEN,
             ),
         )
         try:
@@ -288,7 +289,7 @@ def _not_made(error: Refused) -> Internal:
 def _environment(image: ReadyImage, path: Sequence[str]) -> dict[str, str]:
     """Returns the environment of every process of a sandbox: the image's own, and the user's."""
     account = image.account
-    kept = {name: value for name, value in image.env.items() if not container.unwanted(name)}
+    kept = {name: value for name, value in image.env.items() if not unwanted(name)}
     return {
         "LANG": "C.UTF-8",
         **kept,

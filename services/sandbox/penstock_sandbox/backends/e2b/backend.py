@@ -42,6 +42,7 @@ from penstock_sandbox.backends.e2b.layers import Layers
 from penstock_sandbox.backends.e2b.provisioning import equip
 from penstock_sandbox.backends.e2b.sandbox import E2BSandbox, process_defaults
 from penstock_sandbox.backends.e2b.trial_checks import holds_processes, leak, pauses
+from penstock_sandbox.backends.machine.sweeping import SWEEP_S, sweep_forever
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
 from penstock_sandbox.guest_client.stream import LinkLost
@@ -49,8 +50,7 @@ from penstock_sandbox.host.errors import Refused
 
 _MARGIN_S = 60.0
 _TRIAL_S = 120.0
-_SWEEP_S = 60.0
-_TRIAL_DELAYS = Delays(1.0, _SWEEP_S)
+_TRIAL_DELAYS = Delays(1.0, SWEEP_S)
 _REMOVAL_DELAYS = Delays(0.5, 60.0, jitter=(0.5, 1.0))
 _LAST_CHANCE_S = 10.0
 
@@ -101,7 +101,7 @@ class E2BBackend(Backend):
             self._layers = Layers(self._cloud, self._removals)
             if not await self._try():
                 self._loops.start(self._try_again())
-            self._loops.start(self._sweep_forever())
+            self._loops.start(sweep_forever(self._sweep_all, (PenstockError, Denied)))
 
     async def _try(self) -> bool:
         """Removes leftovers and tries a sandbox; returns False if E2B was unreachable, so that a retry may help."""
@@ -360,14 +360,9 @@ class E2BBackend(Backend):
                 _log.warning("removing a leftover", sandbox=one.sandbox_id)
                 await self._removals.delete(one.id, functools.partial(self._our_cloud.kill, one.id))
 
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                await self._sweep()
-                await self._our_layers.sweep()
-            except (PenstockError, Denied) as error:
-                _log.warning("looking for leftovers failed; it is retried", why=str(error))
+    async def _sweep_all(self) -> None:
+        await self._sweep()
+        await self._our_layers.sweep()
 
     # Parts -------------------------------------------------------------------------------------------------------
 

@@ -25,14 +25,15 @@ import structlog
 from penstock_chassis.aio.deletion import DELAYS, Deletions
 from penstock_chassis.aio.retry import Backoff
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
-from penstock_sandbox.backends.hf import bootstrap, hub_sdk
-from penstock_sandbox.backends.hf.archive_store import Archives
-from penstock_sandbox.backends.hf.archive_transfer import equip
+from penstock_sandbox.backends.hf import hub_sdk
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Remote
 from penstock_sandbox.backends.hf.hub_sdk import HubClient
 from penstock_sandbox.backends.hf.legacy_sdk import LegacyClient
 from penstock_sandbox.backends.hf.sandbox import HfSandbox
 from penstock_sandbox.backends.hf.threads import Threads
+from penstock_sandbox.backends.machine import bootstrap
+from penstock_sandbox.backends.machine.archive_store import Archives
+from penstock_sandbox.backends.machine.archive_transfer import equip
 from penstock_sandbox.domain.backend import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.domain.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
 from penstock_sandbox.guest_client import program
@@ -217,7 +218,7 @@ class HfBackend(Backend):
         toolboxes: Sequence[MountedToolbox],
         on_lost: Callable[[str], None],
     ) -> HfSandbox:
-        place = await bootstrap.prepare(remote, as_root=spec.user == "root")
+        place = await bootstrap.prepare(remote, as_root=spec.user == "root", backend=self.name)
         layers = [self._archives.layer(spec.snapshot_id)] if spec.snapshot_id else []
         async with self._archives.packed(toolboxes) as packed:
             # Recorded before anything is unpacked, so that a later capture includes the layer below.
@@ -228,7 +229,7 @@ class HfBackend(Backend):
 
     async def _release(self, sandbox: HfSandbox) -> None:
         self._live.pop(sandbox.id, None)
-        await self._end(sandbox.remote)
+        await self._end(sandbox.machine)
 
     async def _end(self, remote: Remote) -> None:
         """Ends a job, with retries; waits for it for a while, then continues in the background."""
@@ -240,7 +241,7 @@ class HfBackend(Backend):
         while True:
             await asyncio.sleep(self._options.idle_timeout_s / _TOUCHES_PER_IDLE_TIMEOUT)
             touched = await asyncio.gather(
-                *(one.remote.touch() for one in list(self._live.values())), return_exceptions=True
+                *(one.machine.touch() for one in list(self._live.values())), return_exceptions=True
             )
             for result in touched:
                 if isinstance(result, Exception):

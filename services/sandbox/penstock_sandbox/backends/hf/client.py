@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock_chassis.aio.tasks import TaskOwner
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
 from penstock_sandbox.backends.hf.threads import Threads
+from penstock_sandbox.backends.machine.machine import Machine, Outcome
 from penstock_sandbox.guest_client.pipe import Pipe
 
 if TYPE_CHECKING:
@@ -49,15 +50,6 @@ class HfOptions:
 
     def __repr__(self) -> str:
         return f"HfOptions(image={self.image!r}, flavor={self.flavor!r}, namespace={self.namespace!r})"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a short command in a sandbox; ``code`` is -1 if it was killed or is unknown."""
-
-    code: int
-    stdout: str
-    stderr: str
 
 
 class Jobs:
@@ -104,7 +96,7 @@ class Jobs:
             ) from error
 
 
-class Remote(abc.ABC):
+class Remote(Machine, abc.ABC):
     """One sandbox at Hugging Face: a job."""
 
     def __init__(self, job_id: str, jobs: Jobs, threads: Threads) -> None:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock_sandbox.backends.hf import bootstrap
-from penstock_sandbox.backends.hf.client import Client, HfOptions, Jobs, Outcome, Remote, explain
+from penstock_sandbox.backends.hf.client import Client, HfOptions, Jobs, Remote, explain
 from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
 from penstock_sandbox.backends.hf.threads import Threads
+from penstock_sandbox.backends.machine import bootstrap
+from penstock_sandbox.backends.machine.machine import Outcome
 from penstock_sandbox.guest import poller
 from penstock_sandbox.guest_client.pipe import Armoured, Pipe
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock_chassis.errors import PenstockError
-from penstock_sandbox.backends.hf import bootstrap
 from penstock_sandbox.backends.hf.threads import Threads, call_on_loop
+from penstock_sandbox.backends.machine import bootstrap
 from penstock_sandbox.guest.handshake import NO_GUEST
 from penstock_sandbox.guest_client.pipe import SandboxGone
 

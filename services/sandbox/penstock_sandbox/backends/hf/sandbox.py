@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from penstock_chassis.errors import Unavailable
-from penstock_sandbox.backends.hf import bootstrap
 from penstock_sandbox.backends.hf.client import Remote
+from penstock_sandbox.backends.machine import bootstrap
 from penstock_sandbox.guest_client.pipe import Pipe, SandboxGone
 from penstock_sandbox.guest_client.sandbox import BackendHooks, GuestSandbox, ProcessDefaults, by_what_serves_it
 
@@ -32,7 +32,7 @@ class HfSandbox(GuestSandbox):
         self,
         sandbox_id: str,
         remote: Remote,
-        place: bootstrap.PreparedJob,
+        place: bootstrap.PreparedMachine,
         path: Sequence[str],
         on_lost: Callable[[str], None],
         release: Callable[[HfSandbox], Awaitable[None]],
@@ -44,7 +44,7 @@ class HfSandbox(GuestSandbox):
             BackendHooks(on_lost, destroy=self._end_at_hf, judge=self._what_ended_it),
             heartbeat_s=_HEARTBEAT_S,
         )
-        self.remote = remote
+        self.machine = remote
         self.place = place
         self.keep: Callable[[], Awaitable[None]] | None = None
         """Run once by ``destroy``, after the link has closed and before the job is ended."""
@@ -56,12 +56,12 @@ class HfSandbox(GuestSandbox):
         if self._attached:
             # The last pipe broke: perhaps because the job ended. If that is unknown, trying shows it.
             with contextlib.suppress(Unavailable):
-                if how := await self.remote.ended():
-                    _log.warning("a job ended", sandbox=self.id, job=self.remote.job_id, how=how)
+                if how := await self.machine.ended():
+                    _log.warning("a job ended", sandbox=self.id, job=self.machine.job_id, how=how)
                     self._how = how
                     raise SandboxGone("JOB_ENDED")
         self._attached = True
-        return await self.remote.attach(self.place.command)
+        return await self.machine.attach(self.place.command)
 
     async def _what_ended_it(self, reason: str) -> str:
         # Its first process only waits: it ends by itself only if the workload used up the job's memory.

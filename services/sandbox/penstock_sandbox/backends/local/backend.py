@@ -12,11 +12,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -28,6 +29,8 @@ from penstock_sandbox.backends.local.channel import ChannelClosed
 from penstock_sandbox.backends.local.disk.limits import Disk
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.backends.local.host_users import UserPool
+from penstock_sandbox.backends.local.images import bases, first_process
+from penstock_sandbox.backends.local.images.bases import Base, Bases, root_refused
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.sealed_layers import SealedLayers
 from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
@@ -40,21 +43,26 @@ from penstock_sandbox.domain.model import (
     ForkKind,
     NetworkKind,
     NetworkPolicy,
+    RepeatablePart,
     SandboxSpec,
 )
 from penstock_sandbox.host import cgroups
 from penstock_sandbox.host.cgroups import Cgroups, Group
 from penstock_sandbox.host.errors import Refused
+from penstock_sandbox.images import reference
+from penstock_sandbox.images.store import ImageOptions, ImageStore
 
 _STAGES = ("/mnt", "/srv", "/media")
 _EMPTY_GROUP_WAIT_S = 0.002
 _EMPTY_GROUP_TRIES = 500
-_IMAGE = "host"
+HOST = "host"
+"""The image that stands for the host's own programs, read-only."""
 _ADVICE = (
     " (this kernel may forbid user namespaces to ordinary users: check the sysctls user.max_user_namespaces,"
     " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns)"
 )
 _GROUPS = "control-groups"
+_REPEATABLE = frozenset({RepeatablePart.HOSTNAME, RepeatablePart.MACHINE_ID, RepeatablePart.PROCESS_IDS})
 
 _log = structlog.get_logger(__name__)
 
@@ -70,6 +78,15 @@ class LocalOptions:
     """Minimum free space for a create; with less than half of that, sandboxes are ended."""
     extra_read_only: tuple[Path, ...] = ()
     allow_open_network: bool = False
+    allowlists: bool = False
+    """Whether the service runs the proxy of allow-lists."""
+    extra_ca: Path | None = None
+    """A certificate that the system's bundle in sandboxes holds too."""
+    images: ImageOptions = field(default_factory=ImageOptions)
+    image: str = HOST
+    """Of specs that name none: HOST, or the name of one."""
+    allowed_images: tuple[str, ...] = ("*",)
+    """Patterns (with * and ?) of the images that a spec may name."""
     staged: dict[str, Path] = field(default_factory=dict)
     """Further host directories that may be mounted in sandboxes, such as language runtimes."""
 
@@ -93,10 +110,21 @@ class LocalBackend(Backend):
         self._starting = asyncio.Lock()
         self._live: dict[str, LocalSandbox] = {}
         self._disk = Disk(self._root, options.min_free)
-        self._sealed_layers = SealedLayers(self._root, self._users, self._remove_later)
+        self._images = ImageStore(self._root / "images", options.images)
+        self._bases = Bases(
+            self._root / "bases",
+            self._images,
+            self._users,
+            lambda path: self._stage.map(path),
+            self._remove_later,
+            as_root=self._as_root,
+        )
+        self._images.on_evicted = self._bases.evicted
+        self._sealed_layers = SealedLayers(self._root, self._users, self._bases, self._remove_later)
         self._tasks = TaskOwner()
         self._hastening: asyncio.Task[None] | None = None
         self._closing = False
+        self._fixes_clocks = False
 
     # Opening and closing -----------------------------------------------------------------------------------------
 
@@ -113,17 +141,21 @@ class LocalBackend(Backend):
             self._prepare(found)
             await self._disk.open(self._options.first_uid if self._as_root else None)
             await self._probe()
+            await asyncio.to_thread(self._bases.open)
+            await self._images.open()
             self._disk.guard(lambda: list(self._live.values()), self._removals_end)
 
     def _prepare(self, found: bubblewrap.Bubblewrap) -> None:
-        for name in ("sandboxes", "layers", "trash", "toolboxes", "spool"):
+        for name in ("sandboxes", "layers", "trash", "toolboxes", "spool", "images"):
             (self._root / name).mkdir(parents=True, exist_ok=True)
         # Traversable, not listable: an ordinary user passes through to its own directories.
         for folder in (self._root, self._root / "sandboxes", self._root / "layers", self._root / "toolboxes"):
             folder.chmod(0o711)
         (self._root / "spool").chmod(0o700)
         if self._as_root:
-            sources = {"state": self._root, **self._options.staged}
+            # The layers of images by a short path: the paths of all layers of an overlay are one page at most.
+            sources = {"i": self._images.layers_folder, "state": self._root, **self._options.staged}
+            self._images.layers_folder.mkdir(exist_ok=True)
             sources |= {f"extra{index}": path for index, path in enumerate(self._options.extra_read_only)}
             sources |= {folder.name: folder for folder in found.folders}
             root = next((Path(path) for path in _STAGES if os.path.isdir(path)), None)
@@ -133,6 +165,8 @@ class LocalBackend(Backend):
         self._binds = [rootfs.Bind(self._stage.map(bind.source), bind.target) for bind in binds]
         self._read_only_names = rootfs.read_only_names(binds)
         rootfs.write_skeleton(self._root / "base", binds)
+        if self._options.extra_ca is not None:
+            rootfs.add_certificate(self._root / "base", self._options.extra_ca)
         if self._as_root or os.access("/sys/fs/cgroup", os.R_OK):
             self._cgroups = Cgroups.detect(cgroups.group_name(self._root))
             # Where they are depends on this process's group, which may differ at the next start.
@@ -153,7 +187,7 @@ class LocalBackend(Backend):
             remembered.unlink()
         if (self._root / "sandboxes").is_dir():
             bubblewrap.kill_left([folder.name for folder in (self._root / "sandboxes").iterdir()])
-        for name in ("sandboxes", "trash", "spool", "layers"):
+        for name in ("sandboxes", "trash", "spool", "layers", "bases"):
             folder = self._root / name
             for child in folder.iterdir() if folder.is_dir() else ():
                 try:
@@ -166,6 +200,8 @@ class LocalBackend(Backend):
     async def _probe(self) -> None:
         """Makes a sandbox and checks it from inside before anything is claimed (R55)."""
         networks = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
+        if self._options.allowlists:
+            networks.add(NetworkKind.ALLOWLIST)
         if self._options.allow_open_network:
             networks.add(NetworkKind.OPEN)
         claimed = Capabilities(
@@ -184,10 +220,29 @@ class LocalBackend(Backend):
             pause=cgroups.FREEZER in self._cgroups.controllers,
             live_fork=cgroups.FREEZER in self._cgroups.controllers,
             system_read_only=True,
+            repeatable=_REPEATABLE,
         )
         self.unavailable_reason = ""
+        # Whether a kernel that has time namespaces also lets an ordinary user set their clocks is known by trying.
+        self._fixes_clocks = os.path.exists("/proc/self/ns/time")
+        problem = await self._trial(claimed)
+        if problem and self._fixes_clocks:
+            self._fixes_clocks = False
+            _log.info("clocks of sandboxes cannot be set here", reason=problem)
+            problem = await self._trial(claimed)
+        if self._fixes_clocks:
+            claimed = replace(claimed, repeatable=_REPEATABLE | {RepeatablePart.CLOCKS})
+        if problem:
+            advice = _ADVICE if "uid map" in problem or "namespace" in problem else ""
+            self.unavailable_reason = f"a trial sandbox failed: {problem}{advice}"
+            _log.error("local backend unavailable", reason=problem)
+        else:
+            self.capabilities = claimed
+
+    async def _trial(self, claimed: Capabilities) -> str:
+        """Makes a sandbox as repeatable as it can be; returns what is wrong with it."""
         try:
-            handle = await self.create("probe", SandboxSpec(), (), lambda _: None)
+            handle = await self.create("probe", SandboxSpec(image=HOST, repeatable=True), (), lambda _: None)
             try:
                 problem = await bubblewrap.look(handle)
                 if claimed.pause:
@@ -196,13 +251,8 @@ class LocalBackend(Backend):
             finally:
                 await handle.destroy()
         except (PenstockError, OSError) as error:
-            problem = str(error)
-        if problem:
-            advice = _ADVICE if "uid map" in problem or "namespace" in problem else ""
-            self.unavailable_reason = f"a trial sandbox failed: {problem}{advice}"
-            _log.error("local backend unavailable", reason=problem)
-        else:
-            self.capabilities = claimed
+            return str(error)
+        return problem
 
     async def aclose(self) -> None:
         self._closing = True
@@ -215,6 +265,8 @@ class LocalBackend(Backend):
                 _log.error("a sandbox was not removed at shutdown", error=repr(result))
         if self._spawner is not None:
             await self._spawner.aclose()
+        await self._bases.aclose()
+        await self._images.aclose()
         await self._tasks.wait()
         if self._hastening is not None:
             await asyncio.gather(self._hastening, return_exceptions=True)
@@ -227,6 +279,31 @@ class LocalBackend(Backend):
     def refuse_unsupported(self, spec: SandboxSpec) -> None:
         super().refuse_unsupported(spec)
         cgroups.refuse_beyond_machine(spec.resources)
+        if spec.user == "root":
+            raise root_refused(spec.user)
+        if image := self._image(spec):
+            reference.parse(image)
+            allowed = (self._options.image, *self._options.allowed_images)
+            if not any(fnmatch.fnmatchcase(image, pattern) for pattern in allowed):
+                raise FailedPrecondition(
+                    f"the operator's local_allowed_images does not allow {image!r}",
+                    reason="IMAGE_NOT_ALLOWED",
+                    metadata={"backend": self.name, "image": image},
+                )
+        elif spec.user not in ("", paths.USER) and not spec.snapshot_id:
+            raise _other_user(spec.user, paths.USER)
+
+    def _image(self, spec: SandboxSpec) -> str:
+        """Returns the image of a fresh sandbox; empty for the host's programs, and for a snapshot."""
+        image = "" if spec.snapshot_id else spec.image or self._options.image
+        return image if image != HOST else ""
+
+    def shows_host_programs(self, spec: SandboxSpec) -> bool:
+        return not self._image(spec) and self._sealed_layers.base(spec.snapshot_id) is None
+
+    async def fetch(self, spec: SandboxSpec) -> None:
+        if image := self._image(spec):
+            self._bases.release(await self._bases.get(image, spec.user))
 
     async def create(
         self,
@@ -235,29 +312,25 @@ class LocalBackend(Backend):
         toolboxes: Sequence[MountedToolbox],
         on_lost: Callable[[str], None],
     ) -> SandboxHandle:
-        if spec.image not in ("", _IMAGE):
-            raise FailedPrecondition(
-                f"the local backend has one image, {_IMAGE!r}",
-                reason="CAPABILITY_MISSING",
-                metadata={"image": spec.image},
-            )
-        if spec.user not in ("", paths.USER):
-            raise FailedPrecondition(
-                f"the local backend has one user, {paths.USER!r}",
-                reason="CAPABILITY_MISSING",
-                metadata={"user": spec.user},
-            )
-        spawner = await self._ensure_spawner()
-        self._hasten()
-        sandbox = self._allot(sandbox_id, spec, toolboxes, on_lost)
+        base = await self._base(spec)
+        try:
+            spawner = await self._ensure_spawner()
+            self._hasten()
+            sandbox = self._allot(sandbox_id, spec, base, toolboxes, on_lost)
+        except BaseException:
+            if base is not None:
+                self._bases.release(base)
+            raise
         self._live[sandbox_id] = sandbox
         try:
             await sandbox.open(
                 spawner,
                 self._arguments(sandbox, spec.network, toolboxes),
                 spec.network,
-                read_only=self._read_only_names,
+                read_only=self._read_only_names if base is None else (),
+                first=() if base is None else (first_process.PATH,),
                 tmp_inodes=self._options.tmp_inodes,
+                fixed_clocks=spec.repeatable and self._fixes_clocks,
             )
         except BaseException as error:
             try:
@@ -272,6 +345,18 @@ class LocalBackend(Backend):
             raise
         return sandbox
 
+    async def _base(self, spec: SandboxSpec) -> Base | None:
+        """Returns the image that a sandbox stands on, held; None if that is the host's programs."""
+        if image := self._image(spec):
+            return await self._bases.get(image, spec.user)
+        base = self._sealed_layers.base(spec.snapshot_id)
+        user = base.account.name if base is not None else paths.USER
+        if spec.user not in ("", user):
+            raise _other_user(spec.user, user)
+        if base is not None:
+            self._bases.hold(base)
+        return base
+
     def _hasten(self) -> None:
         """Lets the kernel's delay before a process changes groups pass while the sandbox is made."""
         if self._hastening is None or self._hastening.done():
@@ -281,13 +366,17 @@ class LocalBackend(Backend):
         self,
         sandbox_id: str,
         spec: SandboxSpec,
+        base: Base | None,
         toolboxes: Sequence[MountedToolbox],
         on_lost: Callable[[str], None],
     ) -> LocalSandbox:
-        """Allocates a sandbox's user, layers, directories and control group."""
+        """Allocates a sandbox's user, layers, directories and control group. It releases ``base`` at its end."""
         stack: tuple[str, ...] = ()
         if spec.snapshot_id:
-            uid, stack = self._sealed_layers.found(spec.snapshot_id)
+            uid, stack, _ = self._sealed_layers.found(spec.snapshot_id)
+            self._users.share(uid)
+        elif base is not None and base.uid is not None:
+            uid = base.uid
             self._users.share(uid)
         else:
             uid = self._users.acquire()
@@ -297,7 +386,14 @@ class LocalBackend(Backend):
             folder.mkdir()
             folder.chmod(0o711)
             disk = self._disk.allot(folder, spec.resources, self._sealed_layers.use(stack))
-            rootfs.prepare_upper(folder / "upper", folder / "work", uid, fresh=not stack)
+            upper, work = folder / "upper", folder / "work"
+            if base is None:
+                below = self._root / "layers" / stack[-1] if stack else self._root / "base"
+                rootfs.prepare_upper(upper, work, uid, below=below, fresh=not stack)
+            else:
+                below = self._root / "layers" / stack[-1] if stack else base.layers[-1]
+                writable, made = ((), ()) if stack else (base.writable, base.made)
+                rootfs.prepare_image_upper(upper, work, uid, below=below, writable=writable, made=made)
             if self._cgroups.controllers:
                 group = self._cgroups.create(sandbox_id, spec.resources)
         except BaseException:
@@ -310,19 +406,11 @@ class LocalBackend(Backend):
             uid,
             folder / "upper",
             group,
-            {
-                "PATH": ":".join([*path, *paths.SYSTEM_PATH]),
-                "HOME": paths.HOME,
-                "USER": paths.USER,
-                "LOGNAME": paths.USER,
-                "SHELL": "/bin/bash",
-                "LANG": "C.UTF-8",
-                "TERM": "dumb",
-                "TMPDIR": "/tmp",
-            },
+            bases.environment(base, path),
             on_lost,
             self._release,
             disk,
+            base,
         )
         sandbox.layer_ids = stack
         self._sealed_layers.hold(stack)
@@ -336,17 +424,31 @@ class LocalBackend(Backend):
         for toolbox in toolboxes:
             for target, source in toolbox.runtimes.items():
                 mounts[rootfs.Bind(self._stage.map(source), target)] = None
+        upper, share_network = self._stage.map(sandbox.upper), network.kind is NetworkKind.OPEN
+        work = self._stage.map(sandbox.upper.with_name("work"))
+        if (base := sandbox.base) is not None:
+            below = (*base.layers, *(self._root / "layers" / layer for layer in sandbox.layer_ids))
+            return rootfs.image_arguments(
+                layers=[self._stage.map(layer) for layer in below],
+                upper=upper,
+                work=work,
+                first_process=rootfs.Bind(self._stage.map(self._bases.first_process), first_process.PATH),
+                mounts=mounts,
+                tmp_bytes=self._options.tmp_bytes,
+                share_network=share_network,
+                ids=(base.account.uid, base.account.gid),
+            )
         return rootfs.bubblewrap_arguments(
             layers=[
                 self._stage.map(self._root / "base"),
                 *(self._stage.map(self._root / "layers" / layer) for layer in sandbox.layer_ids),
             ],
-            upper=self._stage.map(sandbox.upper),
-            work=self._stage.map(sandbox.upper.with_name("work")),
+            upper=upper,
+            work=work,
             binds=self._binds,
             mounts=mounts,
             tmp_bytes=self._options.tmp_bytes,
-            share_network=network.kind is NetworkKind.OPEN,
+            share_network=share_network,
         )
 
     async def _release(self, sandbox: LocalSandbox) -> None:
@@ -367,6 +469,8 @@ class LocalBackend(Backend):
         del self._live[sandbox.id]
         self._users.release(sandbox.uid)
         self._sealed_layers.release(sandbox.layer_ids)
+        if sandbox.base is not None:
+            self._bases.release(sandbox.base)
 
     async def discard(self, sandbox_id: str) -> None:
         sandbox = self._live.get(sandbox_id)
@@ -426,6 +530,14 @@ class LocalBackend(Backend):
 
     async def remove_layer(self, layer_id: str) -> None:
         self._sealed_layers.remove(layer_id)
+
+
+def _other_user(user: str, only: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"this sandbox has one user, {only!r}; a sandbox of an image may have another",
+        reason="CAPABILITY_MISSING",
+        metadata={"user": user},
+    )
 
 
 def _remove_group(group: Group) -> None:

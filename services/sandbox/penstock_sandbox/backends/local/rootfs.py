@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock_sandbox.backends.local.spawner.read_only_mounts import NOTHING
 from penstock_sandbox.domain.paths import HOME, OURS, USER, USER_ID
 
 # Programs, libraries and what they need to run. The host's configuration stays out.
@@ -40,7 +42,7 @@ _SETTINGS = (
     "/etc/terminfo",
     "/etc/bash.bashrc",
 )
-_WRITTEN = {
+WRITTEN = {
     "etc/passwd": (
         "root:x:0:0:root:/root:/usr/sbin/nologin\n"
         f"{USER}:x:{USER_ID}:{USER_ID}:{USER}:{HOME}:/bin/bash\n"
@@ -56,6 +58,7 @@ _WRITTEN = {
     "etc/protocols": "ip 0 IP\nicmp 1 ICMP\ntcp 6 TCP\nudp 17 UDP\n",
 }
 _EMPTY = ("proc", "dev", "tmp", "var/log", "run", "opt", "mnt", "srv", "root", "etc/ssl")
+_BUNDLES = ("etc/ssl/certs/ca-certificates.crt", "etc/pki/tls/certs/ca-bundle.crt")
 _LINKS = {"var/tmp": "../tmp"}
 # Names at the top level that bubblewrap itself mounts.
 _MOUNTED = {"proc", "dev", "tmp", "opt"}
@@ -82,7 +85,7 @@ def read_only_names(binds: Iterable[Bind]) -> list[str]:
 
     For /home, which holds the user's own directory, those below it: a directory that only holds a mount can be renamed.
     """
-    ours = {name.split("/")[0] for name in (*_EMPTY, *_WRITTEN)}
+    ours = {name.split("/")[0] for name in (*_EMPTY, *WRITTEN)}
     for bind in binds:
         _, first, *others = bind.target.split("/")
         ours.add(f"home/{others[0]}" if first == "home" and others else first)
@@ -98,7 +101,7 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
     folder.mkdir(mode=0o755)
     for name in _EMPTY:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for name, content in _WRITTEN.items():
+    for name, content in WRITTEN.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
@@ -111,33 +114,54 @@ def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
         else:
             point.parent.mkdir(parents=True, exist_ok=True)
             point.touch()
-    # Copied, not bound: bubblewrap pays for each bind in every sandbox. As recent as the service's start.
     for setting in _SETTINGS:
-        copy = folder / setting.lstrip("/")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        _copy_setting(setting, copy)
+        (folder / setting.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
     for parent, _, files in os.walk(folder):
         os.chmod(parent, 0o755)
         for file_name in files:
             if not os.path.islink(os.path.join(parent, file_name)):
                 os.chmod(os.path.join(parent, file_name), 0o644)
+    # Copied, not bound: bubblewrap pays for each bind in every sandbox. As recent as the service's start.
+    for setting in _SETTINGS:
+        with contextlib.suppress(FileNotFoundError):
+            _copy_setting(setting, f"{folder}{setting}")
 
 
-def _copy_setting(source: str, target: Path) -> None:
-    """Copies a world-readable file; skips others."""
-    if os.path.islink(source):
-        target.symlink_to(os.readlink(source))
-    elif os.path.isfile(source):
-        if os.stat(source).st_mode & stat.S_IROTH:
-            shutil.copyfile(source, target)
-    elif os.path.isdir(source) and os.stat(source).st_mode & stat.S_IROTH:
-        target.mkdir(exist_ok=True)
+def add_certificate(folder: Path, certificate: Path) -> None:
+    """Adds a certificate to the system's bundle in a skeleton, under each of its names that the host has."""
+    for name in _BUNDLES:
+        bundle = folder / name
+        if bundle.is_file() and not bundle.is_symlink():
+            with bundle.open("ab") as file:
+                file.write(b"\n" + certificate.read_bytes())
+
+
+def _copy_setting(source: str, target: str) -> None:
+    """Copies what is world-readable, with fixed modes; skips the rest.
+
+    Most of it are hundreds of links, at each start of the service: each costs one look and one call.
+    """
+    mode = os.lstat(source).st_mode
+    if stat.S_ISLNK(mode):
+        os.symlink(os.readlink(source), target)
+    elif not mode & stat.S_IROTH:
+        return
+    elif stat.S_ISREG(mode):
+        shutil.copyfile(source, target)
+        os.chmod(target, 0o644)
+    elif stat.S_ISDIR(mode):
+        os.mkdir(target)
+        os.chmod(target, 0o755)
         for name in os.listdir(source):
-            _copy_setting(os.path.join(source, name), target / name)
+            _copy_setting(f"{source}/{name}", f"{target}/{name}")
 
 
-def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> None:
-    """Makes a sandbox's writable layer, owned by its host user; ``fresh`` also makes the user's own directories."""
+def prepare_upper(upper: Path, work: Path, uid: int | None, *, below: Path, fresh: bool) -> None:
+    """Makes a sandbox's writable layer, owned by its host user; ``fresh`` also makes the user's own directories.
+
+    Its root is as old as that of the layer ``below``: `ls -la` in the working directory shows it, and each fork's is
+    equal.
+    """
     for folder in (upper, work, *((upper / name for name in _OF_THE_USER) if fresh else ())):
         folder.mkdir(mode=0o755, parents=True)
         if uid is not None:
@@ -145,6 +169,55 @@ def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> N
     if fresh and uid is not None:
         os.chown(upper / "home", uid, uid)
     os.chmod(work, 0o700)
+    age = below.stat().st_mtime_ns
+    os.utime(upper, ns=(age, age))
+
+
+def prepare_image_upper(
+    upper: Path, work: Path, uid: int | None, *, below: Path, writable: Iterable[str], made: Iterable[str]
+) -> None:
+    """Makes the writable layer of a sandbox whose base is an image.
+
+    ``writable`` are the directories that its user may write to, and ``made`` those of them that the image lacks.
+    """
+    own = [upper, work, *(upper / path.lstrip("/") for path in made)]
+    # Those above them as well: overlayfs cannot copy up what belongs to another user. Their mounts are read-only.
+    above = {part for path in writable for part in (upper / path.lstrip("/")).parents if part.is_relative_to(upper)}
+    for folder in (*own[:2], *sorted(above - {upper}), *own[2:]):
+        folder.mkdir(exist_ok=True)
+        os.chmod(folder, 0o755)
+        if uid is not None:
+            os.chown(folder, uid, uid)
+    os.chmod(work, 0o700)
+    age = below.stat().st_mtime_ns
+    os.utime(upper, ns=(age, age))
+
+
+def image_arguments(
+    *,
+    layers: Sequence[str],
+    upper: str,
+    work: str,
+    first_process: Bind,
+    mounts: Iterable[Bind],
+    tmp_bytes: int,
+    share_network: bool,
+    ids: tuple[int, int],
+) -> list[str]:
+    """Returns the same for a sandbox whose base is an image: ``layers`` are all of its root, and nothing of the host.
+
+    ``ids`` are its user and group; ``first_process`` is the program to run, which is below ``OURS``, as are the mounts.
+    The sandbox helper makes all but the user's own directories read-only.
+    """
+    arguments = _isolation(*ids, share_network=share_network)
+    for layer in layers:
+        arguments += ["--overlay-src", layer]
+    arguments += ["--overlay", upper, work, "/"]
+    # A tmpfs, since bubblewrap cannot make mount points in a directory of another user.
+    arguments += ["--size", "1048576", "--tmpfs", OURS, "--dir", NOTHING]
+    for bind in (first_process, *mounts):
+        arguments += ["--ro-bind", bind.source, bind.target]
+    return [*arguments, "--remount-ro", OURS, *_in_memory(tmp_bytes)]
 
 
 def bubblewrap_arguments(
@@ -161,15 +234,7 @@ def bubblewrap_arguments(
 
     ``layers`` are listed from the lowest up; ``mounts`` are the toolboxes and runtimes, all under ``/opt/penstock``.
     """
-    arguments = ["--unshare-all"]
-    if share_network:
-        arguments.append("--share-net")
-    arguments += ["--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID), "--disable-userns"]
-    arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-    # Only the first process keeps one harmless capability: a process without it may then not trace it. Otherwise
-    # code that an agent injected there would outlive the agent, and could change a reward.
-    arguments += ["--cap-add", "CAP_WAKE_ALARM"]
-    arguments += ["--hostname", "sandbox", "--as-pid-1"]
+    arguments = _isolation(USER_ID, USER_ID, share_network=share_network)
     for layer in layers:
         arguments += ["--overlay-src", layer]
     arguments += ["--overlay", upper, work, "/"]
@@ -178,7 +243,23 @@ def bubblewrap_arguments(
     arguments += ["--size", "1048576", "--tmpfs", "/opt", "--dir", OURS]
     for bind in (*binds, *mounts):
         arguments += ["--ro-bind", bind.source, bind.target]
-    arguments += ["--remount-ro", "/opt", "--proc", "/proc", "--dev", "/dev"]
+    return [*arguments, "--remount-ro", "/opt", *_in_memory(tmp_bytes)]
+
+
+def _isolation(user: int, group: int, *, share_network: bool) -> list[str]:
+    arguments = ["--unshare-all"]
+    if share_network:
+        arguments.append("--share-net")
+    arguments += ["--unshare-user", "--uid", str(user), "--gid", str(group), "--disable-userns"]
+    arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    # Only the first process keeps one harmless capability: a process without it may then not trace it. Otherwise
+    # code that an agent injected there would outlive the agent, and could change a reward.
+    arguments += ["--cap-add", "CAP_WAKE_ALARM"]
+    return [*arguments, "--hostname", "sandbox", "--as-pid-1"]
+
+
+def _in_memory(tmp_bytes: int) -> list[str]:
+    arguments = ["--proc", "/proc", "--dev", "/dev"]
     for target in ("/tmp", "/dev/shm"):
         arguments += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", target]
     return arguments

@@ -16,12 +16,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from penstock_chassis.errors import Internal, PenstockError
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_sandbox.backends.local import layers, tree_jobs
 from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
 from penstock_sandbox.backends.local.disk.limits import Allotment
 from penstock_sandbox.backends.local.endpoint import Endpoint
 from penstock_sandbox.backends.local.freezing import Freezing
+from penstock_sandbox.backends.local.images.bases import Base
 from penstock_sandbox.backends.local.opened_files import Reader, Writer, info
 from penstock_sandbox.backends.local.process import LocalProcess
 from penstock_sandbox.backends.local.spawner import wire
@@ -62,11 +63,15 @@ class LocalSandbox(SandboxHandle):
         on_lost: Callable[[str], None],
         release: Callable[[LocalSandbox], Awaitable[None]],
         disk: Allotment,
+        base: Base | None = None,
     ) -> None:
         self.id = sandbox_id
         self.uid = uid
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
+        self.base = base
+        if base is not None:
+            self.home, self.workdir, self.user = base.account.home, base.workdir, base.account.name
         self.first_pid = self.helper_pid = 0
         """The host's ids of the sandbox's first process and its helper, once they exist."""
         self.default_env = default_env
@@ -80,7 +85,8 @@ class LocalSandbox(SandboxHandle):
         self._processes: dict[int, LocalProcess] = {}
         self._early_exits: dict[int, wire.Message] = {}
         self._forgotten: list[int] = []
-        self._endpoint: Endpoint | None = None
+        self._endpoints: dict[NetworkPolicy, Endpoint] = {}
+        self._shares_network = False
         self._ended = False
         self._lost_reason = ""
         self._over = asyncio.Event()
@@ -97,12 +103,14 @@ class LocalSandbox(SandboxHandle):
         network: NetworkPolicy,
         *,
         read_only: Sequence[str],
+        first: Sequence[str],
         tmp_inodes: int,
+        fixed_clocks: bool,
     ) -> None:
         """Makes the sandbox by bubblewrap with ``arguments``; returns once its helper serves and its endpoint is open.
 
-        ``read_only`` and ``tmp_inodes`` are as in ``SpawnerProcess.create``. After an error, ``destroy`` removes what
-        there is. Raises Refused, channel.ChannelClosed (the spawner ended), OSError.
+        ``read_only``, ``first``, ``tmp_inodes`` and ``fixed_clocks`` are as in ``SpawnerProcess.create``. After an
+        error, ``destroy`` removes what there is. Raises Refused, channel.ChannelClosed (the spawner ended), OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = Channel(ours, self._event, self._helper_closed)
@@ -115,16 +123,20 @@ class LocalSandbox(SandboxHandle):
                 uid=self.uid,
                 groups=self.group.members_files if self.group is not None else [],
                 read_only=read_only,
+                writable=self.base.writable if self.base is not None else (),
+                first=first,
                 tmp_inodes=tmp_inodes,
+                fixed_clocks=fixed_clocks,
             )
         await self._ready
-        if network.kind is NetworkKind.ONE_ENDPOINT:
-            await self._open_endpoint(network)
+        self._shares_network = network.kind is NetworkKind.OPEN
+        for endpoint in network.endpoints:
+            await self._open_endpoint(endpoint)
 
     async def _open_endpoint(self, policy: NetworkPolicy) -> None:
         _, given = await self.ask_helper({"op": "listen", "port": policy.local_port})
-        self._endpoint = Endpoint(self.id, socket.socket(fileno=given[0]), policy)
-        self._endpoint.open()
+        self._endpoints[policy] = endpoint = Endpoint(self.id, socket.socket(fileno=given[0]), policy)
+        endpoint.open()
 
     def _event(self, message: wire.Message) -> None:
         match message["event"]:
@@ -355,9 +367,18 @@ class LocalSandbox(SandboxHandle):
     # Network, statistics, end ------------------------------------------------------------------------------------
 
     async def set_network(self, policy: NetworkPolicy) -> None:
-        if policy.kind is NetworkKind.NONE and self._endpoint is not None:
-            endpoint, self._endpoint = self._endpoint, None
-            await endpoint.aclose()
+        if self._shares_network:
+            raise FailedPrecondition(
+                "a sandbox of the local backend that shares this host's network keeps it: create another one",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": "local", "capabilities": "narrowing of OPEN"},
+            )
+        wanted = policy.endpoints
+        for present in [one for one in self._endpoints if one not in wanted]:
+            await self._endpoints.pop(present).aclose()
+        for endpoint in wanted:
+            if endpoint not in self._endpoints:
+                await self._open_endpoint(endpoint)
 
     async def stats(self) -> Stats:
         figures = self.group.stats() if self.group is not None else Stats()
@@ -405,10 +426,9 @@ class LocalSandbox(SandboxHandle):
     async def _destroy(self) -> None:
         if not self._ended:
             self._end()
-        endpoint, self._endpoint = self._endpoint, None
         try:
-            if endpoint is not None:
-                await endpoint.aclose()
+            while self._endpoints:
+                await self._endpoints.popitem()[1].aclose()
         finally:
             self.freezing.let_die()
             await self._release(self)

@@ -18,6 +18,7 @@ from penstock_sandbox.backends.local import copying, layers
 from penstock_sandbox.backends.local.disk import usage
 from penstock_sandbox.backends.local.disk.usage import Use
 from penstock_sandbox.backends.local.host_users import UserPool
+from penstock_sandbox.backends.local.images.bases import Base, Bases
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.domain.backend import SealedLayer
 
@@ -27,14 +28,16 @@ class _Layer:
     uid: int | None
     below: tuple[str, ...]
     use: Use
+    base: Base | None
 
 
 class SealedLayers:
-    """The layers under ``root``; ``remove_later`` removes a folder in the background."""
+    """The layers under ``root``; ``remove_later`` removes a folder in the background. ``bases`` are those of images."""
 
-    def __init__(self, root: Path, users: UserPool, remove_later: Callable[[Path], None]) -> None:
+    def __init__(self, root: Path, users: UserPool, bases: Bases, remove_later: Callable[[Path], None]) -> None:
         self._root = root
         self._users = users
+        self._bases = bases
         self._remove_later = remove_later
         self._layers: dict[str, _Layer] = {}
         self._standing: Counter[str] = Counter()
@@ -44,10 +47,15 @@ class SealedLayers:
         """Whether sandboxes can be made from it."""
         return layer_id in self._layers and layer_id not in self._removed
 
-    def found(self, layer_id: str) -> tuple[int | None, tuple[str, ...]]:
-        """Returns the user and the layers, lowest first, of a sandbox based on it."""
+    def found(self, layer_id: str) -> tuple[int | None, tuple[str, ...], Base | None]:
+        """Returns the user, the layers, lowest first, and the image below them, of a sandbox based on it."""
         layer = self._layers[layer_id]
-        return layer.uid, (*layer.below, layer_id)
+        return layer.uid, (*layer.below, layer_id), layer.base
+
+    def base(self, layer_id: str) -> Base | None:
+        """Returns the image that a layer stands on, if it is one."""
+        layer = self._layers.get(layer_id)
+        return layer.base if layer is not None else None
 
     def use(self, stack: Iterable[str]) -> Use:
         """Returns the disk usage of layers together."""
@@ -70,6 +78,8 @@ class SealedLayers:
         # The layer keeps the user; the sandbox's own reference ends with it.
         self._users.share(sandbox.uid)
         self.hold(sandbox.layer_ids)
+        if sandbox.base is not None:
+            self._bases.hold(sandbox.base)
         sandbox.keep_upper(target)
         try:
             await sandbox.destroy()
@@ -78,9 +88,11 @@ class SealedLayers:
             sandbox.kept_as = None
             self._users.release(sandbox.uid)
             self.release(sandbox.layer_ids)
+            if sandbox.base is not None:
+                self._bases.release(sandbox.base)
             raise
         use = await asyncio.to_thread(usage.measure, target, 0, None)
-        self._layers[layer_id] = _Layer(uid, below, use)
+        self._layers[layer_id] = _Layer(uid, below, use, sandbox.base)
         return SealedLayer(layer_id, use.bytes)
 
     async def seal_live(self, sandbox: LocalSandbox, layer_id: str) -> SealedLayer:
@@ -106,7 +118,9 @@ class SealedLayers:
         draft.rename(self._root / "layers" / layer_id)
         self._users.share(sandbox.uid)
         self.hold(sandbox.layer_ids)
-        self._layers[layer_id] = _Layer(sandbox.uid, sandbox.layer_ids, use)
+        if sandbox.base is not None:
+            self._bases.hold(sandbox.base)
+        self._layers[layer_id] = _Layer(sandbox.uid, sandbox.layer_ids, use, sandbox.base)
         return SealedLayer(layer_id, use.bytes)
 
     def remove(self, layer_id: str) -> None:
@@ -122,6 +136,8 @@ class SealedLayers:
         self._removed.discard(layer_id)
         self._users.release(layer.uid)
         self.release(layer.below)
+        if layer.base is not None:
+            self._bases.release(layer.base)
         trashed = layers.to_trash(self._root / "layers" / layer_id, self._root / "trash")
         if trashed is not None:
             self._remove_later(trashed)

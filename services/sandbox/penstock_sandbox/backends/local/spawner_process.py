@@ -90,11 +90,16 @@ class SpawnerProcess:
         groups: Sequence[str],
         read_only: Sequence[str],
         tmp_inodes: int,
+        fixed_clocks: bool,
+        writable: Sequence[str] = (),
+        first: Sequence[str] = (),
     ) -> tuple[int, int]:
         """Makes a sandbox whose helper serves ``helper``; returns the host's ids of its first process and its helper.
 
         ``groups`` are the files of its control groups that both join, ``read_only`` the names at the top level of its
-        root that become read-only mounts; ``tmp_inodes`` limits the files of /tmp and of /dev/shm.
+        root that become read-only mounts; with ``writable`` all but these directories does. ``first`` is the command of
+        its first process (empty: a shell of the host's); ``tmp_inodes`` limits the files of /tmp and of /dev/shm.
+        ``fixed_clocks``: its processes' monotonic and boot clocks begin at a fixed time.
         """
         answer, _ = await self._channel.request(
             {
@@ -104,7 +109,10 @@ class SpawnerProcess:
                 "groups": list(groups),
                 "argv": list(arguments),
                 "read_only": list(read_only),
+                "writable": list(writable),
+                "first": list(first),
                 "tmp_inodes": tmp_inodes,
+                "fixed_clocks": fixed_clocks,
             },
             [helper.fileno()],
         )

@@ -16,6 +16,7 @@ import signal
 import struct
 from typing import Iterator, Optional, Tuple
 
+CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000

@@ -15,12 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.types.chat import Logprobs, LogprobsMode, TokenIds
-from penstock.client.types.results import FailureCause, RolloutResult
+from penstock.client.types.results import POLICY_CAUSES, RolloutResult
 from penstock.client.types.trajectories import Reward, Sample, Trajectory
-
-POLICY_CAUSES: Final = frozenset({FailureCause.AGENT, FailureCause.TIMEOUT, FailureCause.BUDGET})
-"""Failures that the policy may have caused: with a reward they are learned from. All others are not its fault."""
-
 
 _ROUNDING: Final = 64 * float(np.finfo(np.float64).eps)
 """Rewards that differ by no more than this share of the largest, 1.4e-14, are equal: so much is lost where the same
@@ -97,8 +93,14 @@ class Row:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """The policy versions that sampled it, ascending."""
-        return tuple(sorted({span.policy_version for span in self.sample.versions}))
+        """The policy versions that sampled it, ascending; of a branch without those of its parent's turns."""
+        of_the_parent = [turn for turn in self.sample.turns if turn.untrained_reason == "PARENT"]
+        own = (
+            span
+            for span in self.sample.versions
+            if not any(turn.start <= span.start and span.end <= turn.end for turn in of_the_parent)
+        )
+        return tuple(sorted({span.policy_version for span in own}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,16 +2,18 @@
 
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 import yaml
 from rich.markup import escape
 
+from penstock.agents.replay_check import ReplayTrial, check_replay
+from penstock.agents.replay_check import as_json as replay_json
 from penstock.agents.smoke_test import NO_UNASKED, Trial, run_trial, unasked_model
 from penstock.cli.commands.scaffold import scaffold
 from penstock.cli.connections.completion import agent_names
@@ -26,6 +28,7 @@ from penstock.client.transport.endpoints import is_local
 from penstock.client.wire.agents import dump_spec, load_spec
 from penstock.driver.v1.agent_pb2 import AgentSpec
 
+T = TypeVar("T")
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,62}")
 
 app = typer.Typer(help="List, show, check and register agents.", invoke_without_command=True, no_args_is_help=False)
@@ -101,13 +104,23 @@ def check(
     trial: Annotated[
         bool, typer.Option("--run", help="Also run it once, with a scripted model; needs a trainer's token.")
     ] = False,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay",
+            help="With --run: also lose its sandbox at the last call, and see whether a fresh one repeats the calls.",
+        ),
+    ] = False,
     backend: Backend = "",
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
     """Certify an agent: read its spec, install it, run it once. A file's agent is only read unless you say more."""
+    if replay and not trial:
+        usage_error("--replay runs the agent: give --run too")
     is_file = agent.endswith((".yaml", ".yml")) or "/" in agent
-    run(_check(Path(agent) if is_file else agent, install or not is_file, trial, backend, as_json, state_dir))
+    given = Path(agent) if is_file else agent
+    run(_check(given, install or not is_file, trial, replay, backend, as_json, state_dir))
 
 
 @app.command()
@@ -164,7 +177,7 @@ async def _show(name: str, as_json: bool, state_dir: Path | None) -> int:
 
 
 async def _check(
-    agent: Path | str, install: bool, trial: bool, backend: str, as_json: bool, state_dir: Path | None
+    agent: Path | str, install: bool, trial: bool, replay: bool, backend: str, as_json: bool, state_dir: Path | None
 ) -> int:
     given = read(load_spec, agent) if isinstance(agent, Path) else agent
     failed = False
@@ -176,20 +189,37 @@ async def _check(
                 made = await _tried(ps, tried, backend, as_json)
                 for finding in made.findings():
                     failed |= _print_finding(finding, as_json)
+                if replay and not failed:
+                    failed |= _print_replay(await _replayed(ps, tried, backend, as_json), as_json)
     return FAILED if failed else OK
 
 
 async def _tried(ps: Penstock, agent: Agent, backend: str, as_json: bool) -> Trial:
     """Runs the trial without a model if the gate allows it: a real model's context would bound the prompt."""
     on_progress = partial(_progress, as_json)
+    return await _unasked(ps, partial(run_trial, ps, agent, backend=backend, on_progress=on_progress))
+
+
+async def _replayed(ps: Penstock, agent: Agent, backend: str, as_json: bool) -> ReplayTrial:
+    """Runs the replay with the served model's tokenizer if the prompts fit into its context, else without one."""
+    work = partial(check_replay, ps, agent, backend=backend, on_progress=partial(_progress, as_json))
+    if ps.endpoints.inference:
+        made = await work()
+        failure = made.result.failure
+        if made.reached or made.divergences or failure is None or failure.reason != "CONTEXT_EXCEEDED":
+            return made
+    return await _unasked(ps, work)
+
+
+async def _unasked(ps: Penstock, work: Callable[..., Awaitable[T]]) -> T:
     if is_local(ps.endpoints.interception):
         try:
             async with unasked_model() as source:
-                return await run_trial(ps, agent, backend=backend, source=source, on_progress=on_progress)
+                return await work(source=source)
         except PenstockError as error:
             if error.reason not in NO_UNASKED:
                 raise
-    return await run_trial(ps, agent, backend=backend, on_progress=on_progress)
+    return await work()
 
 
 @asynccontextmanager
@@ -219,6 +249,15 @@ def _print_finding(finding: CheckFinding, as_json: bool) -> bool:
     style = {"ok": "green", "failed": "red", "warning": "yellow"}.get(finding.outcome, "dim")
     out.print(f"[{style}]{escape(finding.step)} {finding.outcome}[/] ", end="")
     out.print(quoted(finding.message))
+    return finding.outcome == "failed"
+
+
+def _print_replay(made: ReplayTrial, as_json: bool) -> bool:
+    """Prints how a replay went; returns whether the agent does not repeat itself."""
+    finding = made.finding()
+    if not as_json:
+        return _print_finding(finding, as_json)
+    emit({"step": finding.step, "outcome": finding.outcome, "message": finding.message, "replay": replay_json(made)})
     return finding.outcome == "failed"
 
 

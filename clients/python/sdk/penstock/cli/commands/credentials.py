@@ -12,27 +12,31 @@ It makes one directory that only its owner may enter:
     NAMESPACE.observer.token    connection file with the trainers'
     NAMESPACE.connection.json
 
+With `--add` it makes the last of these for further namespaces, and leaves all other secrets as they are.
+
 Invariants: all or nothing (the directory is made beside its final path and moved there); the authority's key is never
 written, so nothing else can be signed in its name; files for containers are readable by any user, which the directory's
 mode keeps from everybody else on this machine; the rest is readable by its owner only.
 """
 
-import datetime
-import ipaddress
+import fcntl
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 from rich.markup import escape
 
 from penstock.cli.connections.options import AsJson
 from penstock.cli.terminal.console import emit, err, out, usage_error
+from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import (
     DEFAULT_PORTS,
     NAMESPACE,
@@ -40,12 +44,10 @@ from penstock.client.transport.endpoints import (
     Endpoints,
     ServiceName,
     Tls,
+    read_connection,
     write_connection,
 )
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
+from penstock.local.certificates import Authority
 
 ROLES: Final = ("operator", "trainer", "observer")
 """The roles of tokens, from most to least privileged."""
@@ -53,7 +55,6 @@ ROLES: Final = ("operator", "trainer", "observer")
 _MARK: Final = "ca.pem"
 _CONNECTION: Final = "connection.json"
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
-_CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
 
 
 def credentials(
@@ -70,6 +71,13 @@ def credentials(
         list[str] | None,
         typer.Option(help="A namespace to make tokens for, beside the default one; repeat (docs/guides/teams.md)."),
     ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A namespace to make tokens for in existing credentials, which stay as they are; repeat. "
+            "The services need a restart."
+        ),
+    ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 365,
     renew: Annotated[
         bool, typer.Option(help="Replace existing credentials; services and clients need a restart.")
@@ -81,11 +89,27 @@ def credentials(
         import cryptography  # noqa: F401 - only whether it is there
     except ImportError:
         usage_error("certificates need another package: pip install 'penstock[credentials]'")
-    if wrong := [name for name in namespace or () if not NAMESPACE.fullmatch(name) or name == "default"]:
-        usage_error(f"--namespace: {wrong[0]!r} is not a namespace: 1 to 63 of a-z, 0-9 and -, and not `default`")
+    if wrong := [
+        name for name in (*(namespace or ()), *(add or ())) if not NAMESPACE.fullmatch(name) or name == "default"
+    ]:
+        usage_error(f"{wrong[0]!r} is not a namespace: 1 to 63 of a-z, 0-9 and -, and not `default`")
     place = directory.absolute()
     if place.exists() and not (place / _MARK).is_file() and any(place.iterdir()):
         usage_error(f"{directory} has other files: use an empty directory, or one that this command made")
+    if add:
+        if renew or namespace or host:
+            usage_error("--add leaves everything else as it is: use it without --renew, --namespace and --host")
+        try:
+            added = extend(place, sorted(set(add)))
+        except OSError as error:
+            usage_error(f"{error.filename or directory}: {error.strerror}")
+        if as_json:
+            emit({"directory": str(directory), "made": True, "connection": str(added[0]), "added": sorted(set(add))})
+            return
+        out.print(f"{escape(str(directory))}: tokens of {', '.join(sorted(set(add)))}; restart the services")
+        for connection in added:
+            err.print(f"clients: export PENSTOCK_CONNECTION={escape(str(connection))}", soft_wrap=True)
+        return
     if (place / _MARK).is_file() and not renew:
         err.print(f"{escape(str(directory))} exists: use --renew to replace it", soft_wrap=True)
         if as_json:
@@ -122,22 +146,84 @@ def make(place: Path, hosts: Sequence[str], days: int, namespaces: Sequence[str]
         endpoints = Endpoints(**addresses, token=tokens["trainer"], tls=Tls(Path(_MARK)), discover=True)
         write_connection(fresh / _CONNECTION, endpoints, pid=None)
         for name, own in teams.items():
-            for role, token in own.items():
-                _write(fresh / f"{name}.{role}.token", f"{token}\n".encode(), 0o400)
-            write_connection(fresh / f"{name}.{_CONNECTION}", replace(endpoints, token=own["trainer"]), pid=None)
-        if place.exists():
-            former = fresh.with_name(f"{fresh.name}-former")
-            place.rename(former)
-            try:
-                fresh.rename(place)
-            except OSError:
-                former.rename(place)  # restore the old ones
-                raise
-            shutil.rmtree(former)
-        else:
-            fresh.rename(place)
+            _write_team(fresh, name, own, endpoints)
+        _put_in_place(fresh, place)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def extend(place: Path, namespaces: Sequence[str]) -> Sequence[Path]:
+    """Adds tokens of these namespaces to credentials; returns their connection files. Every other file keeps its
+    content, but for the tables that the services' settings get at their end.
+
+    Raises OSError; ends with a usage error where the directory has no credentials, or has one of the namespaces.
+    """
+    if not (place / _MARK).is_file():
+        usage_error(f"{place} has no credentials yet: use --namespace to make them with these namespaces")
+    fresh = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        with _alone(place.parent):
+            shutil.copytree(place, fresh, dirs_exist_ok=True)  # with the modes
+            fresh.chmod(0o700)
+            try:
+                endpoints = read_connection(fresh / _CONNECTION)
+            except ConfigurationError as error:
+                usage_error(error.message)
+            teams = {name: {role: secrets.token_hex(32) for role in ROLES[1:]} for name in namespaces}
+            for service in SERVICES:
+                _add_tables(fresh / f"{service}.toml", service, teams)
+            for name, own in teams.items():
+                _write_team(fresh, name, own, replace(endpoints, tls=Tls(Path(_MARK))))
+            _put_in_place(fresh, place)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return [place / f"{name}.{_CONNECTION}" for name in namespaces]
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Only one of several commands at a time: each copies what is there, so the last one would undo the others."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _add_tables(path: Path, service: str, teams: Mapping[str, Mapping[str, str]]) -> None:
+    text = path.read_text()
+    try:
+        known = tomllib.loads(text).get(service, {}).get("namespaces", {})
+        if there := sorted(teams.keys() & known.keys()):
+            usage_error(f"{path.name} has the namespace {there[0]} already: its tokens are in {there[0]}.trainer.token")
+        text = text.rstrip("\n") + "\n" + _tables(service, teams)
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        usage_error(f"{path.name} cannot be extended: {error}")
+    mode = path.stat().st_mode & 0o777
+    path.unlink()
+    _write(path, text.encode(), mode)
+
+
+def _write_team(place: Path, name: str, own: Mapping[str, str], endpoints: Endpoints) -> None:
+    for role, token in own.items():
+        _write(place / f"{name}.{role}.token", f"{token}\n".encode(), 0o400)
+    write_connection(place / f"{name}.{_CONNECTION}", replace(endpoints, token=own["trainer"]), pid=None)
+
+
+def _put_in_place(fresh: Path, place: Path) -> None:
+    if not place.exists():
+        fresh.rename(place)
+        return
+    former = fresh.with_name(f"{fresh.name}-former")
+    place.rename(former)
+    try:
+        fresh.rename(place)
+    except OSError:
+        former.rename(place)  # restore the old ones
+        raise
+    shutil.rmtree(former)
 
 
 def _settings(service: str, tokens: Mapping[str, str], teams: Mapping[str, Mapping[str, str]]) -> str:
@@ -148,6 +234,11 @@ def _settings(service: str, tokens: Mapping[str, str], teams: Mapping[str, Mappi
     elif service == "interception":
         table["inference_token"] = tokens["operator"]
     text = f"[{service}]\n" + "".join(f'{key} = "{value}"\n' for key, value in table.items())
+    return text + _tables(service, teams)
+
+
+def _tables(service: str, teams: Mapping[str, Mapping[str, str]]) -> str:
+    text = ""
     for name, own in teams.items():
         text += f"\n[{service}.namespaces.{name}]\n"
         text += "".join(f'{role}_token = "{token}"\n' for role, token in own.items())
@@ -156,104 +247,15 @@ def _settings(service: str, tokens: Mapping[str, str], teams: Mapping[str, Mappi
 
 def _certificates(hosts: Sequence[str], days: int) -> dict[str, bytes]:
     """Returns PEM by file name: the authority's certificate, one with its key for each service and the dashboard."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    authority_key = ec.generate_private_key(ec.SECP256R1())
-    authority = _authority(authority_key, days)
-    files = {_MARK: authority.public_bytes(Encoding.PEM)}
+    authority = Authority(days)
+    files = {_MARK: authority.certificate}
     for service in (*SERVICES, "dashboard"):
-        key = ec.generate_private_key(ec.SECP256R1())
-        signed = _signed(service, (service, *_LOCAL, *hosts), key, authority, authority_key)
-        files[f"{service}.pem"] = signed.public_bytes(Encoding.PEM)
-        files[f"{service}.key"] = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        try:
+            signed = authority.sign(service, (service, *_LOCAL, *hosts))
+        except ValueError as error:
+            usage_error(f"--host: {error}")
+        files[f"{service}.pem"], files[f"{service}.key"] = signed.certificate, signed.key
     return files
-
-
-def _authority(key: "ec.EllipticCurvePrivateKey", days: int) -> "x509.Certificate":
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-
-    # A unique name each time: two authorities of one name confuse clients that know both.
-    name = _name(f"Penstock {secrets.token_hex(4)}")
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-
-
-def _signed(
-    service: str,
-    names: Sequence[str],
-    key: "ec.EllipticCurvePrivateKey",
-    authority: "x509.Certificate",
-    authority_key: "ec.EllipticCurvePrivateKey",
-) -> "x509.Certificate":
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-
-    public = authority_key.public_key()
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_name(service))
-        .issuer_name(authority.subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(authority.not_valid_before_utc)
-        .not_valid_after(authority.not_valid_after_utc)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
-
-
-def _name(common: str) -> "x509.Name":
-    from cryptography import x509
-
-    return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, common)])
-
-
-def _usage(*, signs: bool) -> "x509.KeyUsage":
-    from cryptography import x509
-
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _general_name(name: str) -> "x509.GeneralName":
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(name)
-    except ValueError:
-        usage_error(f"--host: {name!r} is neither a host name nor an address")
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:

@@ -23,15 +23,19 @@ from penstock.cli.connections.options import (
     AgentTimeout,
     ApiKeyEnv,
     AsJson,
+    AssayKey,
     Backend,
     FilesFrom,
+    KeepEndState,
     MaxCalls,
+    RequireAssay,
     Seed,
     SkipPermissions,
     StateDir,
     UpstreamChoice,
     UpstreamModel,
     agent_choice,
+    required_assays,
     rollout_options,
 )
 from penstock.cli.terminal.console import FAILED, OK, clean, emit, err, out, read, run, usage_error
@@ -39,6 +43,7 @@ from penstock.cli.views.evaluation import Board, differences, table
 from penstock.client import Mode, Sampling, Task
 from penstock.client.errors import ConfigurationError
 from penstock.client.transport.atomic_files import NOT_WRITTEN
+from penstock.client.wire.specs import digest
 from penstock.evaluation import (
     Attempt,
     Book,
@@ -51,7 +56,7 @@ from penstock.evaluation import (
 from penstock.evaluation.compare import compare
 from penstock.evaluation.report import check_plots, write_report
 from penstock.tasks.images import build_images, with_image
-from penstock.tasks.sets import digest, load_tasks
+from penstock.tasks.sets import load_tasks
 
 
 class _RunIsMeant(TyperGroup):
@@ -97,11 +102,14 @@ def run_(
     max_calls: MaxCalls = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Overrides the agent's value.")] = None,
     seed: Seed = None,
+    keep_end_state: KeepEndState = None,
     retries: Annotated[
         int, typer.Option(min=0, help="Limit of retries of an attempt after failures of the infrastructure.")
     ] = 2,
     threshold: Threshold = 1.0,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report, too.")] = None,
+    require_assay: RequireAssay = None,
+    assay_key: AssayKey = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
@@ -120,10 +128,13 @@ def run_(
         with_image(task)
         for task in _chosen(read(partial(load_tasks, files_from=files_from or ()), tasks).tasks, only or [])
     ]
-    options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
+    options = rollout_options(
+        answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed, keep_end_state=keep_end_state
+    )
     options["mode"] = Mode.BLACK_BOX if black_box else Mode.TRANSPARENT_PROXY
     if temperature is not None:
         options["sampling"] = Sampling(temperature=temperature)
+    required_assays(options, require_assay, assay_key)
     chosen = agent_choice(agent, option, skip_permissions)
     answered_by = model or upstream or (model_dir.absolute().name if model_dir is not None else "the inference service")
     config: dict[str, Any] = {
@@ -145,6 +156,9 @@ def run_(
     folder = to or Path("runs/evals") / _name(config)
 
     async def work() -> int:
+        if "require_assay" in options:
+            for task in chosen_tasks:  # all of them before any starts
+                options["require_assay"].require(task)
         if build:
             await build_images(chosen_tasks, lambda line: err.print(escape(line), style="dim"))
         async with answered(choice, answers, state_dir=state_dir) as ps:

@@ -7,6 +7,7 @@ import typer
 from rich.markup import escape
 
 from penstock.analysis.export import Format, Table, format_of, write
+from penstock.analysis.reward_diff import FIRST
 from penstock.cli.connections import completion
 from penstock.cli.connections.options import AllNamespaces, AsJson, Labels, StateDir, directory_of, label_filter
 from penstock.cli.connections.service_selection import services
@@ -16,7 +17,9 @@ from penstock.client import InvalidArgument
 
 def export(
     file: Annotated[Path, typer.Argument(help="File to write; .parquet writes Parquet, anything else JSON Lines.")],
-    table: Annotated[Table, typer.Option(help="One row per model call, sample or host tool call.")] = Table.SEQUENCES,
+    table: Annotated[
+        Table, typer.Option(help="One row per model call, sample, host tool call or rollout.")
+    ] = Table.SEQUENCES,
     format_: Annotated[Format | None, typer.Option("--format", help="Default: from the file's name.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
     group_id: Annotated[
@@ -29,6 +32,7 @@ def export(
     label: Labels = None,
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     top: Annotated[bool, typer.Option(help="With the alternatives of sampled tokens (top-k logprobs).")] = False,
+    grade: Annotated[str, typer.Option(help="Rewards of the further grade of this name; default: the first.")] = "",
     all_namespaces: AllNamespaces = False,
     state_dir: StateDir = None,
     as_json: AsJson = False,
@@ -44,6 +48,21 @@ def export(
     async def work() -> int:
         chosen = format_of(file, format_)  # before services are started for it
         async with services(state_dir=state_dir) as ps:
+            if grade not in ("", FIRST):
+                rollouts = ps.rollouts.list(
+                    run_id=run_id,
+                    group_id=group_id,
+                    labels=labels,
+                    ended=True,
+                    task_id=task_id,
+                    agent=agent,
+                    all_namespaces=all_namespaces,
+                )
+                names = {further.name async for one in rollouts for further in one.grades}
+                if grade not in names:  # a file without any reward is no answer to a name with a mistake
+                    usage_error(
+                        f"--grade: no rollout has a grade {grade}; there are {', '.join([FIRST, *sorted(names)])}"
+                    )
             found = ps.rollouts.export(
                 run_id=run_id,
                 group_id=group_id,
@@ -52,6 +71,7 @@ def export(
                 agent=agent,
                 bodies=bodies,
                 top=top,
+                grade=grade,
                 all_namespaces=all_namespaces,
             )
             try:

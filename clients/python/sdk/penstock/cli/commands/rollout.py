@@ -19,15 +19,19 @@ from penstock.cli.connections.options import (
     AgentTimeout,
     ApiKeyEnv,
     AsJson,
+    AssayKey,
     Backend,
     FilesFrom,
+    KeepEndState,
     MaxCalls,
+    RequireAssay,
     Seed,
     SkipPermissions,
     StateDir,
     UpstreamChoice,
     UpstreamModel,
     agent_choice,
+    required_assays,
     rollout_options,
 )
 from penstock.cli.terminal.console import FAILED, OK, emit, err, out, quoted, read, run
@@ -44,6 +48,7 @@ from penstock.client import (
     Mode,
     Outcome,
     Penstock,
+    Replay,
     ResultRejected,
     RolloutEvent,
     RolloutHandle,
@@ -80,6 +85,13 @@ def rollout(
         int | None,
         typer.Option(min=1, max=10, help="Limit of attempts; only failures that are not the agent's are retried."),
     ] = None,
+    replay: Annotated[
+        Replay | None,
+        typer.Option(help="What a further attempt does with the last one's answers; default until_divergence."),
+    ] = None,
+    require_assay: RequireAssay = None,
+    assay_key: AssayKey = None,
+    keep_end_state: KeepEndState = None,
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
@@ -92,15 +104,22 @@ def rollout(
     answers = answerer(upstream, model, api_key_env)
     choice = model_choice(model_dir, engine, script)
     given = with_image(read(partial(Task.load, files_from=files_from or ()), task))
-    options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
+    options = rollout_options(
+        answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed, keep_end_state=keep_end_state
+    )
     options["mode"] = mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)
     if run_id is not None:
         options["run_id"] = run_id
     if attempts is not None:
         options["max_attempts"] = attempts
+    if replay is not None:
+        options["replay"] = replay
+    required_assays(options, require_assay, assay_key)
     chosen = agent_choice(agent, option, skip_permissions)
 
     async def work() -> int:
+        if "require_assay" in options:
+            options["require_assay"].require(given)
         async with answered(choice, answers, state_dir=state_dir) as ps:
             return await _run(ps, given, chosen, n, options, save, as_json)
 
@@ -111,20 +130,28 @@ async def _run(
     ps: Penstock, task: Task, agent: AgentChoice, n: int, options: RolloutOptions, save: Path, as_json: bool
 ) -> int:
     name = f"{agent.name}-{task.task_id}"[:100] + f"-{secrets.token_hex(4)}"
-    async with _answers(ps, name, n, options):
+    selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
+    async with delegating(ps, selector, needed=options.get("mode") == Mode.INTERCEPTION_GATE):
         handle: RolloutHandle | GroupHandle
         if n == 1:
             handle = await ps.rollouts.create(task, agent, rollout_id=name, **options)
         else:
             handle = await ps.groups.create(task, agent, n, group_id=name, **options)
-        try:
-            ended = await _watch(handle, n, save, as_json)
-        except asyncio.CancelledError:
-            err.print("cancelling")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CANCEL_S):
-                    await handle.cancel("interrupted")
-            raise
+        if not as_json:
+            err.print(f"{'rollout' if n == 1 else 'group'}: {name}", markup=False)
+        return await see_through(ps, handle, n, save, as_json)
+
+
+async def see_through(ps: Penstock, handle: RolloutHandle | GroupHandle, n: int, save: Path, as_json: bool) -> int:
+    """Shows rollouts to their end, and saves them; an interruption cancels them. Returns the exit code."""
+    try:
+        ended = await _watch(handle, n, save, as_json)
+    except asyncio.CancelledError:
+        err.print("cancelling")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCEL_S):
+                await handle.cancel("interrupted")
+        raise
     failed = False
     for rollout_id, outcome in ended.items():
         failed |= outcome.failure is not None
@@ -133,12 +160,11 @@ async def _run(
 
 
 @asynccontextmanager
-async def _answers(ps: Penstock, name: str, n: int, options: RolloutOptions) -> AsyncIterator[None]:
+async def delegating(ps: Penstock, selector: dict[str, Any], *, needed: bool = True) -> AsyncIterator[None]:
     """In gate mode the command line is the trainer: it delegates each call to the model source."""
-    if options.get("mode") != Mode.INTERCEPTION_GATE:
+    if not needed:
         yield
         return
-    selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
     async with ps.intercept(**selector, credits=64, identity="penstock rollout") as session:
         try:
             async with asyncio.TaskGroup() as tasks:  # without a trainer the rollout would wait forever

@@ -1,4 +1,4 @@
-"""`penstock tasks`: checks task files, exports their schema, imports other formats, builds images, proves solutions."""
+"""`penstock tasks`: writes, checks, imports, proves and assays tasks, exports their schema, builds their images."""
 
 from functools import partial
 from pathlib import Path
@@ -8,6 +8,7 @@ import orjson
 import typer
 from rich.markup import escape
 
+from penstock.cli.commands.assay.command import assay_
 from penstock.cli.connections.model_sources import Engine, ModelDir, Script, answered, answerer, model_choice
 from penstock.cli.connections.options import AsJson, Backend, FilesFrom, StateDir, UpstreamModel, rollout_options
 from penstock.cli.terminal.console import (
@@ -24,13 +25,39 @@ from penstock.cli.terminal.console import (
     run,
     usage_error,
 )
+from penstock.client.tasks.file import identifier
 from penstock.tasks.images import build_images, image_of, with_image
 from penstock.tasks.importers import FORMATS, Choices, import_tasks
+from penstock.tasks.scaffold import write
 from penstock.tasks.sets import load_tasks, schemas
 from penstock.tasks.solutions import prove
 
-app = typer.Typer(help="Check, import and prove tasks.", no_args_is_help=True)
+app = typer.Typer(help="Write, check, import, prove and assay tasks.", no_args_is_help=True)
 Tasks = Annotated[Path, typer.Argument(help="Directory of tasks, task set file, or task file.")]
+
+
+@app.command(short_help="Write a task to start from: a repository with pytest.")
+def new(
+    name: Annotated[str, typer.Argument(help="The task's name, and its directory's.")],
+    folder: Annotated[Path, typer.Option("--in", help="Directory to make it in.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Write a directory with a task that can be proved at once: repository, packages, verifier, solution."""
+    target = folder / name
+    if identifier(name) != name:
+        raise typer.BadParameter(
+            "expected at most 128 letters, digits and . _ -, starting with a letter or digit", param_hint="NAME"
+        )
+    try:
+        write(target)
+    except FileExistsError:
+        raise typer.BadParameter(f"{target} exists: choose another name", param_hint="NAME") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{target} cannot be written: {error.strerror}", param_hint="--in") from None
+    if as_json:
+        emit({"folder": str(target)})
+        return
+    out.print(f"wrote {escape(str(target))}; next: penstock tasks prove {escape(str(target))}", soft_wrap=True)
 
 
 @app.command(short_help="Check that every task of a directory is valid, and list them.")
@@ -79,10 +106,13 @@ def schema(
     typer.echo(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
 
 
-@app.command("import", short_help="Tasks of Harbor, Terminal-Bench or SWE-style records as task directories.")
+@app.command("import", short_help="Tasks of Harbor, Terminal-Bench, SWE-bench's family, NeMo-Gym as task directories.")
 def import_(
     form: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
-    source: Annotated[Path, typer.Argument(help="Their directory, or file of records (.jsonl, .json, .parquet).")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="Their directory, file or directory of records (.jsonl, .json, .parquet), or registry."),
+    ],
     destination: Annotated[Path, typer.Argument(help="Directory for the task directories.")],
     image: Annotated[
         bool, typer.Option(help="Whether the backend has images; without images, only their files are imported.")
@@ -93,13 +123,22 @@ def import_(
     ] = None,
     reward: Annotated[str, typer.Option(help="binary, or fraction of the tests.")] = "binary",
     env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Value of ${NAME}; repeat.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|PATTERN", help="Import the tasks of this name only; repeat.")
+    ] = None,
+    dataset: Annotated[str, typer.Option(metavar="NAME[@VERSION]", help="Data set of a registry.")] = "",
     image_template: Annotated[
-        str, typer.Option(help="Image of a record without one, with {instance_id}, {docker_id}, {repo}.")
+        str, typer.Option(help="Image of a record without one, with {instance_id}, {docker_id}, {gym_id}, {repo}.")
     ] = "",
-    workdir: Annotated[str, typer.Option(help="Where a record's image has its repository.")] = "/testbed",
+    workdir: Annotated[
+        str, typer.Option(help="Where a record's image has its repository; default: the format's.")
+    ] = "",
     test_command: Annotated[str, typer.Option(help="How a record's tests are run with pytest.")] = "",
+    history: Annotated[
+        bool, typer.Option("--history", help="Keep the commits of a record's image, which may have the answer.")
+    ] = False,
     repositories: Annotated[
-        Path | None, typer.Option(help="Directory of clones, for records without an image.")
+        Path | None, typer.Option(help="Directory of clones: of records without an image, of a registry's tasks.")
     ] = None,
     build: Annotated[bool, typer.Option(help="Build the images that the tasks bring.")] = False,
     as_json: AsJson = False,
@@ -109,8 +148,9 @@ def import_(
         usage_error("--reward is binary or fraction")
     answers = dict(item.partition("=")[::2] for item in env or [])
     choices = Choices(
-        image=image, resources=resources, user=user, reward=reward, env=answers, image_template=image_template,
-        workdir=workdir, test_command=test_command, repositories=repositories,
+        image=image, resources=resources, user=user, reward=reward, env=answers, only=only or (), dataset=dataset,
+        image_template=image_template, workdir=workdir, test_command=test_command, history=history,
+        repositories=repositories,
     )  # fmt: skip
     found = read(lambda path: import_tasks(form, path, destination, choices), source)
     for item in found:
@@ -198,6 +238,9 @@ def prove_(
         return OK if holds else FAILED
 
     run(work())
+
+
+app.command("assay", short_help="Try whether tasks are fit to train on, and sign the results.")(assay_)
 
 
 def _shown(reward: Any) -> str:

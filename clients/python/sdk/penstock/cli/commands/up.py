@@ -7,10 +7,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 import yaml
@@ -29,17 +29,20 @@ from penstock.cli.connections.model_sources import (
     small_model,
 )
 from penstock.cli.connections.options import StateDir
-from penstock.cli.connections.service_selection import ModelChoice
-from penstock.cli.terminal.console import OK, clean, columns, emit, err, out, run, usage_error
+from penstock.cli.terminal.console import OK, TERMINATED, clean, columns, emit, err, out, run, usage_error
+from penstock.client.errors import ConfigurationError
 from penstock.client.transport.endpoints import (
-    CONNECTION_FILE,
     DEFAULT_DASHBOARD_PORT,
     SERVICES,
     connection_file,
     write_connection,
 )
-from penstock.local.stack import FIXED_PORTS, LocalStack, StackFailed, UpstreamEndpoint
+from penstock.launchers.stack import LAUNCHERS, Running, launched
+from penstock.local.stack import FIXED_PORTS, StackFailed, UpstreamEndpoint
 from penstock.local.supervision import ServiceRestart
+
+_COMMAND_STOP_S: Final = 10.0
+"""Seconds that the command has to end when the services stop first."""
 
 
 def up(
@@ -71,11 +74,46 @@ def up(
     dashboard_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0 = any free one.")
     ] = DEFAULT_DASHBOARD_PORT,
+    on: Annotated[
+        str, typer.Option(help=f"Where: {', '.join(LAUNCHERS)}. local is this machine, others are clusters.")
+    ] = "local",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="On a cluster: machines with a sandbox service; default: all.")
+    ] = None,
+    drivers: Annotated[
+        int | None, typer.Option(min=1, help="On a cluster: drivers; the first one is here, and is the default.")
+    ] = None,
+    gates: Annotated[int | None, typer.Option(min=1, help="On a cluster: gates, as drivers.")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="On a cluster: inference services, as drivers.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="On a cluster: GPUs of each inference service, all placed by them.")
+    ] = None,
+    resource: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=AMOUNT", help="On Ray: what a sandbox service reserves, such as CPU=8; repeat."),
+    ] = None,
+    values: Annotated[
+        Path | None, typer.Option(help="On Kubernetes: a YAML file with values of the Helm chart (images, model, ...).")
+    ] = None,
+    kube_namespace: Annotated[
+        str | None, typer.Option(help="On Kubernetes: an existing namespace; default: the context's.")
+    ] = None,
+    kube_context: Annotated[
+        str | None, typer.Option(help="On Kubernetes: a context of the kubeconfig; default: the current one.")
+    ] = None,
+    scratch: Annotated[
+        Path | None, typer.Option(help="On a cluster: a directory on a local disk of each machine, for state.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the addresses as one line of JSON.")] = False,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND...]", help="Run this while the services run, and stop them when it ends."),
+    ] = None,
 ) -> None:
-    """Start all services on this machine and keep them running until Ctrl-C.
+    """Start all services on this machine or a cluster, and keep them running until Ctrl-C or the end of a command.
 
-    Without a model of yours or an upstream they serve the small one of penstock[local], where that is installed.
+    Without a model of yours or an upstream they serve the small one of penstock[local], where that is installed. A
+    command after -- finds the services by PENSTOCK_CONNECTION, and its exit code is returned.
     """
     keys = dict(_pair(item, "--api-key-env") for item in api_key_env or [])
     endpoints = {
@@ -87,28 +125,62 @@ def up(
             usage_error(f"--upstream {name}: expected a URL like http://host:port/v1")
     if keys:
         usage_error(f"--api-key-env: there is no --upstream {next(iter(keys))}=URL")
-    small = model_dir is None and engine == "numpy" and script is None and not endpoints
+    # Elsewhere a model is none of this machine's directories.
+    here = on != "kubernetes"
+    if not here and (model_dir is not None or script is not None or engine != "numpy"):
+        usage_error("--model-dir, --engine and --script: on Kubernetes the model and its engine stand in --values FILE")
+    small = here and model_dir is None and engine == "numpy" and script is None and not endpoints
     choice = replace(
         model_choice(small_model() if small else model_dir, engine, script, endpoints),
         engine_options=dict(_pair(item, "--engine-option") for item in engine_option or []),
         engine_key=api_key(engine_key_env, "--engine-key-env"),
         settings=_settings(settings or []),
     )
-    shown = None if not dashboard else 0 if free_ports and dashboard_port == DEFAULT_DASHBOARD_PORT else dashboard_port
+    local = on == "local"
+    own = {
+        "nodes": nodes,
+        "drivers": drivers,
+        "gates": gates,
+        "engines": engines,
+        "gpus": gpus,
+        "scratch": scratch,
+        "resources": _amounts(resource) if resource else None,
+        "values": values,
+        "kube_namespace": kube_namespace,
+        "kube_context": kube_context,
+    }
+    options = {**choice.options, "state_dir": state_dir, "on_restart": _show_restart}
+    if local and not free_ports:
+        options["ports"] = FIXED_PORTS
+    shown = (
+        None
+        if not dashboard
+        else 0
+        if (free_ports or not local) and dashboard_port == DEFAULT_DASHBOARD_PORT
+        else dashboard_port
+    )
     package = demo_package() if small and choice.given else None
     example = "FILE" if package is None else str(package / "task.yaml")
-    run(_up(choice, state_dir, free_ports, shown, as_json, example))
+    try:
+        stack = launched(on, own, options)
+    except ConfigurationError as error:
+        usage_error(str(error))
+    run(_up(stack, shown, as_json, example, command or [], may_free=local and not free_ports))
 
 
 async def _up(
-    choice: ModelChoice,
-    state_dir: Path | None,
-    free_ports: bool,
-    dashboard_port: int | None,
-    as_json: bool,
-    example: str,
+    stack: Running, dashboard_port: int | None, as_json: bool, example: str, command: Sequence[str], *, may_free: bool
 ) -> int:
-    """Runs until stopped; without a `dashboard_port` there is no dashboard. `example` is a task to try."""
+    """Runs until it is stopped or the command has ended, and returns its exit code.
+
+    Args:
+        stack: not yet started.
+        dashboard_port: None = no dashboard.
+        as_json: whether the addresses are shown as JSON.
+        example: a task to try.
+        command: empty = none.
+        may_free: whether a taken port can be replaced by a free one.
+    """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     stopped = False
@@ -121,15 +193,16 @@ async def _up(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    stack = choice.stack({} if free_ports else FIXED_PORTS, state_dir, on_restart=_show_restart)
-    connection = stack.state_dir / CONNECTION_FILE
-    err.print(f"[dim]starting {', '.join(stack.services)}; state in {escape(str(stack.state_dir))}[/]", soft_wrap=True)
+    connection = stack.connection_file
+    code = OK
+    where = escape(str(connection.parent))
+    err.print(f"[dim]starting {', '.join(stack.services)}; state in {where}[/]", soft_wrap=True)
     try:
         with err.status("starting"):
             try:
                 await stack.__aenter__()
             except StackFailed as error:
-                if error.reason == "PORT_IN_USE" and not free_ports:
+                if error.reason == "PORT_IN_USE" and may_free:
                     raise StackFailed(f"{error} Or use --free-ports.", reason=error.reason) from None
                 raise
         try:
@@ -140,16 +213,46 @@ async def _up(
                     dashboard = beside(stack.endpoints, stack.trainer_token, dashboard_port)
                     link = await beside_it.enter_async_context(dashboard)
                 _say_where(stack, connection, link, as_json, example)
-                await stack.wait()
+                if command:
+                    code = await _beside(command, connection, discover=stack.endpoints.discover)
+                else:
+                    await stack.wait()
         except BaseException as error:
             connection.unlink(missing_ok=True)
             with err.status("stopping"):
                 await stack.__aexit__(type(error), error, error.__traceback__)
             raise
+        connection.unlink(missing_ok=True)
+        with err.status("stopping"):
+            await stack.__aexit__(None, None, None)
     except asyncio.CancelledError:
         if not stopped:
             raise
-    return OK
+        return TERMINATED if command else OK
+    return code
+
+
+async def _beside(command: Sequence[str], connection: Path, *, discover: bool) -> int:
+    """Runs a program that finds the services; returns its exit code, 128 and its number for a signal."""
+    environment = {**os.environ, "PENSTOCK_CONNECTION": str(connection)}
+    if not discover:  # clients of other languages do not read it from the file
+        environment["PENSTOCK_DISCOVER"] = "false"
+    try:
+        process = await asyncio.create_subprocess_exec(*command, env=environment)
+    except OSError as error:
+        usage_error(f"{command[0]} cannot be run: {error.strerror}")
+    try:
+        code = await process.wait()
+    except asyncio.CancelledError:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(_COMMAND_STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+        raise
+    return code if code >= 0 else 128 - code
 
 
 def _show_restart(restart: ServiceRestart) -> None:
@@ -157,7 +260,7 @@ def _show_restart(restart: ServiceRestart) -> None:
     err.print(f"[{colour}]{escape(clean(str(restart)))}[/]", soft_wrap=True)
 
 
-def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, example: str) -> None:
+def _say_where(stack: Running, connection: Path, link: str, as_json: bool, example: str) -> None:
     """Prints the addresses, and how to try the task `example`; `link` opens the dashboard, if there is one."""
     if as_json:
         where = {name: stack.endpoints.address(name) or None for name in SERVICES}
@@ -167,7 +270,7 @@ def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, ex
         table = columns("service", "address")
         for name in SERVICES:
             address = stack.endpoints.address(name)
-            table.add_row(name, address or "[dim]none: no --model-dir[/]")
+            table.add_row(name, address or "[dim]none: no model is given[/]")
         table.add_row("ingress", f"http://{stack.ingress_address}")
         out.print(table)
         if link:  # in no cell: a terminal splits a link that wraps
@@ -183,6 +286,13 @@ def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool, ex
         "" if connection == connection_file().absolute() else f" --state-dir {shlex.quote(str(connection.parent))}"
     )
     tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task {shlex.quote(example)}"
+    if not stack.endpoints.inference:
+        tries += " --upstream URL --model M"
+        err.print(
+            "no model: rollouts are refused that name no --upstream URL --model M; to serve one, stop this and start"
+            " `penstock up --model-dir DIR`",
+            soft_wrap=True,
+        )
     err.print(f"try: {escape(tries)} in another terminal", soft_wrap=True)
 
 
@@ -218,6 +328,13 @@ def _settings(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         except yaml.YAMLError:
             usage_error(f"--set: the value of {place} is not YAML: {value}")
     return found
+
+
+def _amounts(given: Sequence[str]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in (_pair(item, "--resource") for item in given)}
+    except ValueError:
+        usage_error("--resource: an amount is a number, as in CPU=8")
 
 
 def _pair(item: str, option: str) -> tuple[str, str]:

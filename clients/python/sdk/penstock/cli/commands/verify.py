@@ -7,16 +7,22 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.analysis.export import read_rows
+from penstock.analysis.export import Table, read_exports, read_rows
 from penstock.analysis.verify_chain import verify as check
 from penstock.cli.connections.options import AsJson
-from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, out, run
+from penstock.cli.terminal.console import FAILED, OK, clean, counted, emit, out, run, usage_error
 
 _SHOWN = 20
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of `penstock export --table turns`.")],
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLACE",
+            help="File of `penstock export --table turns`, or a directory or URL with what drivers exported.",
+        ),
+    ],
     sequences: Annotated[
         Path | None,
         typer.Option(
@@ -29,9 +35,19 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Find what was altered in exported trajectories since the gate recorded them, offline."""
+    is_store = "://" in place or Path(place).is_dir()
+    if is_store and (sequences is not None or tool_calls is not None):
+        usage_error("--sequences and --tool-calls go with a file: a directory or URL has all tables")
+    if not is_store and not Path(place).exists():
+        usage_error(f"there is no file {place}")
 
     async def work() -> int:
-        proof = check(*(read_rows(table) if table is not None else () for table in (file, sequences, tool_calls)))
+        if is_store:
+            tables = [read_exports(place, table) for table in (Table.TURNS, Table.SEQUENCES, Table.TOOL_CALLS)]
+        else:
+            files = (Path(place), sequences, tool_calls)
+            tables = [iter(()) if file is None else read_rows(file) for file in files]
+        proof = check(*tables)
         holds = not proof.problems and proof.calls > 0
         if as_json:
             emit({"holds": holds, **asdict(proof)})
@@ -47,8 +63,8 @@ def verify(
         if not proof.calls:
             out.print("[red]nothing to prove[/]: no call has exact tokens")
         rest = f"; {proof.unproven} without exact tokens are not verified" if proof.unproven else ""
-        rest += f"; {counted(proof.samples, 'sample')} compared" if sequences is not None else ""
-        rest += f"; {counted(proof.tool_calls, 'tool call')} compared" if tool_calls is not None else ""
+        rest += f"; {counted(proof.samples, 'sample')} compared" if is_store or sequences is not None else ""
+        rest += f"; {counted(proof.tool_calls, 'tool call')} compared" if is_store or tool_calls is not None else ""
         if proof.undigested:
             rest += f"; {counted(proof.undigested, 'row')} of an older version without digests"
         verdict = "[green]holds[/]" if holds else "[red]broken[/]"

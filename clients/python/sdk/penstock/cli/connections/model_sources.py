@@ -18,6 +18,9 @@ from penstock.client.tasks.yaml import YamlFile
 from penstock.local.stack import UpstreamEndpoint
 
 _NO_MODEL: Final = "there is no model: set --model-dir DIR, or --upstream URL --model M"
+_NOT_SERVED: Final = (
+    "the services that run have no model: set --upstream URL --model M, or start them by `penstock up --model-dir DIR`"
+)
 
 
 LOCAL_EXTRA: Final = "pip install 'penstock[local]'"
@@ -67,7 +70,7 @@ async def answered(
 
     async with services(choice, state_dir=state_dir, before_start=before_start) as ps:
         if upstream is None and not ps.endpoints.inference:
-            usage_error(_NO_MODEL)
+            usage_error(_NOT_SERVED)
         yield ps
 
 

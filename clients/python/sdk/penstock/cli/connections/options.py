@@ -8,8 +8,8 @@ import orjson
 import typer
 
 from penstock.cli.connections.completion import agent_names
-from penstock.cli.terminal.console import usage_error
-from penstock.client import AgentChoice, Budgets, Limits, RolloutOptions, SandboxChoice, Upstream
+from penstock.cli.terminal.console import read, usage_error
+from penstock.client import AgentChoice, Assays, Budgets, Limits, RolloutOptions, SandboxChoice, Upstream
 
 AsJson = Annotated[
     bool,
@@ -46,6 +46,24 @@ FilesFrom = Annotated[
         help="Another directory whose files a task file may name, besides its own; repeat.",
     ),
 ]  # fmt: skip
+RequireAssay = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Signed lines of `penstock tasks assay`: a task that did not pass is refused before it starts.",
+    ),
+]
+AssayKey = Annotated[
+    Path | None,
+    typer.Option(envvar="PENSTOCK_ASSAY_KEY", help="File of the key of --require-assay; default: beside it, *.key."),
+]
+KeepEndState = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-end-state/--no-keep-end-state",
+        help="Keep what the agent leaves, for `penstock regrade`; default: the task's, else if graded in a fresh fork.",
+    ),
+]
 StateDir = Annotated[Path | None, typer.Option(help="State directory of the services; default: per user.")]
 AllNamespaces = Annotated[
     bool, typer.Option("--all-namespaces", "-A", help="For an operator: those of all namespaces.")
@@ -77,6 +95,7 @@ def rollout_options(
     timeout: float | None = None,
     max_calls: int | None = None,
     seed: int | None = None,
+    keep_end_state: bool | None = None,
 ) -> RolloutOptions:
     """Returns the rollout options that were given above."""
     options: RolloutOptions = {}
@@ -90,7 +109,15 @@ def rollout_options(
         options["budgets"] = Budgets(max_calls=max_calls)
     if seed is not None:
         options["seed"] = seed
+    if keep_end_state is not None:
+        options["keep_end_state"] = keep_end_state
     return options
+
+
+def required_assays(options: RolloutOptions, file: Path | None, key: Path | None) -> None:
+    """Has tasks refused that did not pass, if there is a file of assays. An unreadable one ends the program."""
+    if file is not None:
+        options["require_assay"] = read(lambda place: Assays.load(place, key), file)
 
 
 def label_filter(items: Sequence[str] | None) -> dict[str, str]:

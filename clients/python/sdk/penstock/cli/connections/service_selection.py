@@ -52,22 +52,24 @@ class ModelChoice:
         on_restart: Callable[[ServiceRestart], None] | None = None,
     ) -> LocalStack:
         """Returns the stack, not yet started."""
+        return LocalStack(ports=ports, state_dir=state_dir, on_restart=on_restart, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a stack, as in `LocalStack`."""
         options = dict(self.engine_options)
         if self.script is not None:
             options["script"] = str(self.script.absolute())
         settings = {name: dict(values) for name, values in self.settings.items()}
         if self.engine_key:
             settings.setdefault("inference", {})["upstream_api_key"] = self.engine_key
-        return LocalStack(
-            model_dir=None if self.model_dir is None else self.model_dir.absolute(),
-            engine=self.engine,
-            engine_options=options,
-            settings=settings,
-            upstreams=self.upstreams,
-            ports=ports,
-            state_dir=state_dir,
-            on_restart=on_restart,
-        )
+        return {
+            "model_dir": None if self.model_dir is None else self.model_dir.absolute(),
+            "engine": self.engine,
+            "engine_options": options,
+            "settings": settings,
+            "upstreams": self.upstreams,
+        }
 
 
 def running(state_dir: Path | None) -> Endpoints:

@@ -17,6 +17,8 @@ from penstock.client import (
     PhaseChanged,
     Progress,
     RolloutEvent,
+    RolloutPaused,
+    RolloutResumed,
 )
 
 _MARKS = {"assistant": "", "reasoning": "thinks", "tool_call": "calls", "tool_result": "got", "error": "error"}
@@ -34,12 +36,17 @@ def event(item: RolloutEvent) -> RenderableType | None:
         case AgentEvent():
             return _agent(item.payload)
         case CallFinished(call):
-            return Text(f"   model call {_call(call)}", style="dim")
+            return Text(f"   model call {_call(call)}{_replayed(item.payload)}", style="dim")
         case AgentExited(end):
             return Text(clean(f"   agent: {end}, {end.duration:.1f} s"), style="dim")
         case AttemptFailed(attempt, failure):
             line = f"attempt {attempt} failed: {failure.reason} ({failure.caused_by or failure.cause}); it is retried"
             return Text(clean(line), style="yellow")
+        case RolloutPaused(reason, most):
+            until = "" if most is None else f", for at most {most:.0f} s"
+            return Text(clean(f"paused{until}{reason and f': {reason}'}"), style="yellow")
+        case RolloutResumed(took, why):
+            return Text(clean(f"goes on after a pause of {took or 0.0:.1f} s ({why})"), style="yellow")
         case ArtifactCollected(name, _, truncated, size):
             return Text(clean(f"   artifact {name}: {size} bytes{' (cut)' if truncated else ''}"), style="dim")
         case Ended():
@@ -79,3 +86,12 @@ def _agent(event: AgentEvent) -> RenderableType | None:
 
 def _call(call: Call) -> str:
     return f"{call.index} ({call.call_class}): {call.prompt_count} + {call.sampled_count} tokens, {call.state}"
+
+
+def _replayed(finished: CallFinished) -> str:
+    """How far a replay has come, behind a call that was not sampled."""
+    call = finished.call
+    if call.replayed_from is None and not call.given:
+        return ""
+    so_far = f" ({finished.replayed_count} of {finished.recorded_count})" if finished.recorded_count else ""
+    return f", {'given' if call.given else 'replayed'}{so_far}"

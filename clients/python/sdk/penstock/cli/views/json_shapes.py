@@ -38,6 +38,7 @@ def summary_shape(item: RolloutSummary) -> dict[str, Any]:
         "agent": item.agent,
         "labels": item.labels,
         "phase": item.phase,
+        "paused": item.paused,
         "attempts": item.attempts,
         "home": item.home,
         "create_time": moment(item.create_time),

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from penstock.analysis.recordings import Recording
 from penstock.cli.terminal.console import clean, columns, counted, quoted
-from penstock.client import Failure, Outcome, Phase, Reward, Trajectory
+from penstock.client import Call, Failure, Outcome, Phase, Reward, Trajectory
 from penstock.client.types.results import Changes
 
 _BAR: Final = 30
@@ -47,9 +47,10 @@ def _blame(failure: Failure) -> str:
 def calls(trajectory: Trajectory) -> Table:
     """Returns a table with a row per model call."""
     table = columns(
-        ("call", "right"), "class", ("prompt", "right"), ("reused", "right"), ("sampled", "right"),
+        ("call", "right"), ("parent", "right"), "class", ("prompt", "right"), ("reused", "right"), ("sampled", "right"),
         "finish", "answered by", ("version", "right"), ("seconds", "right"),
     )  # fmt: skip
+    numbers = {call.call_id: str(call.index) for call in trajectory.calls}
     for call in trajectory.calls:
         completion = call.completion
         waited = (
@@ -57,16 +58,27 @@ def calls(trajectory: Trajectory) -> Table:
         )
         table.add_row(
             str(call.index),
+            numbers.get(call.parent_call_id or "", ""),
             _shown(call.call_class),
             str(call.prompt_count or ""),
             str(call.prompt_shared_count or ""),
             str(call.sampled_count or ""),
             _shown(str(completion.finish_reason)) if completion is not None else call.end_reason or call.state,
-            _shown(call.answerer),
+            _answered_by(call),
             "" if completion is None or completion.policy_version is None else str(completion.policy_version),
             waited,
         )
     return table
+
+
+def _answered_by(call: Call) -> str:
+    """Names what answered a call: also where nothing was sampled for it."""
+    if call.given:
+        return "given answer"
+    origin = call.replayed_from
+    if origin is None:
+        return _shown(call.answerer)
+    return f"replay of attempt {origin.attempt}" if origin.rollout_id == call.rollout_id else "replay of its parent"
 
 
 def _shown(word: str) -> str:

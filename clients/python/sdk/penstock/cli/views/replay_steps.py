@@ -28,6 +28,10 @@ from penstock.client.types.results import Home
 Draw = Callable[[bool], Iterable[RenderableType]]
 """Renders a step; the argument is whether tokens are drawn one by one."""
 
+_RUNS: Final = (
+    "it runs, and its model calls are shown here once it has ended: until then `penstock watch` and the dashboard"
+    " follow it"
+)
 _OUTPUT_LINES: Final = 200
 _DIFFS: Final = (".diff", ".patch")
 _PATCH: Final = (("+++", "bold"), ("---", "bold"), ("diff ", "bold"), ("@@", "cyan"), ("+", "green"), ("-", "red"))
@@ -148,8 +152,8 @@ def _overview(recording: Recording) -> Iterator[RenderableType]:
     if not recording.events:
         yield Text("\nthe file has model calls only, without phases, commands and agent events", style="dim")
     elif not recording.turns:
-        why = "it runs" if recording.outcome is None else "none were made or captured"
-        yield Text(f"\nno model calls: {why}", style="dim")
+        why = _RUNS if recording.outcome is None else "no model calls: none were made or captured"
+        yield Text(f"\n{why}", style="dim")
 
 
 def _home(home: Home) -> str:

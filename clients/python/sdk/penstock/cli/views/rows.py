@@ -96,6 +96,8 @@ def state(item: RolloutSummary) -> Text:
     """Formats a rollout's phase, or how it ended."""
     if not item.ended:
         again = f" (try {item.attempts})" if item.attempts > 1 else ""
+        if item.paused:
+            return Text(f"paused, {item.phase.value.replace('_', ' ')}{again}", style="yellow")
         return Text(item.phase.value.replace("_", " ") + again, style=_STYLES[item.phase])
     if item.failure is None:
         return Text("completed", style="green")

@@ -13,7 +13,10 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client.errors import DataLoss, Internal, InvalidArgument
 from penstock.client.inference import engine_info, weights
 from penstock.client.inference.engine_info import EngineInfo, EngineStats
+from penstock.client.inference.engines import Engine, Engines
+from penstock.client.inference.safetensors import TensorFile
 from penstock.client.inference.weights import Adapter, PauseMode, WeightTransfer, WeightUpdate
+from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.rpc import Service
 from penstock.client.types import chat
 from penstock.client.types.logprob_diff import GapReport
@@ -41,11 +44,16 @@ class ParsedMessage:
 
 
 class InferenceClient:
-    """`ps.inference`."""
+    """`ps.inference`.
 
-    def __init__(self, service: Service) -> None:
+    Where the gate has a list of engines, what changes an engine (weights, adapters, pauses, sleep, aborts) is done at
+    all of them; questions and generations go to the one at the connection's address.
+    """
+
+    def __init__(self, service: Service, cluster: Cluster | None = None) -> None:
         self._service = service
         self._stub = pb_grpc.InferenceServiceStub(service.channel)
+        self._engines = Engines(service, cluster)
 
     async def info(self) -> EngineInfo:
         """Returns the model, its capabilities and the weights in force."""
@@ -202,10 +210,11 @@ class InferenceClient:
         Raises:
             FailedPrecondition: `POLICY_VERSION_NOT_NEWER`, `TENSOR_UNKNOWN`, `TENSOR_MISSING`, `TENSOR_SHAPE`.
             Aborted: `UPDATE_IN_PROGRESS`.
+            EnginesFailed: some of several engines failed; of a partial push also with `BASE_VERSION_DIFFERS`, an
+                engine that does not have the version for which the push was made.
         """
-        return await weights.push_tensors(
-            self._service, self._stub, version, tensors, partial=partial, mode=mode, timeout=timeout
-        )
+        begin, file = await weights.tensors_begin(version, tensors, partial=partial, mode=mode)
+        return await self._push(begin, file, partial, timeout)
 
     async def update_weights_from(
         self,
@@ -230,9 +239,23 @@ class InferenceClient:
             FailedPrecondition: `PATHS_OFF`, the service has no `weights_dir`; and the errors of `update_weights`.
             InvalidArgument: `PATH_REFUSED`.
         """
-        return await weights.push_path(
-            self._service, self._stub, version, path, partial=partial, mode=mode, timeout=timeout
-        )
+        return await self._push(weights.path_begin(version, path, partial=partial, mode=mode), None, partial, timeout)
+
+    async def _push(
+        self,
+        begin: pb.UpdateWeightsRequest.UpdateBegin,
+        file: TensorFile | None,
+        partial: bool,
+        timeout: float | None,
+    ) -> WeightUpdate:
+        async def push(engine: Engine) -> WeightUpdate:
+            if not engine.name:
+                return await weights.update(engine.service, engine.stub, begin, file, timeout)
+            return await weights.after_others(lambda: weights.update(engine.service, engine.stub, begin, file, timeout))
+
+        if partial:
+            return weights.together(await self._engines.push_partial(begin.policy_version, push))
+        return weights.together(await self._engines.at_all(push))
 
     async def init_transfer(
         self, backend: str, options: Mapping[str, Any] | None = None, *, timeout: float | None = 600.0
@@ -247,9 +270,11 @@ class InferenceClient:
         Raises:
             Unsupported: `CAPABILITY_MISSING`.
             InvalidArgument: `TRANSFER_REFUSED`.
+            ConfigurationError: `ENGINE_LIST`, the gate has a list of engines: connect to each of them.
         """
         request = pb.InitTransferRequest(backend=backend, options_json=weights.as_json(dict(options or {}), "options"))
-        await self._service.call(self._stub.InitTransfer, request, timeout=timeout)
+        engine = await self._engines.only()
+        await engine.service.call(engine.stub.InitTransfer, request, timeout=timeout)
 
     async def start_transfer(
         self,
@@ -277,8 +302,9 @@ class InferenceClient:
             mode=weights.pause_mode(mode),
             idle_timeout=wire.duration(idle_timeout),
         )
-        answer = await self._service.call(self._stub.StartTransfer, request, timeout=timeout, repeatable=True)
-        return WeightTransfer(self._service, self._stub, answer.transfer_id)
+        engine = await self._engines.only()
+        answer = await engine.service.call(engine.stub.StartTransfer, request, timeout=timeout, repeatable=True)
+        return WeightTransfer(engine.service, engine.stub, answer.transfer_id)
 
     async def load_adapter(
         self,
@@ -312,7 +338,8 @@ class InferenceClient:
             adapter_config_json=weights.as_json(dict(config), "config"),
             mode=weights.pause_mode(mode),
         )
-        return await weights.load_adapter(self._service, self._stub, begin, tensors, timeout)
+        file = await weights.file_of(tensors)
+        return await self._load(begin, file, timeout)
 
     async def load_adapter_from(
         self,
@@ -332,12 +359,20 @@ class InferenceClient:
         begin = pb.LoadAdapterRequest.AdapterBegin(
             name=name, policy_version=version, path=path, mode=weights.pause_mode(mode)
         )
-        return await weights.load_adapter(self._service, self._stub, begin, None, timeout)
+        return await self._load(begin, None, timeout)
+
+    async def _load(
+        self, begin: pb.LoadAdapterRequest.AdapterBegin, file: TensorFile | None, timeout: float | None
+    ) -> Adapter:
+        async def load(engine: Engine) -> Adapter:
+            return await weights.load_adapter(engine.service, engine.stub, begin, file, timeout)
+
+        adapter: Adapter = next(iter((await self._engines.at_all(load)).answers.values()))
+        return adapter
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter; its completions in flight go on. Does nothing if it is not loaded."""
-        request = pb.UnloadAdapterRequest(name=name)
-        await self._service.call(self._stub.UnloadAdapter, request, timeout=600.0, repeatable=True)
+        await self._at_all("UnloadAdapter", pb.UnloadAdapterRequest(name=name), timeout=600.0)
 
     async def adapters(self) -> list[Adapter]:
         """Returns the loaded adapters, sorted by name.
@@ -368,8 +403,7 @@ class InferenceClient:
         if bool(session_id) == everything:
             raise InvalidArgument("Abort either a session or everything", reason="ABORT_TARGET")
         request = pb.AbortRequest(session_id=session_id) if session_id else pb.AbortRequest(all=True)
-        answer = await self._service.call(self._stub.Abort, request, repeatable=True)
-        return answer.aborted_count
+        return sum(answer.aborted_count for answer in await self._at_all("Abort", request))
 
     async def pause(self, mode: PauseMode | str = PauseMode.KEEP) -> int:
         """Stops generating until `resume`; new requests wait.
@@ -382,12 +416,11 @@ class InferenceClient:
             The number of generations in flight or waiting.
         """
         request = pb.PauseRequest(mode=weights.pause_mode(mode))
-        answer = await self._service.call(self._stub.Pause, request, timeout=600.0, repeatable=True)
-        return answer.in_flight_count
+        return sum(answer.in_flight_count for answer in await self._at_all("Pause", request, timeout=600.0))
 
     async def resume(self) -> None:
         """Resumes generating."""
-        await self._service.call(self._stub.Resume, pb.ResumeRequest(), repeatable=True)
+        await self._at_all("Resume", pb.ResumeRequest())
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the accelerator's memory once running requests have finished; new requests wait for `wake`.
@@ -398,11 +431,11 @@ class InferenceClient:
         Raises:
             Unsupported: `CAPABILITY_MISSING`.
         """
-        await self._service.call(self._stub.Sleep, pb.SleepRequest(level=level), timeout=600.0, repeatable=True)
+        await self._at_all("Sleep", pb.SleepRequest(level=level), timeout=600.0)
 
     async def wake(self) -> None:
         """Allocates the memory again and resumes."""
-        await self._service.call(self._stub.Wake, pb.WakeRequest(), timeout=600.0, repeatable=True)
+        await self._at_all("Wake", pb.WakeRequest(), timeout=600.0)
 
     async def watch_stats(self, interval: float = 1.0) -> AsyncGenerator[EngineStats, None]:
         """Yields the engine's load, at once and then every `interval` seconds (0.1 to 60), until cancelled."""
@@ -410,6 +443,14 @@ class InferenceClient:
         async with aclosing(self._service.stream(self._stub.WatchStats, request)) as messages:
             async for message in messages:
                 yield engine_info.stats_from(message)
+
+    async def _at_all(self, method: str, request: Any, *, timeout: float = 30.0) -> Sequence[Any]:
+        """The answers of all engines to one request."""
+
+        async def ask(engine: Engine) -> Any:
+            return await engine.service.call(getattr(engine.stub, method), request, timeout=timeout, repeatable=True)
+
+        return list((await self._engines.at_all(ask)).answers.values())
 
     def _request(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -10,7 +10,8 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from numpy.typing import NDArray
 
-from penstock.client.errors import InvalidArgument, PenstockError, Unavailable
+from penstock.client.errors import Aborted, InvalidArgument, PenstockError, Unavailable
+from penstock.client.inference.engines import Done
 from penstock.client.inference.safetensors import TensorFile
 from penstock.client.transport.rpc import Backoff, Service
 from penstock.client.wire import chat
@@ -20,6 +21,8 @@ from penstock.values import reader
 
 A = TypeVar("A")
 Q = TypeVar("Q")
+OTHERS_S: Final = 60.0
+"""How long a push to one of several engines waits for another one that runs there."""
 Tensors = Mapping[str, NDArray[Any]]
 
 
@@ -33,12 +36,16 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """The result of a push; times in seconds, None = unknown."""
+    """The result of a push; times in seconds, None = unknown. Of several engines, the slowest one's times.
+
+    `away`: the names of engines that do not answer and got nothing. They get calls again when they have these weights.
+    """
 
     policy_version: int
     transfer: float | None
     pause: float | None
     load: float | None
+    away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +81,16 @@ def pause_mode(mode: PauseMode | str) -> pb.PauseMode.ValueType:
     return found
 
 
-async def push_tensors(
-    service: Service,
-    stub: Any,
-    version: int,
-    tensors: Tensors,
-    *,
-    partial: bool,
-    mode: PauseMode | str,
-    timeout: float | None,
-) -> WeightUpdate:
+async def file_of(tensors: Tensors) -> TensorFile:
+    """Returns the safetensors file of these tensors, made off the event loop."""
+    return await asyncio.to_thread(TensorFile.of, tensors)
+
+
+async def tensors_begin(
+    version: int, tensors: Tensors, *, partial: bool, mode: PauseMode | str
+) -> tuple[pb.UpdateWeightsRequest.UpdateBegin, TensorFile]:
     """See `InferenceClient.update_weights`."""
-    file = await asyncio.to_thread(TensorFile.of, tensors)
+    file = await file_of(tensors)
     begin = pb.UpdateWeightsRequest.UpdateBegin(
         policy_version=version,
         format=_format(partial),
@@ -93,28 +98,40 @@ async def push_tensors(
         size_bytes=file.size_bytes,
         sha256=file.sha256,
     )
-    return await _update(service, stub, begin, file, timeout)
+    return begin, file
 
 
-async def push_path(
-    service: Service, stub: Any, version: int, path: str, *, partial: bool, mode: PauseMode | str, timeout: float | None
-) -> WeightUpdate:
+def path_begin(version: int, path: str, *, partial: bool, mode: PauseMode | str) -> pb.UpdateWeightsRequest.UpdateBegin:
     """See `InferenceClient.update_weights_from`."""
-    begin = pb.UpdateWeightsRequest.UpdateBegin(
+    return pb.UpdateWeightsRequest.UpdateBegin(
         policy_version=version, format=_format(partial), mode=pause_mode(mode), path=path
     )
-    return await _update(service, stub, begin, None, timeout)
+
+
+def together(done: Done) -> WeightUpdate:
+    """The result of a push to all engines: each step lasted as long as at the slowest one."""
+    updates: Sequence[WeightUpdate] = list(done.answers.values())
+
+    def slowest(times: Iterable[float | None]) -> float | None:
+        return max((time for time in times if time is not None), default=None)
+
+    return WeightUpdate(
+        min(update.policy_version for update in updates),
+        slowest(update.transfer for update in updates),
+        slowest(update.pause for update in updates),
+        slowest(update.load for update in updates),
+        tuple(done.away),
+    )
 
 
 async def load_adapter(
     service: Service,
     stub: Any,
     begin: pb.LoadAdapterRequest.AdapterBegin,
-    tensors: Tensors | None,
+    file: TensorFile | None,
     timeout: float | None,
 ) -> Adapter:
-    """See `InferenceClient.load_adapter`; without tensors `begin` names a path."""
-    file = None if tensors is None else await asyncio.to_thread(TensorFile.of, tensors)
+    """See `InferenceClient.load_adapter`; without a file `begin` names a path."""
     frame = pb.LoadAdapterRequest
 
     def frames() -> AsyncIterator[pb.LoadAdapterRequest]:
@@ -191,13 +208,14 @@ class WeightTransfer:
         return _weight_update(answer)
 
 
-async def _update(
+async def update(
     service: Service,
     stub: Any,
     begin: pb.UpdateWeightsRequest.UpdateBegin,
     file: TensorFile | None,
     timeout: float | None,
 ) -> WeightUpdate:
+    """Pushes to one engine; without a file `begin` names a path."""
     frame = pb.UpdateWeightsRequest
 
     def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
@@ -214,6 +232,19 @@ async def _push(service: Service, method: Any, frames: Callable[[], AsyncIterato
         # Committing a version that is in force succeeds, so a lost answer may be retried.
         await asyncio.sleep(Backoff().next(error))
         return await service.push(method, frames, timeout=timeout)
+
+
+async def after_others(push: Callable[[], Awaitable[A]]) -> A:
+    """Returns the result of a push, repeated while another one runs at the engine: others may hand weights on to it."""
+    loop, backoff = asyncio.get_running_loop(), Backoff()
+    until = loop.time() + OTHERS_S
+    while True:
+        try:
+            return await push()
+        except Aborted as error:
+            if error.reason != "UPDATE_IN_PROGRESS" or loop.time() >= until:
+                raise
+            await asyncio.sleep(backoff.next(error))
 
 
 async def _frames(begin: Q, file: TensorFile | None, chunk: Callable[[bytes], Q], commit: Q) -> AsyncIterator[Q]:

@@ -1,15 +1,18 @@
 """The gate by single requests: rollouts for agents of one's own, agent keys, recorded calls, leases."""
 
+import asyncio
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Final, Self
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Final, Self
 
+from penstock.client.errors import DeadlineExceeded, NotFound, PenstockError, Unavailable
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.leases import check_size, rejection
 from penstock.client.intercept.session import Selector, selector_to
 from penstock.client.tasks import spec as tasks
+from penstock.client.transport.cluster import Cluster
 from penstock.client.transport.rpc import MAX_MESSAGE_BYTES, Service
 from penstock.client.types import gate
 from penstock.client.types.chat import Sampling
@@ -24,6 +27,9 @@ from penstock.trajectory.v1 import trajectory_pb2
 _OPEN_S: Final = 60.0
 """Seconds that opening may take: the gate checks the model source first."""
 _LEASE_WAIT_S: Final = 20.0
+_PAGE_BYTES: Final = 8 << 20
+_SETTLE_S: Final = 10.0
+"""Timeout for a gate that is asked what it has leased to a request that was given up."""
 
 
 class LeasedCall(ModelCall):
@@ -132,8 +138,9 @@ class GateClient:
     A trainer's loop uses `ps.intercept` or a handle's `calls()`, which reconnect and hold leases by heartbeats.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, cluster: Cluster) -> None:
         self._service = service
+        self._cluster = cluster
         self._stub = pb_grpc.RolloutGateServiceStub(service.channel)
         self._calls = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
 
@@ -270,6 +277,20 @@ class GateClient:
         answer = await self._service.call(self._stub.CloseRollout, request, repeatable=True)
         return wire.rollout(answer.rollout)
 
+    async def hold_calls(self, rollout_id: str, *, held: bool = True) -> gate.GateRollout:
+        """Holds the calls of an open rollout until they are let go with `held=False`, also over a restart. Idempotent.
+
+        None is leased or dispatched meanwhile, and its time limits stand still. A rollout of the driver is paused by
+        its handle, which holds its sandbox too.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`.
+            FailedPrecondition: `ROLLOUT_CLOSED`.
+        """
+        request = pb.HoldCallsRequest(rollout_id=rollout_id, held=held)
+        answer = await self._service.call(self._stub.HoldCalls, request, repeatable=True)
+        return wire.rollout(answer.rollout)
+
     async def delete(self, rollout_id: str) -> None:
         """Deletes a rollout and its capture, closed first if it is open. Idempotent."""
         request = pb.DeleteRolloutRequest(rollout_id=rollout_id)
@@ -355,6 +376,48 @@ class GateClient:
             whole.MergeFrom(fragment.trajectory)
         return results.trajectory(whole)
 
+    async def load_recording(
+        self, rollout_id: str, of: str, *, attempt: int = 1, before: str = "", exact: bool = False
+    ) -> int:
+        """Has the recorded calls of one rollout answer the same prompts of another one, without sampling.
+
+        The other one is open at this gate, and its agent has not called yet. A call whose prompt has the token ids of a
+        recorded one is answered with the recorded tokens, each recorded call once; other calls are sampled.
+
+        Args:
+            rollout_id: the rollout whose calls are answered.
+            of: the rollout whose calls are the recording; at this gate.
+            attempt: the attempt at that rollout, from 1.
+            before: only calls before this one, by its id; empty = all.
+            exact: a call that differs from what was recorded at its place fails (`REPLAY_DIVERGED`).
+
+        Returns:
+            The number of recorded calls.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`, the recording has no call `before`.
+            FailedPrecondition: `ROLLOUT_CLOSED`; `RECORDING_LATE`, the agent has called.
+            ResourceExhausted: `RECORDING_LIMIT`.
+            Unsupported: a gate that is older than this RPC.
+        """
+        capture = pb.GetCaptureRequest(rollout_id=of, include_top=True)
+        calls: list[trajectory_pb2.Call] = []
+        for fragment in await self._service.collect(self._stub.GetCapture, capture, timeout=300.0):
+            calls += fragment.trajectory.calls
+        if before:
+            ends = [index for index, call in enumerate(calls) if call.call_id == before]
+            if not ends:
+                raise NotFound(f"The rollout {of} has no call {before}.", reason="CALL_UNKNOWN")
+            calls = calls[: ends[0]]
+        count = 0
+        for page in _pages_of(calls):
+            request = pb.LoadRecordingRequest(
+                rollout_id=rollout_id, calls=page, recorded_rollout_id=of, recorded_attempt=attempt, exact=exact
+            )
+            answer = await self._service.call(self._stub.LoadRecording, request, timeout=_OPEN_S, repeatable=True)
+            count = answer.calls
+        return count
+
     async def watch_calls(
         self,
         rollout_ids: Sequence[str] = (),
@@ -420,7 +483,7 @@ class GateClient:
         policy_version: int | None = None,
         identity: str = "",
     ) -> Sequence[LeasedCall]:
-        """Waits for queued calls and leases them, without a session; none if none came in time.
+        """Waits for queued calls at all gates and leases them, without a session; none if none came in time.
 
         Args:
             selector: which calls; None = every one.
@@ -447,8 +510,87 @@ class GateClient:
             policy_version=policy_version,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
-        # The gate waits for at most 80 % of the deadline.
-        answer: Any = await self._service.call(
-            self._calls.LeaseCalls, request, timeout=patience / 0.8 + 10.0, repeatable=True
-        )
-        return [LeasedCall(self._service, item) for item in answer.calls]
+        timeout = patience / 0.8 + 10.0  # the gate waits for at most 80 % of it
+        gates = await self._gates()
+        if len(gates) == 1:
+            return await _lease(gates[0], request, timeout)
+        return await _lease_at_any(gates, request, timeout)
+
+    async def _gates(self) -> Sequence[Service]:
+        """Returns the gates that can be reached, as far as the driver knows."""
+        members = await self._cluster.members("interception", or_given=True)
+        return [member.service for member in members if not member.is_lost] or [item.service for item in members]
+
+
+async def _lease(
+    service: Service, request: intercept_service_pb2.LeaseCallsRequest, timeout: float
+) -> list[LeasedCall]:
+    stub = intercept_service_pb2_grpc.InterceptServiceStub(service.channel)
+    answer = await service.call(stub.LeaseCalls, request, timeout=timeout, repeatable=True)
+    return [LeasedCall(service, item) for item in answer.calls]
+
+
+async def _lease_at_any(
+    gates: Sequence[Service], request: intercept_service_pb2.LeaseCallsRequest, timeout: float
+) -> list[LeasedCall]:
+    """Asks all gates at once. When one has calls the others are asked no longer: what they have leased meanwhile is
+    taken too, or put back where it is too much.
+    """
+    asked = {asyncio.create_task(_lease(service, request, timeout)): service for service in gates}
+    given_up: list[Service] = []
+    try:
+        waiting = set(asked)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(_is_decisive(task) for task in done):
+                break
+        given_up = [asked[task] for task in waiting]
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+    leased: list[LeasedCall] = []
+    failures: list[BaseException] = []
+    for task in asked:
+        if task.cancelled():
+            continue
+        if (failure := task.exception()) is not None:
+            failures.append(failure)
+        else:
+            leased += task.result()
+    # The same request again: its answer has what the gate leased to it before it was given up.
+    request.wait.FromNanoseconds(0)
+    for service in given_up:
+        with suppress(PenstockError):  # then the leases end
+            known = {call.call_id for call in leased}
+            leased += [call for call in await _lease(service, request, _SETTLE_S) if call.call_id not in known]
+    if not leased and failures and (len(failures) == len(gates) or not all(map(_is_away, failures))):
+        raise next((error for error in failures if not _is_away(error)), failures[0])
+    for call in leased[request.max_calls :]:
+        with suppress(PenstockError):  # then its lease ends
+            await call.release()
+    return leased[: request.max_calls]
+
+
+def _is_decisive(task: asyncio.Task[list[LeasedCall]]) -> bool:
+    """Whether the others need not be waited for: there are calls, or a gate refused."""
+    failure = task.exception()
+    return bool(task.result()) if failure is None else not _is_away(failure)
+
+
+def _is_away(error: BaseException) -> bool:
+    return isinstance(error, Unavailable | DeadlineExceeded)
+
+
+def _pages_of(calls: Sequence[trajectory_pb2.Call]) -> Iterator[Sequence[trajectory_pb2.Call]]:
+    """Parts of a list of calls that fit into messages."""
+    page: list[trajectory_pb2.Call] = []
+    size = 0
+    for call in calls:
+        if page and size + call.ByteSize() > _PAGE_BYTES:
+            yield page
+            page, size = [], 0
+        page.append(call)
+        size += call.ByteSize()
+    if page:
+        yield page

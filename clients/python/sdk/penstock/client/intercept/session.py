@@ -15,21 +15,17 @@ from typing import Any, Final, Self, TypeVar
 
 from penstock.client.errors import (
     CallEnded,
-    DeadlineExceeded,
     Internal,
     InvalidArgument,
     PenstockError,
-    PermissionDenied,
     SessionLost,
-    Unauthenticated,
-    Unavailable,
 )
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.host_tools import HostTool, Serving
 from penstock.client.intercept.leases import Inbox
 from penstock.client.intercept.stream import GateStream, SessionOptions
 from penstock.client.transport import tracing
-from penstock.client.transport.cluster import FRESH_S, Cluster, Member
+from penstock.client.transport.cluster import FRESH_S, NOT_ASKED, Cluster, Member
 from penstock.client.wire.chat import duration
 from penstock.interception.v1 import intercept_service_pb2 as pb
 
@@ -43,8 +39,6 @@ GONE_S: Final = 30.0
 LOOK_AGAIN_S: Final = 1.0
 """How often the driver is asked for the gates while one is away. Else as often as its answer is not fresh any more."""
 _PAUSE_S: Final = 600.0
-_NOT_ASKED: Final = (Unavailable, DeadlineExceeded, Unauthenticated, PermissionDenied)
-"""Errors of a driver that cannot be asked for the gates. A token that it refuses may be valid at the given gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +270,7 @@ class InterceptSession:
             members = await self._cluster.members(
                 "interception", patient=False, age_s=LOOK_AGAIN_S if is_away else FRESH_S
             )
-        except _NOT_ASKED as error:
+        except NOT_ASKED as error:
             if self._gates:
                 return
             _log.warning("the gates are not known yet, only the given one is used: %s", error)

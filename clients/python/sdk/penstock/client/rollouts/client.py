@@ -1,20 +1,23 @@
 """Rollouts and groups: creating, listing, exporting. Everything else is done through their handles."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
-from penstock.client.errors import InvalidArgument
-from penstock.client.rollouts.driver_rpc import Driver, Drivers
-from penstock.client.rollouts.handles import GroupHandle, RolloutHandle
-from penstock.client.rollouts.merging import Watched, changes_of_all, newest_first, one_after_another
+from penstock.client.errors import InvalidArgument, PenstockError
+from penstock.client.rollouts.assays import Assays
+from penstock.client.rollouts.driver_rpc import CREATE_TIMEOUT_S, Driver, Drivers
+from penstock.client.rollouts.handles import GroupHandle, RolloutHandle, branch_request, regrade_request
+from penstock.client.rollouts.merging import Watched, changes_of_all
 from penstock.client.tasks import spec as tasks
 from penstock.client.tasks.task import Task
+from penstock.client.transport.lists import newest_first, one_after_another
 from penstock.client.types import results
-from penstock.client.types.chat import Sampling
+from penstock.client.types.chat import Message, Sampling
 from penstock.client.types.trajectories import Trajectory
 from penstock.client.wire import chat, specs
 from penstock.client.wire import results as wire_results
@@ -23,9 +26,6 @@ from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
 
 _D = TypeVar("_D", tasks.SandboxChoice, tasks.Limits, tasks.Budgets)
-
-CREATE_TIMEOUT_S: Final = 120.0
-"""Timeout of a create in seconds: the driver checks what it can before it answers."""
 
 
 class RolloutOptions(TypedDict, total=False):
@@ -54,6 +54,12 @@ class RolloutOptions(TypedDict, total=False):
     """Overrides, field by field, the agent's sampling."""
     max_attempts: int
     """Maximum attempts, where a failure says nothing about the policy; 1 to 10, default 1."""
+    replay: tasks.Replay | Literal["off", "until_divergence", "exact"]
+    """What a further attempt does with the last one's answers; default until_divergence."""
+    require_assay: Assays
+    """Results of `penstock tasks assay`: a task without a passing one is refused (`ASSAY_REQUIRED`)."""
+    keep_end_state: bool
+    """Whether the agent's work is kept, for `regrade`; default: the task's, else if it is graded in a fresh fork."""
 
 
 def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) -> rollout_pb2.RolloutSpec:
@@ -61,6 +67,8 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
     given = set(options) - set(RolloutOptions.__annotations__)
     if given:
         raise TypeError(f"unknown options: {', '.join(sorted(given))}")
+    if "require_assay" in options:
+        options["require_assay"].require(task)
     if isinstance(agent, str):
         agent = tasks.AgentChoice(
             name=agent,
@@ -78,6 +86,8 @@ def spec(task: Task, agent: str | tasks.AgentChoice, options: RolloutOptions) ->
         seed=options.get("seed"),
         sampling_override=chat.sampling_to(options.get("sampling")),
         max_attempts=options.get("max_attempts"),
+        replay=specs.replay(options["replay"]) if "replay" in options else rollout_pb2.REPLAY_UNSPECIFIED,
+        keep_end_state=options.get("keep_end_state", task.keep_end_state),
     )
     if "source" in options:
         message.source.CopyFrom(specs.source(options["source"]))
@@ -166,6 +176,7 @@ class RolloutsClient:
         Raises:
             InvalidArgument: `violations` name the fields.
             NotFound: `AGENT_UNKNOWN`.
+            FailedPrecondition: `ASSAY_REQUIRED`.
             Unavailable: a service that it needs cannot be reached; see `reason`.
         """
         if n is not None:
@@ -173,9 +184,15 @@ class RolloutsClient:
         request = pb.CreateRolloutRequest(
             request_id=secrets.token_hex(16), spec=spec(task, agent, options), rollout_id=rollout_id
         )
-        driver = await self._drivers.for_new(rollout_id)
-        answer = await driver.service.call(
-            driver.stub.CreateRollout, request, timeout=CREATE_TIMEOUT_S, repeatable=True
+        driver, answer = await self._drivers.create(
+            lambda driver, is_only: driver.service.call(
+                driver.stub.CreateRollout,
+                request,
+                timeout=CREATE_TIMEOUT_S,
+                repeatable=True,
+                while_draining=is_only,
+            ),
+            rollout_id,
         )
         return RolloutHandle(driver, wire_results.rollout(answer.rollout))
 
@@ -186,6 +203,126 @@ class RolloutsClient:
     async def attach(self, rollout_id: str) -> RolloutHandle:
         """Returns a handle of a rollout that was started elsewhere. Raises NotFound `ROLLOUT_UNKNOWN`."""
         return RolloutHandle(*await self._drivers.having(rollout_id, lambda driver: driver.get(rollout_id)))
+
+    async def branch(
+        self,
+        rollout_id: str,
+        call: str | int,
+        n: int = 1,
+        *,
+        answer: Message | str | None = None,
+        group_id: str = "",
+        train_prefix: bool = False,
+        replay: tasks.Replay | Literal["exact", "until_divergence"] = "exact",
+        seed: int | None = None,
+    ) -> GroupHandle:
+        """Starts n rollouts that continue another one, the parent, from one of its calls; returns at once.
+
+        Their agents begin anew in sandboxes of their own. Calls before that call get the parent's answers, without
+        sampling; that call and those after it are sampled. The parent runs or has ended.
+
+        Args:
+            rollout_id: the parent.
+            call: a call's id, or its index from 0.
+            n: how many branches, 1 to 256.
+            answer: what that call is answered in all branches, instead of being sampled: an assistant's message, or its
+                text. It is context, and never trained.
+            group_id: of the branches, as in `ps.groups.create`.
+            train_prefix: train what the parent sampled in each branch too.
+            replay: what becomes of a branch whose agent asks something else before that call: `exact` fails it
+                (`REPLAY_DIVERGED`), `until_divergence` lets it go on from there.
+            seed: of the first branch's calls, 0 or more; each further branch has seed + index. None = each branch has
+                the parent's seed: an engine that follows it gives all of them the same answers.
+
+        Raises:
+            As `ps.rollouts.create`, and:
+            NotFound: `ROLLOUT_UNKNOWN`; `CALL_UNKNOWN`.
+            FailedPrecondition: `CALL_UNANSWERED`: that call has no answer; `TRAJECTORY_ABSENT`: the parent's gate has
+                forgotten it; `SPEC_FORGOTTEN`: its driver keeps its spec no more.
+        """
+        request = branch_request(
+            rollout_id, call, n, answer=answer, group_id=group_id, train_prefix=train_prefix, replay=replay, seed=seed
+        )
+        return GroupHandle(*await self._drivers.having(rollout_id, lambda driver: driver.branch(request)))
+
+    async def regrade(
+        self, rollout_id: str, verifier: tasks.Verifier | None = None, *, name: str = ""
+    ) -> results.Grade:
+        """Runs a verifier on an ended rollout's end state, in a sandbox of its own, and records a further grade.
+
+        The first grade stays as it is. Returns once the grade is on disk. A repeat with the same verifier and name
+        returns the grade that is there.
+
+        Args:
+            rollout_id: an ended rollout whose end state is kept (option `keep_end_state`).
+            verifier: None = the rollout's own.
+            name: of the grade, 1 to 64 letters, digits, "-", "_" and ".", not "first"; empty = from the verifier's
+                SHA-256.
+
+        Raises:
+            NotFound: `ROLLOUT_UNKNOWN`.
+            AlreadyExists: `GRADE_EXISTS`: the name is that of another verifier's grade.
+            FailedPrecondition: `ROLLOUT_RUNNING`; `END_STATE_GONE`; `SPEC_FORGOTTEN`; `REGRADE_FAILED`.
+            ResourceExhausted: `GRADE_LIMIT`; `REGRADE_LIMIT`.
+            Unavailable: `REGRADE_INTERRUPTED`: nothing was graded, and a repeat may succeed.
+        """
+        request = regrade_request(rollout_id, verifier, name)
+        _, grade = await self._drivers.having(rollout_id, lambda driver: driver.regrade(request))
+        return grade
+
+    async def regrade_all(
+        self,
+        verifier: tasks.Verifier | Mapping[str, tasks.Verifier] | None = None,
+        *,
+        name: str = "",
+        concurrency: int = 16,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        task_id: str | None = None,
+        agent: str | None = None,
+    ) -> AsyncGenerator[results.Regraded, None]:
+        """Grades all matching ended rollouts again; yields each as it is done, with its grade or its error.
+
+        What was interrupted is gone on with by the same call: grades that are there are not made again.
+
+        Args:
+            verifier: one for all, or one for each task, by its id: rollouts of other tasks are left out. None = each
+                rollout's own.
+            name: as in `regrade`.
+            concurrency: how many at once, at least 1; each has a sandbox meanwhile.
+            run_id, group_id, labels, task_id, agent: as in `list`.
+        """
+        if concurrency < 1:
+            raise ValueError(f"concurrency: at least 1, not {concurrency}")
+
+        async def one(rollout: results.Rollout, given: tasks.Verifier | None) -> results.Regraded:
+            try:
+                return results.Regraded(rollout, await self.regrade(rollout.rollout_id, given, name=name))
+            except PenstockError as error:
+                return results.Regraded(rollout, None, error)
+
+        running: set[asyncio.Task[results.Regraded]] = set()
+        found = self.list(run_id=run_id, group_id=group_id, labels=labels, ended=True, task_id=task_id, agent=agent)
+        try:
+            async with aclosing(found):
+                async for rollout in found:
+                    if isinstance(verifier, Mapping) and rollout.task_id not in verifier:
+                        continue
+                    given = verifier[rollout.task_id] if isinstance(verifier, Mapping) else verifier
+                    running.add(asyncio.ensure_future(one(rollout, given)))
+                    if len(running) >= concurrency:
+                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                        for task in done:
+                            yield task.result()
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def list(
         self,
@@ -272,12 +409,20 @@ class RolloutsClient:
                 yield change
 
     async def trajectory(
-        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False
+        self,
+        rollout_id: str,
+        *,
+        samples_only: bool = False,
+        bodies: bool = False,
+        top: bool = False,
+        grade: str = "",
     ) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
         _, found = await self._drivers.having(
             rollout_id,
-            lambda driver: driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies, top=top),
+            lambda driver: driver.trajectory(
+                rollout_id, samples_only=samples_only, bodies=bodies, top=top, grade=grade
+            ),
         )
         return found
 
@@ -291,9 +436,12 @@ class RolloutsClient:
         agent: str | None = None,
         bodies: bool = False,
         top: bool = False,
+        grade: str = "",
         all_namespaces: bool = False,
     ) -> AsyncGenerator[tuple[Trajectory, results.Outcome], None]:
         """Yields the trajectories of all matching ended rollouts; with request bodies and alternatives if requested.
+
+        `grade`: with the reward of the further grade of this name, or none. Outcomes are as they ended.
 
         Raises:
             Unavailable: a driver is away, which the message names. It is raised after the trajectories of all others.
@@ -302,6 +450,7 @@ class RolloutsClient:
             filter=_filter(run_id, group_id, labels, None, task_id, agent, all_namespaces),
             include_bodies=bodies,
             include_top=top,
+            grade=grade,
         )
         exports = [_exported(driver, request) for driver in await self._drivers.all()]
         async with aclosing(one_after_another(exports)) as found:
@@ -352,8 +501,12 @@ class GroupsClient:
         )
         if straggler_grace is not None:
             request.stragglers.CopyFrom(rollout_pb2.StragglerPolicy(grace=chat.duration(straggler_grace)))
-        driver = await self._drivers.for_new(group_id)
-        answer = await driver.service.call(driver.stub.CreateGroup, request, timeout=CREATE_TIMEOUT_S, repeatable=True)
+        driver, answer = await self._drivers.create(
+            lambda driver, is_only: driver.service.call(
+                driver.stub.CreateGroup, request, timeout=CREATE_TIMEOUT_S, repeatable=True, while_draining=is_only
+            ),
+            group_id,
+        )
         return GroupHandle(driver, wire_results.group(answer.group))
 
     async def attach(self, group_id: str) -> GroupHandle:

@@ -1,8 +1,6 @@
 """The driver's RPCs as the handles use them: reads, waits that survive a restart, trajectories, sessions."""
 
 import asyncio
-import hashlib
-import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final, Protocol, TypeVar
@@ -23,6 +21,14 @@ from penstock.values import ids
 
 T = TypeVar("T")
 
+CREATE_TIMEOUT_S: Final = 120.0
+"""Timeout of a create in seconds: the driver checks what it can before it answers."""
+
+RESULT_TIMEOUT_S: Final = 300.0
+"""Timeout of each request for an ended rollout's result: thousands of rollouts may end at once."""
+REGRADE_TIMEOUT_S: Final = 3600.0
+"""Timeout of a further grade in seconds: the driver's own limits are those of the rollout's spec."""
+
 _UNANSWERED: Final = (Unavailable, DeadlineExceeded)
 """Errors of a long poll that is repeated: the driver is down, or did not answer in time."""
 
@@ -37,18 +43,43 @@ class Intercept(Protocol):
 class Driver:
     """The driver service, as used by handles."""
 
-    def __init__(self, service: Service, intercept: Intercept, name: str = "") -> None:
-        """`name` is its own, where it is known."""
+    def __init__(self, service: Service, intercept: Intercept, name: str = "", cluster: Cluster | None = None) -> None:
+        """`name` is its own, where it is known; `cluster` says where the driver of that name is by now."""
         self.name = name
         self.service = service
         self.stub = pb_grpc.RolloutServiceStub(service.channel)
         self._intercept = intercept
+        self._cluster = cluster
 
-    async def get(self, rollout_id: str) -> results.Rollout:
-        """Fetches a rollout's current state."""
+    async def follow(self) -> None:
+        """Goes to another address, if the other drivers list this one there: it was started again elsewhere.
+
+        Raises ConfigurationError `MEMBER_NOT_TRUSTED`: the token must not be sent there.
+        """
+        if self._cluster is None or not self.name:
+            return
+        service = await self._cluster.named("driver", self.name)
+        if service is not None and service.address != self.service.address:
+            self.service = service
+            self.stub = pb_grpc.RolloutServiceStub(service.channel)
+
+    async def get(self, rollout_id: str, *, timeout: float = 30.0) -> results.Rollout:
+        """Fetches a rollout's current state. `timeout`: seconds."""
         request = pb.GetRolloutRequest(rollout_id=rollout_id)
-        answer = await self.service.call(self.stub.GetRollout, request, repeatable=True)
+        answer = await self.service.call(self.stub.GetRollout, request, timeout=timeout, repeatable=True)
         return wire_results.rollout(answer.rollout)
+
+    async def branch(self, request: pb.BranchRolloutRequest) -> results.Group:
+        """Starts branches of a rollout; returns their group."""
+        answer = await self.service.call(
+            self.stub.BranchRollout, request, timeout=CREATE_TIMEOUT_S, repeatable=True, while_draining=True
+        )
+        return wire_results.group(answer.group)
+
+    async def regrade(self, request: pb.RegradeRolloutRequest) -> results.Grade:
+        """Has an ended rollout graded again; returns the grade."""
+        answer = await self.service.call(self.stub.RegradeRollout, request, timeout=REGRADE_TIMEOUT_S, repeatable=True)
+        return wire_results.grade(answer.grade)
 
     async def get_group(self, group_id: str) -> results.Group:
         """Fetches a group's current state."""
@@ -57,8 +88,8 @@ class Driver:
         return wire_results.group(answer.group)
 
     async def wait(self, rollout_id: str) -> results.Rollout:
-        """Waits until a rollout has ended; returns it."""
-        patience = Patience()
+        """Waits until a rollout has ended; returns it. Raises NotFound `HOME_LOST` if its driver lost its state."""
+        patience = Patience(self.follow)
         request = pb.WaitRolloutRequest(rollout_id=rollout_id)
         while True:
             asked = asyncio.get_running_loop().time()
@@ -67,14 +98,16 @@ class Driver:
             except _UNANSWERED as error:
                 await patience.pause(error)
                 continue
+            except NotFound as error:
+                raise patience.explained(error) from error
             patience.sign()
             if answer.rollout.HasField("outcome"):
                 return wire_results.rollout(answer.rollout)
             await patience.ask_again(asked)
 
     async def wait_group(self, group_id: str) -> results.Group:
-        """Waits until all rollouts of a group have ended; returns the group."""
-        patience = Patience()
+        """As `wait`, for all rollouts of a group; returns the group."""
+        patience = Patience(self.follow)
         request = pb.WaitGroupRequest(group_id=group_id)
         while True:
             asked = asyncio.get_running_loop().time()
@@ -83,26 +116,34 @@ class Driver:
             except _UNANSWERED as error:
                 await patience.pause(error)
                 continue
+            except NotFound as error:
+                raise patience.explained(error) from error
             patience.sign()
             if answer.group.ended:
                 return wire_results.group(answer.group)
             await patience.ask_again(asked)
 
     async def trajectory(
-        self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False, top: bool = False
+        self,
+        rollout_id: str,
+        *,
+        samples_only: bool = False,
+        bodies: bool = False,
+        top: bool = False,
+        grade: str = "",
     ) -> Trajectory:
         """Fetches an ended rollout's trajectory."""
         request = pb.GetTrajectoryRequest(
-            rollout_id=rollout_id, samples_only=samples_only, include_bodies=bodies, include_top=top
+            rollout_id=rollout_id, samples_only=samples_only, include_bodies=bodies, include_top=top, grade=grade
         )
         whole = trajectory_pb2.Trajectory()
-        for fragment in await self.service.collect(self.stub.GetTrajectory, request, timeout=300.0):
+        for fragment in await self.service.collect(self.stub.GetTrajectory, request, timeout=RESULT_TIMEOUT_S):
             whole.MergeFrom(fragment.trajectory)
         return wire_results.trajectory(whole)
 
     async def result(self, rollout_id: str, *, samples_only: bool, top: bool) -> results.RolloutResult:
         """Returns an ended rollout with its trajectory, None where the gate was never opened."""
-        info = await self.get(rollout_id)
+        info = await self.get(rollout_id, timeout=RESULT_TIMEOUT_S)
         trajectory = None
         try:
             trajectory = await self.trajectory(rollout_id, samples_only=samples_only, top=top)
@@ -134,11 +175,11 @@ class Drivers:
     def __init__(self, cluster: Cluster, intercept: Intercept) -> None:
         self._cluster = cluster
         self._intercept = intercept
-        self._next = random.randrange(1 << 16)  # noqa: S311 - clients should not all begin with the same driver
 
     async def all(self) -> list[Driver]:
-        """Returns a client of each driver; see `Cluster.members`."""
-        return [self._driver(member) for member in await self._cluster.members("driver")]
+        """Returns a client of each driver; see `Cluster.members`. Of several, none is awaited while it restarts."""
+        members = await self._cluster.members("driver")
+        return [self._driver(member, briefly=len(members) > 1) for member in members]
 
     async def having(self, name: str, fetch: Callable[[Driver], Awaitable[T]]) -> tuple[Driver, T]:
         """Returns the driver that has a rollout or group, and what `fetch` returns there.
@@ -158,9 +199,9 @@ class Drivers:
             members = [member for member in members if member.name == home[1]] or members[:1]
         unknown: PenstockError | None = None
         away: PenstockError | None = None
-        for driver in map(self._driver, members):
+        for member in members:
             try:
-                return driver, await fetch(driver)
+                return self._driver(member), await fetch(self._driver(member, briefly=len(members) > 1))
             except NotFound as error:
                 unknown = error
             except _UNANSWERED as error:
@@ -171,25 +212,13 @@ class Drivers:
             raise AssertionError("there is a driver, or no client of it")
         raise unknown
 
-    async def for_new(self, chosen: str) -> Driver:
-        """Returns the driver for a new rollout or group.
+    async def create(self, make: Callable[[Driver, bool], Awaitable[T]], chosen: str = "") -> tuple[Driver, T]:
+        """Makes something new at a driver that takes work; see `Cluster.create`."""
+        member, made = await self._cluster.create(
+            "driver", lambda member, is_only: make(self._driver(member), is_only), chosen
+        )
+        return self._driver(member), made
 
-        Drivers that are lost or drain are avoided. An id that the client chose goes to the same driver from every
-        client; others go round.
-        """
-        members = await self._cluster.members("driver")
-        if len(members) > 1:
-            members = await self._cluster.members("driver", age_s=0.0)
-        members = [member for member in members if member.takes_work] or members
-        if chosen:
-            return self._driver(max(members, key=lambda member: _rank(member, chosen)))
-        self._next += 1
-        return self._driver(members[self._next % len(members)])
-
-    def _driver(self, member: Member) -> Driver:
-        return Driver(member.service, self._intercept, member.name)
-
-
-def _rank(member: Member, key: str) -> tuple[bytes, str]:
-    """Rendezvous hashing: each key ranks all drivers, and a driver that comes or goes moves its own share only."""
-    return hashlib.sha256(f"{key}\0{member.name}".encode()).digest(), member.name
+    def _driver(self, member: Member, *, briefly: bool = False) -> Driver:
+        service = member.service.briefly() if briefly else member.service
+        return Driver(service, self._intercept, member.name, self._cluster)

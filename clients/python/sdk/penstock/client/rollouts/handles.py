@@ -1,26 +1,38 @@
 """Handles of rollouts and groups. They hold no connection and can be recreated at any time (`attach`)."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from penstock.client.errors import PenstockError, Unavailable, is_broken
+from penstock.client.errors import PenstockError, ResourceExhausted, Unavailable, is_broken
 from penstock.client.intercept.calls import ModelCall
 from penstock.client.intercept.session import Selector
 from penstock.client.rollouts.driver_rpc import Driver
+from penstock.client.tasks.spec import Replay, Verifier
 from penstock.client.transport.patience import Patience
+from penstock.client.transport.rpc import Backoff
 from penstock.client.types import results
+from penstock.client.types.chat import Message, Role
 from penstock.client.types.trajectories import Trajectory
+from penstock.client.wire import chat, specs
 from penstock.client.wire import results as wire_results
+from penstock.client.wire.chat import duration
 from penstock.driver.v1 import rollout_service_pb2 as pb
 
+PAUSE_S: Final = 60.0
+"""Seconds for the services to hold a rollout, or to let it go."""
 CANCEL_S: Final = 30.0
+_FULL_FIRST_S: Final = 1.0
+_FULL_MOST_S: Final = 30.0
 """Seconds to wait for a cancellation; after that the rollout's own limits end it."""
 
 
 class RolloutHandle:
-    """One rollout: `events`, `result`, `trajectory`, `calls`, `cancel`, `delete`."""
+    """One rollout: `events`, `result`, `trajectory`, `calls`, `branch`, `regrade`, `pause`, `resume`, `cancel`,
+    `delete`.
+    """
 
     def __init__(self, driver: Driver, info: results.Rollout) -> None:
         self._driver = driver
@@ -43,10 +55,10 @@ class RolloutHandle:
     async def events(self, *, after: int = 0) -> AsyncGenerator[results.RolloutEvent, None]:
         """Yields its events with a sequence number greater than `after`, the past ones first; ends after `Ended`.
 
-        A broken stream is resumed.
+        A broken stream is resumed. Raises NotFound `HOME_LOST` if the driver came back without its state.
         """
         position = after
-        patience = Patience()
+        patience = Patience(self._driver.follow)
         while True:
             request = pb.WatchRolloutRequest(rollout_id=self.rollout_id, after_sequence=position)
             error: PenstockError = Unavailable("The driver ended the stream", reason="STREAM_ENDED")
@@ -64,7 +76,7 @@ class RolloutHandle:
                             return
             except PenstockError as broken:
                 if not is_broken(broken):
-                    raise
+                    raise patience.explained(broken) from broken
                 error = broken
             await patience.pause(error)
 
@@ -73,18 +85,24 @@ class RolloutHandle:
         self.info = await self._driver.wait(self.rollout_id)
         return results.RolloutResult(self.info, self.info.outcome or results.Outcome())
 
-    async def trajectory(self, *, samples_only: bool = False, bodies: bool = False, top: bool = False) -> Trajectory:
+    async def trajectory(
+        self, *, samples_only: bool = False, bodies: bool = False, top: bool = False, grade: str = ""
+    ) -> Trajectory:
         """Fetches the ended rollout's trajectory.
 
         Args:
             samples_only: without calls and branches: enough for training.
             bodies: with the agent's request bodies.
             top: with the rows of alternatives (top-k logprobs), 8 * k bytes per sampled token.
+            grade: with the reward of the further grade of this name; empty = of the first one.
 
         Raises:
+            NotFound: `GRADE_UNKNOWN`.
             FailedPrecondition: `ROLLOUT_RUNNING`; `TRAJECTORY_ABSENT`: it ended before the gate was opened.
         """
-        return await self._driver.trajectory(self.rollout_id, samples_only=samples_only, bodies=bodies, top=top)
+        return await self._driver.trajectory(
+            self.rollout_id, samples_only=samples_only, bodies=bodies, top=top, grade=grade
+        )
 
     async def calls(self, *, credits: int = 64, policy_version: int | None = None) -> AsyncGenerator[ModelCall, None]:
         """Yields the model calls of this rollout until it has ended. Calls wait at the gate, so none is missed."""
@@ -92,11 +110,72 @@ class RolloutHandle:
         async for call in self._driver.calls_until(selector, self.result, credits, policy_version):
             yield call
 
+    async def branch(
+        self,
+        call: str | int,
+        n: int = 1,
+        *,
+        answer: Message | str | None = None,
+        group_id: str = "",
+        train_prefix: bool = False,
+        replay: Replay | Literal["exact", "until_divergence"] = "exact",
+        seed: int | None = None,
+    ) -> "GroupHandle":
+        """Starts n rollouts that continue this one from one of its calls; see `ps.rollouts.branch`."""
+        request = branch_request(
+            self.rollout_id,
+            call,
+            n,
+            answer=answer,
+            group_id=group_id,
+            train_prefix=train_prefix,
+            replay=replay,
+            seed=seed,
+        )
+        return GroupHandle(self._driver, await self._driver.branch(request))
+
+    async def regrade(self, verifier: Verifier | None = None, *, name: str = "") -> results.Grade:
+        """Runs a verifier on the ended rollout's end state; see `ps.rollouts.regrade`."""
+        return await self._driver.regrade(regrade_request(self.rollout_id, verifier, name))
+
     async def cancel(self, reason: str = "") -> None:
         """Cancels it: returns when agent and sandbox are removed. An ended rollout keeps its outcome."""
         request = pb.CancelRolloutRequest(rollout_id=self.rollout_id, reason=reason)
         answer = await self._driver.service.call(
             self._driver.stub.CancelRollout, request, timeout=120.0, repeatable=True
+        )
+        self.info = wire_results.rollout(answer.rollout)
+
+    async def pause(self, reason: str = "", *, max_duration: float | None = None) -> bool:
+        """Pauses it, in whatever phase it is, for at most so many seconds; returns once it is held.
+
+        Its agent's sandbox is frozen, its calls wait at the gate, and its time limits stand still; one that waits is
+        not started; one that is being graded ends. A repeat replaces reason and duration.
+
+        Args:
+            reason: for the record.
+            max_duration: seconds, 1 to a day; then it goes on. None = as long as the operator allows.
+
+        Returns:
+            Whether its sandbox is frozen. False: no agent runs, or the backend cannot freeze it.
+
+        Raises:
+            FailedPrecondition: ROLLOUT_ENDED.
+            ResourceExhausted: PAUSE_LIMIT: it has been paused for as long as the operator allows.
+            Unavailable: PAUSE_PENDING, DRAINING.
+        """
+        request = pb.PauseRolloutRequest(rollout_id=self.rollout_id, reason=reason, max_duration=duration(max_duration))
+        answer = await self._driver.service.call(
+            self._driver.stub.PauseRollout, request, timeout=PAUSE_S, repeatable=True
+        )
+        self.info = wire_results.rollout(answer.rollout)
+        return answer.sandbox_paused
+
+    async def resume(self) -> None:
+        """Ends its pause, if it has one: returns once nothing holds it. Raises Unavailable: PAUSE_PENDING."""
+        request = pb.ResumeRolloutRequest(rollout_id=self.rollout_id)
+        answer = await self._driver.service.call(
+            self._driver.stub.ResumeRollout, request, timeout=PAUSE_S, repeatable=True
         )
         self.info = wire_results.rollout(answer.rollout)
 
@@ -107,7 +186,7 @@ class RolloutHandle:
 
 
 class GroupHandle:
-    """Rollouts of one spec: `calls`, `events`, `as_ended`, `results`, `cancel`, `delete`."""
+    """Rollouts of one spec: `calls`, `events`, `as_ended`, `results`, `pause`, `resume`, `cancel`, `delete`."""
 
     def __init__(self, driver: Driver, info: results.Group) -> None:
         self._driver = driver
@@ -140,7 +219,7 @@ class GroupHandle:
             summary: phase changes and ends only.
         """
         positions: dict[str, int] = {}
-        patience = Patience()
+        patience = Patience(self._driver.follow)
         while True:
             request = pb.WatchGroupRequest(group_id=self.group_id, after_sequences=positions, summary=summary)
             error: PenstockError = Unavailable("The driver ended the stream", reason="STREAM_ENDED")
@@ -159,7 +238,7 @@ class GroupHandle:
                                 yield event
             except PenstockError as broken:
                 if not is_broken(broken):
-                    raise
+                    raise patience.explained(broken) from broken
                 error = broken
             await patience.pause(error)
 
@@ -204,10 +283,63 @@ class GroupHandle:
         answer = await self._driver.service.call(self._driver.stub.CancelGroup, request, timeout=120.0, repeatable=True)
         self.info = wire_results.group(answer.group)
 
+    async def pause(self, reason: str = "", *, max_duration: float | None = None) -> None:
+        """Pauses each of its rollouts that has not ended: see `RolloutHandle.pause`. The grace of stragglers waits."""
+        request = pb.PauseGroupRequest(group_id=self.group_id, reason=reason, max_duration=duration(max_duration))
+        answer = await self._driver.service.call(
+            self._driver.stub.PauseGroup, request, timeout=PAUSE_S, repeatable=True
+        )
+        self.info = wire_results.group(answer.group)
+
+    async def resume(self) -> None:
+        """Ends the pauses of its rollouts: see `RolloutHandle.resume`."""
+        request = pb.ResumeGroupRequest(group_id=self.group_id)
+        answer = await self._driver.service.call(
+            self._driver.stub.ResumeGroup, request, timeout=PAUSE_S, repeatable=True
+        )
+        self.info = wire_results.group(answer.group)
+
     async def delete(self) -> None:
         """Deletes the ended group with its rollouts."""
         request = pb.DeleteGroupRequest(group_id=self.group_id)
         await self._driver.service.call(self._driver.stub.DeleteGroup, request, repeatable=True)
+
+
+def regrade_request(rollout_id: str, verifier: Verifier | None, name: str) -> pb.RegradeRolloutRequest:
+    """Returns the request for a further grade; see `ps.rollouts.regrade`."""
+    message = None if verifier is None else specs.verifier(verifier)
+    return pb.RegradeRolloutRequest(rollout_id=rollout_id, verifier=message, name=name)
+
+
+def branch_request(
+    rollout_id: str,
+    call: str | int,
+    n: int,
+    *,
+    answer: Message | str | None,
+    group_id: str,
+    train_prefix: bool,
+    replay: Replay | str,
+    seed: int | None,
+) -> pb.BranchRolloutRequest:
+    """Returns the request for branches; see `ps.rollouts.branch`."""
+    request = pb.BranchRolloutRequest(
+        request_id=secrets.token_hex(16),
+        rollout_id=rollout_id,
+        count=n,
+        group_id=group_id,
+        train_prefix=train_prefix,
+        replay=specs.replay(replay),
+        seed=seed,
+    )
+    if isinstance(call, str):
+        request.call_id = call
+    else:
+        request.call_index = call
+    if answer is not None:
+        message = Message.of(Role.ASSISTANT, answer) if isinstance(answer, str) else answer
+        request.answer.CopyFrom(chat.message_to(message))
+    return request
 
 
 async def abandon(handle: RolloutHandle, reason: str) -> None:
@@ -217,6 +349,16 @@ async def abandon(handle: RolloutHandle, reason: str) -> None:
     with suppress(Exception, asyncio.CancelledError):
         await asyncio.wait_for(asyncio.shield(work), CANCEL_S)
     work.cancel()
+
+
+async def created_with_room(create: Callable[[], Coroutine[Any, Any, RolloutHandle]], reason: str) -> RolloutHandle:
+    """Awaits a creation as `created` does, and repeats it for as long as the driver is full."""
+    backoff = Backoff(_FULL_FIRST_S, _FULL_MOST_S)
+    while True:
+        try:
+            return await created(create(), reason)
+        except ResourceExhausted as full:
+            await asyncio.sleep(backoff.next(full))
 
 
 async def created(creation: Coroutine[Any, Any, RolloutHandle], reason: str) -> RolloutHandle:

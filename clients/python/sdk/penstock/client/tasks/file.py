@@ -154,7 +154,9 @@ class _Command(Strict):
 _Commands = Annotated[list[_Command], Field(max_length=MAX_COMMANDS)]
 
 
-class _Verifier(Strict):
+class VerifierFile(Strict):
+    """What a task file has below `verifier`, or a file of its own has."""
+
     commands: _Commands = Field(min_length=1)
     files: list[File] = Field(default_factory=list)
     reward: Literal["file", "passed_share"] = "passed_share"
@@ -188,7 +190,7 @@ class TaskFile(RolloutKeys):
     instruction_file: str | None = Field(None, description="The instruction, from a file beside this one.")
     files: list[File] = Field(default_factory=list, description="Written to the working directory before setup.")
     setup: _Commands = Field(default_factory=list, description="Run once, before the agent.")
-    verifier: _Verifier | None = Field(None, description="How the reward is computed, once the agent is dead.")
+    verifier: VerifierFile | None = Field(None, description="How the reward is computed, once the agent is dead.")
     solution: _Solution | None = Field(None, description="A solution of the task; agents never get it.")
     build: str | None = Field(None, description="Directory with the Dockerfile of the image.")
 

@@ -5,7 +5,7 @@ texts such as `2GiB`.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Final, Literal
 
@@ -22,7 +22,7 @@ from penstock.client.tasks.field_types import (
     Seconds,
     not_json,
 )
-from penstock.client.tasks.named_files import Beside
+from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.spec import (
     Allowlist,
     Budgets,
@@ -30,10 +30,12 @@ from penstock.client.tasks.spec import (
     Limits,
     Network,
     OpenNetwork,
+    Packages,
     Resources,
     SandboxChoice,
 )
 from penstock.client.tasks.strict_model import Place, Strict
+from penstock.values.locks import MAX_LOCK_BYTES, LockProblem, npm_lock, python_lock
 
 _UNITS: Final = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
@@ -52,6 +54,16 @@ _SIZE_SCHEMA: Final = WithJsonSchema(
 )
 Size = Annotated[LargeCount, BeforeValidator(_size), _SIZE_SCHEMA]
 _SmallSize = Annotated[Count, BeforeValidator(_size), _SIZE_SCHEMA]
+
+
+_LOCKS: Final[Mapping[str, Callable[[str], object]]] = {"python": python_lock, "npm": npm_lock}
+
+
+def _lock(beside: Beside, name: str) -> str:
+    try:
+        return beside.read(name, MAX_LOCK_BYTES)[0].decode("utf-8")
+    except UnicodeDecodeError:
+        raise CannotRead(f"{name} is not text in UTF-8") from None
 
 
 class ResourcesTable(Strict):
@@ -75,10 +87,52 @@ class ResourcesTable(Strict):
 
 
 class AllowlistTable(Strict):
-    """`sandbox.setup_network`, where it is not the word `open`."""
+    """`sandbox.setup_network`, where it is not the word `open`, `sandbox.agent_network`, `sandbox.verifier_network`."""
 
     hosts: list[str] = Field(min_length=1)
     ports: list[Annotated[int, Field(ge=1, le=65535)]] = Field(default_factory=list)
+    denied_hosts: list[str] = Field(default_factory=list)
+    recording: str = ""
+    recorded_only: bool = False
+
+    def made(self) -> Allowlist:
+        """Returns the value."""
+        return Allowlist(
+            hosts=self.hosts,
+            ports=self.ports,
+            denied_hosts=self.denied_hosts,
+            recording=self.recording,
+            recorded_only=self.recorded_only,
+        )
+
+
+class PackagesTable(Strict):
+    """`sandbox.packages`: names of locks beside the task file."""
+
+    python: str | None = Field(None, description="A requirements file with hashes: every package that is installed.")
+    npm: str | None = Field(None, description="A package-lock.json.")
+
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        """Also reads the locks."""
+        named = [(name, value.get(name)) for name in _LOCKS]
+        if not any(file for _, file in named):
+            yield (), "set python or npm"
+        for name, file in named:
+            if isinstance(file, str) and beside is not None:
+                try:
+                    _LOCKS[name](_lock(beside, file))
+                except CannotRead as error:
+                    yield (name,), str(error)
+                except LockProblem as error:
+                    yield (name,), f"{file}: {error}"
+
+    def made(self, beside: Beside) -> Packages:
+        """Returns the value. Raises CannotRead."""
+        return Packages(
+            python="" if self.python is None else _lock(beside, self.python),
+            npm="" if self.npm is None else _lock(beside, self.npm),
+        )
 
 
 class SandboxTable(Strict):
@@ -88,14 +142,18 @@ class SandboxTable(Strict):
     image: str = ""
     resources: ResourcesTable | None = None
     setup_network: Literal["open"] | AllowlistTable | None = None
+    agent_network: AllowlistTable | None = None
+    verifier_network: AllowlistTable | None = None
     user: str = ""
     own_kernel: bool = False
+    repeatable: bool | None = None
+    packages: PackagesTable | None = None
 
-    def made(self, image: str) -> SandboxChoice:
-        """Returns the value; `image` comes from the short key."""
+    def made(self, image: str, beside: Beside) -> SandboxChoice:
+        """Returns the value; `image` comes from the short key. Raises CannotRead for a lock."""
         network: Network | None = None
         if isinstance(self.setup_network, AllowlistTable):
-            network = Allowlist(hosts=self.setup_network.hosts, ports=self.setup_network.ports)
+            network = self.setup_network.made()
         elif self.setup_network is not None:
             network = OpenNetwork()
         return SandboxChoice(
@@ -105,6 +163,10 @@ class SandboxTable(Strict):
             setup_network=network,
             user=self.user,
             own_kernel=self.own_kernel,
+            repeatable=self.repeatable,
+            packages=None if self.packages is None else self.packages.made(beside),
+            agent_network=None if self.agent_network is None else self.agent_network.made(),
+            verifier_network=None if self.verifier_network is None else self.verifier_network.made(),
         )
 
 
@@ -173,6 +235,10 @@ class RolloutKeys(Strict):
     )
     keep_files: bool = Field(
         False, description="Keep the small files of the working directory at the end, as artifacts files/PATH."
+    )
+    keep_end_state: bool | None = Field(
+        None,
+        description="Keep what the agent leaves, for `penstock regrade`; default: if it is graded in a fresh fork.",
     )
 
     @classmethod

@@ -19,6 +19,18 @@ class Mode(OpenEnum):
     INTERCEPTION_GATE = "interception_gate"
 
 
+class Replay(OpenEnum):
+    """What a further attempt at a rollout does with the completions of the one before.
+
+    A call whose prompt has the same token ids as a recorded one is answered with the recorded completion. With `EXACT`,
+    a call that differs from what was recorded at its place fails; `OFF`: everything is sampled again.
+    """
+
+    OFF = "off"
+    UNTIL_DIVERGENCE = "until_divergence"
+    EXACT = "exact"
+
+
 @dataclass(frozen=True, slots=True)
 class SeedFile:
     """A file to write: absolute or relative to the working directory; `mode` are permission bits."""
@@ -139,10 +151,18 @@ class OneEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowlist:
-    """A network of named hosts (or CIDR blocks) and ports."""
+    """HTTP and HTTPS to named hosts ("name", "*.name", CIDR blocks) and ports (none = 80 and 443), through a proxy.
+
+    All sandboxes with the same `recording` get the same responses ("" = the sandbox's own); `recorded_only` asks
+    nothing upstream. `one_endpoint` is reached beside the proxy.
+    """
 
     hosts: Sequence[str]
     ports: Sequence[int] = ()
+    denied_hosts: Sequence[str] = ()
+    recording: str = ""
+    recorded_only: bool = False
+    one_endpoint: OneEndpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +175,29 @@ Network: TypeAlias = OneEndpoint | Allowlist | OpenNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packages:
+    """A task's tools, mounted read-only in its sandboxes: contents of locks, not names of files; empty = none.
+
+    `python`: a requirements file with hashes, for the sandbox's python3. `npm`: a package-lock.json of version 2 or 3.
+    Each has at most 2 MiB. A stored spec has a digest in their place.
+    """
+
+    python: str = field(default="", repr=False)
+    npm: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxChoice:
     """A rollout's choices about its sandbox, within the operator's policy.
 
     `user` is the account that executes agent, setup and verifier; empty = the backend's ordinary user. `own_kernel`:
     fail rather than run on the kernel of the backend's machine (gVisor and virtual machines have their own).
+    `repeatable`: what its programs see is the same at each attempt, as far as the backend can (`Backend.repeatable`);
+    None = unless `replay` is off. `packages` are installed outside of sandboxes, once.
+
+    `setup_network`, `agent_network` and `verifier_network` are what each phase may reach, the agent beside its model;
+    None = nothing. The verifier's needs a fresh fork (`Verifier.fresh_fork`). Without a `recording` of their own, the
+    agents of a group share one, and its verifiers another.
     """
 
     backend: str = ""
@@ -168,6 +206,10 @@ class SandboxChoice:
     setup_network: Network | None = None
     user: str = ""
     own_kernel: bool = False
+    repeatable: bool | None = None
+    packages: Packages | None = None
+    agent_network: Allowlist | None = None
+    verifier_network: Allowlist | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.client.tasks.file import TASK_FILES, File, TaskFile, identifier, read_text, refused, task_file_of
+from penstock.client.tasks.file import (
+    TASK_FILES,
+    File,
+    TaskFile,
+    VerifierFile,
+    identifier,
+    read_text,
+    refused,
+    task_file_of,
+)
 from penstock.client.tasks.named_files import Beside, CannotRead
 from penstock.client.tasks.spec import (
     Budgets,
@@ -30,7 +39,8 @@ class Task:
     the trajectory. `sandbox`, `limits`, `budgets` and `labels` are its rollouts' defaults; a rollout's own values take
     precedence, field by field. `build` is the directory of the Dockerfile for its image. `Task.load` reads a file.
     `keep_diff` keeps the agent's changes in its working directory as an artifact `changes.diff`, `keep_files` the small
-    files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`.
+    files that are there at the end (64 KiB each, one directory deep, 32) as `files/PATH`. `keep_end_state` is its
+    rollouts' default of that option.
     """
 
     task_id: str
@@ -48,6 +58,7 @@ class Task:
     build: Path | None = None
     keep_diff: bool = False
     keep_files: bool = False
+    keep_end_state: bool | None = None
 
     @staticmethod
     def load(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> "Task":
@@ -85,20 +96,8 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
     except CannotRead as error:
         raise refused("instruction_file", str(error)) from None
     build = None if file.build is None else path.parent / file.build
-    verifier = solution = None
-    if file.verifier is not None:
-        given = file.verifier
-        verifier = Verifier(
-            commands=[item.made() for item in given.commands],
-            files=_files(given.files, beside, "verifier.files"),
-            reward=RewardFrom(given.reward),
-            range=None if given.range is None else (given.range[0], given.range[1]),
-            command_timeout=given.command_timeout,
-            fresh_fork=given.fresh_fork,
-            restore=given.restore,
-            changes_below=given.changes_below,
-            component_ranges={name: (low, high) for name, (low, high) in given.component_ranges.items()},
-        )
+    verifier = None if file.verifier is None else _verifier(file.verifier, beside, "verifier.files")
+    solution = None
     if file.solution is not None:
         commands = [item.made() for item in file.solution.commands]
         solution = Solution(commands=commands, files=_files(file.solution.files, beside, "solution.files"))
@@ -110,7 +109,7 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         verifier=verifier,
         env=file.env,
         metadata=file.metadata,
-        sandbox=_sandbox(file),
+        sandbox=_sandbox(file, beside),
         limits=None if file.limits is None else file.limits.made(),
         budgets=None if file.budgets is None else file.budgets.made(),
         labels=file.labels,
@@ -118,12 +117,39 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         build=build,
         keep_diff=file.keep_diff,
         keep_files=file.keep_files,
+        keep_end_state=file.keep_end_state,
     )
 
 
-def _sandbox(file: TaskFile) -> SandboxChoice | None:
+def build_verifier(source: YamlFile) -> Verifier:
+    """Builds the verifier of a file that has what a task file has below `verifier`.
+
+    Raises:
+        InvalidArgument: `TASK_FILE`; as `load_task`.
+    """
+    return _verifier(source.validated(VerifierFile, "verifier"), source.beside, "files")
+
+
+def _verifier(file: VerifierFile, beside: Beside, where: str) -> Verifier:
+    return Verifier(
+        commands=[item.made() for item in file.commands],
+        files=_files(file.files, beside, where),
+        reward=RewardFrom(file.reward),
+        range=None if file.range is None else (file.range[0], file.range[1]),
+        command_timeout=file.command_timeout,
+        fresh_fork=file.fresh_fork,
+        restore=file.restore,
+        changes_below=file.changes_below,
+        component_ranges={name: (low, high) for name, (low, high) in file.component_ranges.items()},
+    )
+
+
+def _sandbox(file: TaskFile, beside: Beside) -> SandboxChoice | None:
     if file.sandbox is not None:
-        return file.sandbox.made(file.image)
+        try:
+            return file.sandbox.made(file.image, beside)
+        except CannotRead as error:
+            raise refused("sandbox.packages", str(error)) from None
     return SandboxChoice(image=file.image) if file.image else None
 
 

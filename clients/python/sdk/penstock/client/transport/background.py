@@ -1,8 +1,8 @@
 """Background tasks with an owner, so that none is lost to garbage collection or outlives what it works for."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -34,3 +34,30 @@ class TaskOwner:
         for task in self._tasks:
             task.cancel()
         await self.wait()
+
+
+class SharedWork(Generic[T]):
+    """Work that those share who ask for it by one key while it runs. Its end is theirs, also a failure; later ones
+    start it anew. It goes on when an asker is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._owner = TaskOwner()
+        self._running: dict[Hashable, asyncio.Task[T]] = {}
+
+    async def get(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Returns the result of `work`, which starts now unless it runs for this key."""
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = self._owner.start(work())
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Cancels what runs and waits for its end."""
+        await self._owner.close()
+
+    def _ended(self, key: Hashable, done: asyncio.Task[T]) -> None:
+        del self._running[key]
+        if not done.cancelled():
+            done.exception()  # of work whose askers are all cancelled, nobody else reads it

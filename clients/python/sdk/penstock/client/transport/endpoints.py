@@ -73,7 +73,8 @@ class Endpoints:
     namespace: str = ""
     """The namespace in which an operator acts. Empty = none named; other tokens belong to one already."""
     discover: bool = True
-    """Whether the driver is asked which other drivers and gates there are. False = only the addresses given here."""
+    """Whether the driver is asked which other drivers, gates and sandbox services there are. False, or
+    `PENSTOCK_DISCOVER=false` in the environment = only the addresses given here."""
     origin: str = "the defaults"
     """Origin of the addresses, for people."""
     token_origin: str = _GIVEN
@@ -137,7 +138,10 @@ def resolve(
     found = target if isinstance(target, Endpoints) else _found(target, token, tls)
     if namespace is None:
         namespace = found.namespace or os.environ.get("PENSTOCK_NAMESPACE", "")
-    return found if namespace == found.namespace else replace(found, namespace=namespace)
+    discover = found.discover and _environment_discover()
+    if (namespace, discover) == (found.namespace, found.discover):
+        return found
+    return replace(found, namespace=namespace, discover=discover)
 
 
 def _found(target: str | Path | Mapping[str, str] | None, token: str | None, tls: Tls | None) -> Endpoints:
@@ -219,6 +223,8 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
         "addresses": {service: endpoints.address(service) for service in SERVICES},
         "token": endpoints.token,
     }
+    if not endpoints.discover:
+        content["discover"] = False
     if endpoints.tls is not None and endpoints.tls.ca is not None:
         content["ca"] = str(endpoints.tls.ca)
     data = orjson.dumps(content)
@@ -254,7 +260,7 @@ def read_connection(
             tls = Tls(file.parent / ca)
         addresses = _addresses(content["addresses"])
         sent, found = (token, token_origin) if token else (content["token"], str(file))
-        discover = bool(addresses.get("driver"))
+        discover = bool(addresses.get("driver")) and content.get("discover") is not False
         return Endpoints(**addresses, token=sent, tls=tls, discover=discover, origin=str(file), token_origin=found)
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}", reason="CONNECTION_FILE") from None
@@ -322,6 +328,16 @@ def _environment_token() -> tuple[str | None, str]:
     except (OSError, UnicodeDecodeError):
         raise ConfigurationError(f"PENSTOCK_TOKEN_FILE names {file}, which cannot be read", reason="TOKEN") from None
     return found, f"PENSTOCK_TOKEN_FILE ({file})"
+
+
+def _environment_discover() -> bool:
+    """Returns whether `PENSTOCK_DISCOVER` lets a driver be asked for others."""
+    said = os.environ.get("PENSTOCK_DISCOVER", "")
+    if said.lower() not in ("", "0", "1", "false", "true"):
+        raise ConfigurationError(
+            f"PENSTOCK_DISCOVER is {said!r}: set it to true or false, or unset it", reason="DISCOVER"
+        )
+    return said.lower() not in ("0", "false")
 
 
 def _environment_tls() -> Tls | None:

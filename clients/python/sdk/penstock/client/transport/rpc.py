@@ -1,11 +1,12 @@
 """Calls to one service: its channel, its token, deadlines, retries, typed errors.
 
 A call is retried only if it failed with UNAVAILABLE and repeating it is harmless: reads, and creates with a request id.
-The delay grows with jitter; a service's RetryInfo is obeyed. A call with one request, of which another service is
-the home (`HOME_ELSEWHERE`), is sent there, once.
+The delay grows with jitter; a service's RetryInfo is obeyed. A call of which another service is the home
+(`HOME_ELSEWHERE`) is sent there, once; not a stream of requests that goes on after an answer, such as a session's.
 """
 
 import asyncio
+import copy
 import random
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -63,9 +64,17 @@ _HOST_AND_PORT: Final = re.compile(r"(?!unix:)(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+
 MAX_HOMES: Final = 256
 """Most other services that one client follows HOME_ELSEWHERE to, or uses as members of a cluster."""
 
+DRAINING: Final = "DRAINING"
+"""Reason of a service that takes no new work: what it refuses so it has not begun."""
+
+_RESTARTING: Final = frozenset({"TRANSPORT_UNAVAILABLE", "DRIVER_STOPPING"})
+"""Reasons of a driver that cannot be reached, or that stops and leaves what runs to its next process."""
+
 _ATTEMPTS: Final = 5
 _PATIENCE_S: Final = 10.0
 """Seconds after which no new attempt is begun: callers soon learn that a service is down."""
+_RESTART_S: Final = 60.0
+"""The same for a driver that has answered this client before, and cannot be reached now: it probably restarts."""
 
 
 class Backoff:
@@ -100,6 +109,8 @@ class Service:
         `name` is the service's own, for people; `certified` the name in its certificate, where that is not its host.
         """
         self._endpoints = endpoints
+        self._awaits_restarts = kind == "driver"
+        self._has_answered = False
         self.address = address or endpoints.address(kind)
         self.peer = f"the {kind} service {name} at {self.address}" if name else f"the {kind} service at {self.address}"
         self.channel = cast("grpc.aio.Channel", RoutedChannel(_open(self.address, endpoints.tls, certified)))
@@ -108,6 +119,15 @@ class Service:
         named = (("x-penstock-namespace", endpoints.namespace),) if endpoints.namespace else ()
         self.metadata: Sequence[tuple[str, str]] = (*token, *named)
         """Metadata of every request; the tracing ids are added."""
+
+    def briefly(self) -> Self:
+        """Returns calls to the same service that do not wait while it restarts.
+
+        For one of several that are asked, and for questions about its state.
+        """
+        made = copy.copy(self)
+        made._awaits_restarts = False  # noqa: SLF001 - its own copy
+        return made
 
     async def prepare(self) -> None:
         """Called before each request is sent; raises PenstockError if none can be."""
@@ -137,7 +157,14 @@ class Service:
             await channel.close()
 
     async def call(
-        self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0, repeatable: bool = False
+        self,
+        method: "Unary[Q, A]",
+        request: Q,
+        *,
+        timeout: float | None = 30.0,
+        repeatable: bool = False,
+        metadata: Sequence[tuple[str, str]] = (),
+        while_draining: bool = True,
     ) -> A:
         """Makes one unary call.
 
@@ -145,7 +172,10 @@ class Service:
             method: of a stub.
             request: its request.
             timeout: seconds for each attempt; None = no limit.
-            repeatable: whether to retry on UNAVAILABLE, for ten seconds at most.
+            repeatable: whether to retry on UNAVAILABLE, for ten seconds at most; for a minute where a driver that has
+                answered before cannot be reached.
+            metadata: sent with this call, beside that of every request.
+            while_draining: whether to do so too when the service is there and drains.
 
         Raises:
             PenstockError: the service's error.
@@ -154,21 +184,25 @@ class Service:
         async def attempt() -> A:
             await self.prepare()
             try:
-                answer: A = await method(request, timeout=timeout, metadata=self._metadata())
-                return answer
+                answer: A = await method(request, timeout=timeout, metadata=(*self._metadata(), *metadata))
             except grpc.aio.AioRpcError as failure:
                 error = self.error(failure)
+            else:
+                self._has_answered = True
+                return answer
             if (there := self._home_of(error)) is None:
                 raise error
             try:
                 again: A = await cast(RoutedMethod, method).at(there)(
-                    request, timeout=timeout, metadata=self._metadata()
+                    request, timeout=timeout, metadata=(*self._metadata(), *metadata)
                 )
             except grpc.aio.AioRpcError as failure:
                 raise self.error(failure, _home_in(error)) from None
             return again
 
-        return await (self.repeat(attempt) if repeatable else attempt())
+        if not repeatable:
+            return await attempt()
+        return await self.repeat(attempt, while_draining=while_draining)
 
     def _home_of(self, error: PenstockError) -> RoutedChannel | None:
         """Returns a channel to the service that `HOME_ELSEWHERE` names; None if the token must not go there."""
@@ -209,7 +243,7 @@ class Service:
             call: Any = to(request, timeout=timeout, metadata=self._metadata())
             try:
                 async for message in call:
-                    may_follow = False
+                    may_follow, self._has_answered = False, True
                     yield message
                 return
             except grpc.aio.AioRpcError as failure:
@@ -227,18 +261,24 @@ class Service:
         Raises:
             PenstockError: the service's error.
         """
-
-        await self.prepare()
-        call: Any = method(iter((request,)), timeout=timeout, metadata=self._metadata())
-        try:
-            async for message in call:
-                answer: A = message
-                return answer
-        except grpc.aio.AioRpcError as failure:
-            raise self.error(failure) from None
-        finally:
-            call.cancel()
-        raise Unavailable(f"{self.peer} ended the stream", reason="STREAM_ENDED")
+        to: Any = method
+        peer, may_follow = "", True
+        while True:
+            await self.prepare()
+            call: Any = to(iter((request,)), timeout=timeout, metadata=self._metadata())
+            try:
+                async for message in call:
+                    answer: A = message
+                    return answer
+                raise Unavailable(f"{peer or self.peer} ended the stream", reason="STREAM_ENDED")
+            except grpc.aio.AioRpcError as failure:
+                error = self.error(failure, peer)
+                there = self._home_of(error) if may_follow else None
+                if there is None:
+                    raise error from None
+            finally:
+                call.cancel()
+            to, peer, may_follow = to.at(there), _home_in(error), False
 
     async def collect(self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None) -> list[A]:
         """Returns all messages of a short server stream; retried as a read when the service is unavailable."""
@@ -249,24 +289,33 @@ class Service:
 
         return await self.repeat(attempt)
 
-    async def repeat(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `read`; restarts it when the service is unavailable, for ten seconds at most."""
+    async def repeat(self, read: Callable[[], Awaitable[T]], *, while_draining: bool = True) -> T:
+        """Returns the result of `read`; restarts it when the service is unavailable, as long as `call` says.
+
+        `while_draining`: as in `call`.
+        """
         backoff, loop = Backoff(), asyncio.get_running_loop()
-        until = loop.time() + _PATIENCE_S
-        for attempt in range(_ATTEMPTS):
+        began, broke, attempts = loop.time(), 0.0, 0
+        while True:
             try:
                 return await read()
             except Unavailable as error:
                 delay = backoff.next(error)
-                if attempt + 1 == _ATTEMPTS or loop.time() + delay > until:
+                restarts = self._awaits_restarts and self._has_answered and error.reason in _RESTARTING
+                broke = broke or loop.time()
+                attempts += 1
+                is_last = attempts >= _ATTEMPTS and not restarts
+                if is_last or loop.time() + delay > (broke + _RESTART_S if restarts else began + _PATIENCE_S):
+                    raise
+                if error.reason == DRAINING and not while_draining:
                     raise
             await asyncio.sleep(delay)
-        raise AssertionError("the last attempt returns or raises")
 
     async def push(
         self, method: "StreamUnary[Q, A]", frames: Callable[[], AsyncIterator[Q]], *, timeout: float | None = None
     ) -> A:
-        """Sends one client stream; retried at most twice where grpc.aio lost the service's status.
+        """Sends one client stream; retried at most twice where grpc.aio lost the service's status. Where another
+        service is the home, all of it is sent there: the one that says so has taken nothing of it.
 
         Args:
             method: of a stub; sending the same twice must change nothing.
@@ -278,22 +327,23 @@ class Service:
             Exception: an exception of `frames`, unchanged.
         """
         attempts = 3
+        to: Any = method
+        peer, may_follow = "", True
         while True:
             attempts -= 1
             await self.prepare()
             source = _Source(frames())
             try:
                 first = await source.first()
-                sending = cast(Any, method)
-                answer: A = await sending(
-                    source.frames(first), timeout=timeout, metadata=self._metadata(), routed=first
-                )
+                answer: A = await to(source.frames(first), timeout=timeout, metadata=self._metadata(), routed=first)
                 return answer
             except grpc.aio.AioRpcError as failure:
                 if source.failure is not None:
                     raise source.failure from None
-                error = self.error(failure)
-                if error.reason != "STREAM_BROKEN" or not attempts:
+                error = self.error(failure, peer)
+                if may_follow and (there := self._home_of(error)) is not None:
+                    to, peer, may_follow = to.at(there), _home_in(error), False
+                elif error.reason != "STREAM_BROKEN" or attempts <= 0:
                     raise error from None
             except asyncio.CancelledError:
                 task = asyncio.current_task()

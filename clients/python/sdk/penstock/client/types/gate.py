@@ -73,6 +73,8 @@ class CallTotals:
     last_unanswered: bool
     failures: tuple[CallFailures, ...]
     expired_since_answer: int = 0
+    replayed: int = 0
+    """Delivered calls that a recording answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,12 @@ class GateRollout:
     namespace: str = "default"
     home: str = ""
     """Name of the gate that has it; empty: an older gate."""
+    close_reason: str = ""
+    """Why it was closed: its closer's reason, or the gate's own, such as DRIVER_LOST; empty = it is open."""
+    held: bool = False
+    """Whether a pause of its rollout holds its calls."""
+    divergence: str = ""
+    """Where its first call differs from what is recorded there, for people; empty = nowhere, or it has no recording."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +199,8 @@ class GateLoad:
     """The gate at one moment: counts of open rollouts and of calls by what they wait for.
 
     `oldest_wait`: seconds that the oldest queued call has waited; None = none waits. `sessions`: those with the most
-    calls first, at most 256 of `session_count`.
+    calls first, at most 256 of `session_count`. `unreachable_inference`: names of the lists of inference services of
+    which none answers now; "default" is the one without a name.
     """
 
     open_rollouts: int
@@ -202,3 +211,4 @@ class GateLoad:
     oldest_wait: float | None
     sessions: tuple[GateSession, ...]
     session_count: int
+    unreachable_inference: tuple[str, ...] = ()

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from penstock.client.types.trajectories import Call, Reward, Trajectory
+from penstock.client.errors import PenstockError
+from penstock.client.types.trajectories import BranchPoint, Call, Reward, Trajectory
 from penstock.values import OpenEnum
 
 
@@ -33,6 +34,10 @@ class FailureCause(OpenEnum):
     VERIFIER = "verifier"
     MODEL = "model"
     CANCELLED = "cancelled"
+
+
+POLICY_CAUSES: Final = frozenset({FailureCause.AGENT, FailureCause.TIMEOUT, FailureCause.BUDGET})
+"""Failures that the policy may have caused: with a reward they are learned from. All others are not its fault."""
 
 
 class Party(OpenEnum):
@@ -122,6 +127,8 @@ class Grading:
     commands: tuple[VerifierCommand, ...]
     restored: int
     changes: Changes | None
+    verifier_sha256: str = ""
+    """In hex, equal for equal verifiers; empty from a driver of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +159,38 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
+class Export:
+    """Where a driver stored an ended rollout: the files `LOCATION.TABLE.parquet`, and when (UTC)."""
+
+    location: str
+    time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """How a rollout is held, by `handle.pause`. It ends by itself at `end_time` (UTC).
+
+    `sandbox_frozen` False: its agent does not run, or the backend cannot freeze it; then it runs up to its next call.
+    """
+
+    reason: str
+    start_time: datetime | None
+    end_time: datetime | None
+    sandbox_frozen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """A further grade of an ended rollout, made from its end state. No `reward` = its verifier gave none: `failure`."""
+
+    name: str
+    time: datetime | None
+    reward: Reward | None
+    failure: Failure | None
+    grading: Grading | None
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """A rollout as the driver reported it."""
 
@@ -174,6 +213,23 @@ class Rollout:
     namespace: str = "default"
     home: Home | None = None
     """Where the last attempt runs or ran; None from a driver of an earlier version."""
+    export: Export | None = None
+    """Where the driver stored it; None while that is pending, and from a driver that exports nothing."""
+    pause: Pause | None = None
+    """Set while it is paused."""
+    branched_from: BranchPoint | None = None
+    """Where it leaves the rollout of which it is a branch; None = it is none."""
+    grades: tuple[Grade, ...] = ()
+    """Further grades, oldest first; the first one is in `outcome`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regraded:
+    """An ended rollout that was to be graded again: with its further grade, or with the error of that."""
+
+    rollout: Rollout
+    grade: Grade | None
+    error: PenstockError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +250,10 @@ class Group:
     namespace: str = "default"
     home: str = ""
     """Name of the driver that has it; empty: an older one."""
+    paused_count: int = 0
+    """How many of its rollouts are paused."""
+    branched_from: BranchPoint | None = None
+    """The call of which its rollouts are branches; None = it was created by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +285,9 @@ class RolloutSummary:
     namespace: str = "default"
     home: Home | None = None
     """Where the last attempt runs or ran; None from a driver of an earlier version."""
+    export: Export | None = None
+    """Where the driver stored it; None while that is pending, and from a driver that exports nothing."""
+    paused: bool = False
 
     @property
     def ended(self) -> bool:
@@ -271,6 +334,22 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutPaused:
+    """The rollout is paused from now on, for at most so many seconds."""
+
+    reason: str
+    max_duration: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResumed:
+    """A pause of so many seconds ended: `reason` is RESUMED, PAUSE_EXPIRED or DRAINING."""
+
+    paused_time: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CommandFinished:
     """A setup or verifier command ended; the tails are the last 4 KiB of its output."""
 
@@ -293,9 +372,15 @@ class AgentEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallFinished:
-    """A model call ended; without tokens and bodies."""
+    """A model call ended; without tokens and bodies.
+
+    `recorded_count`: calls that are recorded for the attempt to replay; 0 = none, or unknown. `replayed_count`: those
+    that have answered one until then.
+    """
 
     call: Call
+    recorded_count: int = 0
+    replayed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +416,8 @@ EventPayload: TypeAlias = (
     | ArtifactCollected
     | Progress
     | AttemptFailed
+    | RolloutPaused
+    | RolloutResumed
     | Ended
 )
 """The content of an event."""

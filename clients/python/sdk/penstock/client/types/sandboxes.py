@@ -24,6 +24,8 @@ class SandboxSpec:
         labels: for finding it. A snapshot has none.
         toolbox_ids: of toolboxes to mount (`ps.toolboxes`); programs of earlier ones take precedence.
         own_kernel: refuse it rather than run it on the kernel of the backend's machine (gVisor, virtual machines).
+        repeatable: give its programs the same as in any other sandbox of its kind, as far as the backend can
+            (`Backend.repeatable`), never refused.
     """
 
     backend: str = ""
@@ -36,6 +38,7 @@ class SandboxSpec:
     lease: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     own_kernel: bool = False
+    repeatable: bool = False
     toolbox_ids: Sequence[str] = ()
 
 
@@ -185,6 +188,7 @@ class Backend:
     """A backend of the sandbox service and its capabilities. `unavailable_reason` names what to install or set.
 
     `disk_limit`: `none`; `watched`: a sandbox over its limit is ended; `hard`: the kernel enforces the limit.
+    `repeatable`: what is the same in each sandbox of a kind: hostname, machine_id, process_ids, clocks.
     """
 
     name: str
@@ -195,4 +199,5 @@ class Backend:
     networks: frozenset[str]
     fork: str
     disk_limit: str
+    repeatable: frozenset[str]
     max_sandboxes: int

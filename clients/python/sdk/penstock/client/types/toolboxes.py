@@ -29,6 +29,19 @@ class ToolboxFile:
     mode: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PythonTarget:
+    """The Python of sandboxes for which packages are installed.
+
+    Attributes:
+        version: its minor version, for example "3.12".
+        platform: the newest platform of wheels that it takes, for example "manylinux_2_36_x86_64".
+    """
+
+    version: str
+    platform: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolboxSpec:
     """The content of a toolbox; equal content has one toolbox.
@@ -40,6 +53,9 @@ class ToolboxSpec:
         python_packages: all of them, dependencies included, each as NAME==VERSION --hash=sha256:HEX. Wheels only.
         files: further files.
         path_directories: for PATH, relative to the toolbox; bin and node_modules/.bin always follow.
+        npm_lock: the content of a package-lock.json, instead of `npm_packages`.
+        python_target: the packages are for this Python, the sandbox's own, which then finds them; None = for a Python
+            of the service, and for the toolbox alone.
     """
 
     name: str
@@ -48,6 +64,8 @@ class ToolboxSpec:
     python_packages: Sequence[str] = ()
     files: Sequence[ToolboxFile] = ()
     path_directories: Sequence[str] = ()
+    npm_lock: str = ""
+    python_target: PythonTarget | None = None
 
 
 @dataclass(frozen=True, slots=True)

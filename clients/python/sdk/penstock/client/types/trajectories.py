@@ -21,9 +21,39 @@ class Reward:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayOrigin:
+    """The call for which a replayed completion was sampled, with its rollout and attempt (from 1)."""
+
+    rollout_id: str
+    attempt: int
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """The call of another rollout, the parent, at which a branch begins to differ.
+
+    `answer_given`: the call has an answer that the branch's creator gave. `train_prefix`: the branch trains the turns
+    that its parent sampled too. `seed`: of the group's first branch, each further one has the seed plus its index;
+    None = they have the parent's seed, if any.
+    """
+
+    parent_rollout_id: str
+    call_id: str
+    call_index: int
+    answer_given: bool = False
+    train_prefix: bool = False
+    seed: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One model call of an agent.
+
+    `replayed_from` is set if its completion was not sampled for it, but replayed. `branch_point` is True for the one
+    call at which a branch leaves its parent. `given`: the creator of this branch, or of one that it comes from, gave
+    the answer, and nobody sampled it.
 
     The prompt is the first `prompt_shared_count` tokens of the parent's prompt and completion, then
     `prompt_suffix_token_ids`; `Trajectory.prompt_of` assembles it. `state` is queued, leased, dispatched, delivered,
@@ -63,6 +93,9 @@ class Call:
     end_time: datetime | None
     chain_sha256: bytes = b""
     chain_index: int | None = None
+    replayed_from: ReplayOrigin | None = None
+    branch_point: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +109,7 @@ class RecordedToolCall:
         is_error: whether the tool reported an error.
         result_json: the result; empty without one, and when the trajectory was read without bodies.
         result_bytes: length of it.
+        replayed_from: set if the result was replayed, and no host got the call: the call for which a host gave it.
     """
 
     tool_call_id: str
@@ -90,6 +124,7 @@ class RecordedToolCall:
     end_reason: str
     receive_time: datetime | None
     end_time: datetime | None
+    replayed_from: ReplayOrigin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +144,8 @@ class TurnSpan:
     """Tokens [start, end) of a sample were sampled by one call.
 
     `untrained_reason` is why they are masked; empty where they are trained: SHARED (another sample trains them),
-    TRUNCATED, BUDGET, INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and a class that is not trained.
+    PARENT (the rollout of which this one is a branch trains them), TRUNCATED, BUDGET, INJECTED, NO_LOGPROBS, PARTIAL,
+    UNUSABLE, or CLASS_ and a class that is not trained.
     """
 
     call_id: str
@@ -133,6 +169,8 @@ class Sample:
         truncated: the last turn was cut by a limit.
         top_token_ids, top_logprobs: alternatives, int32 and float32, shape (loss_mask.sum(), k): a row per token whose
             mask is True, in order, as in `Completion`. None = no trained turn has any, or they were left out.
+        parent_rollout_id, branch_call_id: of a branch: the parent, and its call at which they part. The turns before it
+            are the parent's, token for token. Empty = no branch.
     """
 
     sample_id: str
@@ -149,6 +187,8 @@ class Sample:
     truncated: bool
     top_token_ids: NDArray[np.int32] | None = None
     top_logprobs: NDArray[np.float32] | None = None
+    parent_rollout_id: str = ""
+    branch_call_id: str = ""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -195,6 +235,10 @@ class Trajectory:
     failure_reason: str
     host_tool_calls: tuple[RecordedToolCall, ...] = ()
     namespace: str = "default"
+    attempt: int = 0
+    """The attempt at the rollout that it is of, from 1; 0 = unknown."""
+    branched_from: BranchPoint | None = None
+    """Where it leaves its parent; None = it is no branch."""
 
     def prompt_of(self, call_id: str) -> TokenIds:
         """Returns the whole prompt of a call, assembled from its parents'.

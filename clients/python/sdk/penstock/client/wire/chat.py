@@ -3,6 +3,7 @@
 Enums are lower-case words here and `PREFIX_WORD` there.
 """
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client.errors import InvalidArgument
 from penstock.client.types import chat
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values import reader, writer
+from penstock.values import OpenEnum, reader, writer
 
 _sampling_to: Final = writer(chat.Sampling, chat_pb2.Sampling)
 _version_to: Final = writer(chat.VersionSpan, completion_pb2.PolicyVersionSpan)
@@ -53,6 +54,13 @@ def number(enum: Any, value: str, prefix: str) -> Any:
     except ValueError:
         words = [name.removeprefix(prefix).lower() for name, number in enum.items() if number]
         raise InvalidArgument(f"{value!r} is not one of {', '.join(words)}", reason="ENUM_VALUE") from None
+
+
+def read_number(enum: Any, value: OpenEnum, prefix: str) -> Any:
+    """Returns the enum's value for a word that was read, whether or not this client knows it."""
+    if value.known:
+        return number(enum, value, prefix)
+    return int(value) if value.isdecimal() else 0
 
 
 def optional(message: ProtoMessage, name: str) -> Any:
@@ -116,6 +124,16 @@ def token_bytes(ids: Any) -> bytes:
     if array.size and array.dtype != np.int32 and (array.min() < 0 or array.max() > 2**31 - 1):
         raise InvalidArgument("A token id is not in [0, 2^31)", reason="TOKEN_IDS")
     return array.astype("<i4", copy=False).tobytes()
+
+
+def int_bytes(array: NDArray[np.int32] | None) -> bytes:
+    """Encodes an array of received token ids; None becomes unset."""
+    return b"" if array is None else array.astype("<i4", copy=False).tobytes()
+
+
+def float_bytes(array: NDArray[np.float32] | None) -> bytes:
+    """Encodes an array of logprobs; None becomes unset."""
+    return b"" if array is None else array.astype("<f4", copy=False).tobytes()
 
 
 def sampling_to(value: chat.Sampling | None) -> chat_pb2.Sampling | None:
@@ -191,6 +209,32 @@ def completion_to(value: chat.Completion) -> completion_pb2.Completion:
         message.timings.CopyFrom(_timings_to(value.timings))
     if value.usage is not None:
         message.usage.CopyFrom(_usage_to(value.usage))
+    return message
+
+
+def recorded_to(value: chat.Completion, sampled: int) -> completion_pb2.Completion:
+    """Converts a completion that was read of a trajectory, `sampled` tokens long, which may have been left out."""
+    known = replace(value, token_ids=None, message=None, finish_reason=chat.FinishReason.UNSPECIFIED)
+    message = completion_to(known)
+    message.finish_reason = read_number(chat_pb2.FinishReason, value.finish_reason, "FINISH_REASON_")
+    if value.message is not None:
+        message.message.role = read_number(chat_pb2.Role, value.message.role, "ROLE_")
+        message.message.parts.extend(map(part_to, value.message.parts))
+        message.message.name = value.message.name
+    if value.token_ids is None and not sampled:
+        return message
+    span = completion_pb2.TokenSpan(
+        count=sampled if value.token_ids is None or len(value.token_ids) else 0,
+        logprobs_mode=read_number(completion_pb2.LogprobsMode, value.logprobs_mode, "LOGPROBS_MODE_"),
+        versions=map(_version_to, value.versions),
+        top_count=value.top_count,
+        top_sha256=value.top_sha256,
+        top_token_ids=int_bytes(value.top_token_ids),
+        top_logprobs=float_bytes(value.top_logprobs),
+        token_ids=int_bytes(value.token_ids),
+        logprobs=float_bytes(value.logprobs),
+    )
+    message.span.CopyFrom(span)
     return message
 
 

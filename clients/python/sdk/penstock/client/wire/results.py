@@ -8,12 +8,25 @@ import numpy as np
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
+from penstock.chat.v1 import completion_pb2
 from penstock.client.types import results, trajectories
-from penstock.client.wire.chat import completion_from, logprobs, time, token_ids, top_ids, top_logprobs, word
+from penstock.client.wire.chat import (
+    completion_from,
+    float_bytes,
+    int_bytes,
+    logprobs,
+    read_number,
+    recorded_to,
+    time,
+    token_ids,
+    top_ids,
+    top_logprobs,
+    word,
+)
 from penstock.driver.v1 import rollout_pb2
 from penstock.sandbox.v1 import process_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock.values import from_proto, reader
+from penstock.values import from_proto, reader, writer
 
 
 def values(message: Struct) -> dict[str, Any]:
@@ -42,7 +55,7 @@ exit_from: Final = reader(
     process_service_pb2.Exit,
     left_out=(
         *("cpu_time", "max_rss_bytes", "stdout_truncated", "stderr_truncated", "pipes_open", "end_time"),
-        "ended_inside",
+        *("ended_inside", "all_killed"),
     ),
 )
 """Converts the exit of a process."""
@@ -68,11 +81,14 @@ outcome: Final = reader(
 )
 """Converts the outcome of a rollout."""
 
+grade: Final = reader(results.Grade, rollout_pb2.Grade)
+"""Converts a further grade."""
+
 rollout: Final = reader(
     results.Rollout,
     rollout_pb2.Rollout,
     renamed={"agent": "spec.agent.name", "task_id": "spec.task.task_id", "labels": "spec.labels"},
-    left_out=("fork_kind",),
+    left_out=("fork_kind", "paused"),
     by={
         "phase_times": lambda message: {
             phase(item.phase): item.duration.ToNanoseconds() / 1e9 for item in message.phase_times
@@ -121,6 +137,8 @@ _PAYLOADS: Final[Mapping[str, type[results.EventPayload]]] = {
     "call_finished": results.CallFinished,
     "artifact": results.ArtifactCollected,
     "progress": results.Progress,
+    "paused": results.RolloutPaused,
+    "resumed": results.RolloutResumed,
 }
 
 
@@ -163,6 +181,9 @@ sample: Final = reader(
 )
 """Converts a sample."""
 
+reader(trajectories.BranchPoint, trajectory_pb2.BranchPoint)
+writer(trajectories.BranchPoint, trajectory_pb2.BranchPoint)
+reader(trajectories.ReplayOrigin, trajectory_pb2.ReplayOrigin)
 reader(trajectories.RecordedToolCall, trajectory_pb2.HostToolCall, left_out=("rollout_id",))
 
 trajectory: Final = reader(
@@ -171,3 +192,49 @@ trajectory: Final = reader(
     by={"task_metadata": lambda message: values(message.task_metadata)},
 )
 """Converts a trajectory whose fragments were all merged."""
+
+writer(
+    trajectories.Call,
+    trajectory_pb2.Call,
+    left_out=("sampled_count", "agent_session"),
+    by={
+        "prompt_suffix_token_ids": lambda value: int_bytes(value.prompt_suffix_token_ids),
+        "completion": lambda value: (
+            None if value.completion is None else recorded_to(value.completion, value.sampled_count)
+        ),
+    },
+)
+
+writer(
+    trajectories.Sample,
+    trajectory_pb2.Sample,
+    by={
+        "input_ids": lambda value: int_bytes(value.input_ids),
+        "loss_mask": lambda value: value.loss_mask.astype("u1").tobytes(),
+        "logprobs": lambda value: float_bytes(value.logprobs),
+        "top_token_ids": lambda value: int_bytes(value.top_token_ids),
+        "top_logprobs": lambda value: float_bytes(value.top_logprobs),
+        "logprobs_mode": lambda value: read_number(completion_pb2.LogprobsMode, value.logprobs_mode, "LOGPROBS_MODE_"),
+        "count": len,
+        "top_count": lambda value: max(
+            (array.shape[1] for array in (value.top_token_ids, value.top_logprobs) if array is not None), default=0
+        ),
+    },
+)
+
+writer(trajectories.RecordedToolCall, trajectory_pb2.HostToolCall, left_out=("rollout_id",))
+
+
+def _struct(value: Mapping[str, Any]) -> Struct:
+    result = Struct()
+    result.update(value)
+    return result
+
+
+trajectory_to: Final = writer(
+    trajectories.Trajectory,
+    trajectory_pb2.Trajectory,
+    left_out=("annotations",),
+    by={"task_metadata": lambda value: _struct(value.task_metadata)},
+)
+"""Converts a trajectory that was read back to its message."""

@@ -35,7 +35,7 @@ spec: Final = writer(
 """Converts a sandbox's spec; empty and None stay unset."""
 
 
-run_result: Final = reader(RunResult, process_service_pb2.RunResult)
+run_result: Final = reader(RunResult, process_service_pb2.RunResult, left_out=("result_file",))
 """Converts the outcome of a command."""
 
 snapshot: Final = reader(Snapshot, pb.Snapshot, renamed={"fork": "fork_kind"}, left_out=("setup",))
@@ -50,7 +50,12 @@ file_info: Final = reader(FileInfo, file_service_pb2.FileInfo, left_out=("raw_na
 stats: Final = reader(Stats, pb.GetStatsResponse)
 """Converts a sandbox's usage."""
 
-sandbox: Final = reader(Sandbox, sandbox_pb2.Sandbox, renamed={"backend": "spec.backend", "labels": "spec.labels"})
+sandbox: Final = reader(
+    Sandbox,
+    sandbox_pb2.Sandbox,
+    renamed={"backend": "spec.backend", "labels": "spec.labels"},
+    left_out=("takes_files",),  # for drivers
+)
 """Converts a sandbox's state."""
 
 usage: Final = reader(SandboxesUsage, pb.WatchSandboxesResponse)
@@ -82,10 +87,11 @@ backend: Final = reader(
         "networks": "capabilities.networks",
         "fork": "capabilities.fork",
         "disk_limit": "capabilities.disk_limit",
+        "repeatable": "capabilities.repeatable",
     },
     left_out=(
         *("default_lease", "max_lease", "default_resources", "max_lifetime", "max_sandboxes_per_owner"),
-        "max_resources",
+        *("max_resources", "egress_hosts"),
     ),
     by={
         "capabilities": lambda message: frozenset(

@@ -1,6 +1,7 @@
 """Converts the client's requests (tasks, agents, limits) to protos."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any, Final
 
 from google.protobuf.struct_pb2 import Struct
@@ -56,10 +57,21 @@ verifier: Final = writer(
 task: Final = writer(
     Task,
     rollout_pb2.Task,
-    left_out=("sandbox", "limits", "budgets", "labels", "solution", "build"),
+    left_out=("sandbox", "limits", "budgets", "labels", "solution", "build", "keep_end_state"),
     by={"metadata": lambda value: struct(value.metadata, "metadata") if value.metadata else None},
 )
-"""Converts a task; the rollout's terms have what it says of its sandbox, limits, budgets and labels."""
+"""Converts a task; the rollout's terms have what it says of its sandbox, limits, budgets, labels and end state."""
+
+
+def digest(value: Task) -> str:
+    """Returns a hash of everything that a task's rollouts depend on: its solution and its labels are not in it."""
+    message = task(value).SerializeToString(deterministic=True)
+    terms = repr((value.sandbox, value.limits, value.budgets)).encode()
+    # The locks of a task's tools are not in a sandbox's text form.
+    packages = None if value.sandbox is None else value.sandbox.packages
+    locks = b"" if packages is None else repr((packages.python, packages.npm)).encode()
+    return sha256(b"%d:" % len(message) + message + terms + locks).hexdigest()
+
 
 _mcp_server: Final = writer(
     tasks.McpServer,
@@ -118,18 +130,38 @@ def network(value: tasks.Network | None) -> sandbox_pb2.NetworkPolicy | None:
         case None:
             return None
         case tasks.OneEndpoint():
-            one = sandbox_pb2.OneEndpoint(local_port=value.local_port, upstream=value.upstream)
-            return sandbox_pb2.NetworkPolicy(one_endpoint=one)
+            return sandbox_pb2.NetworkPolicy(one_endpoint=_endpoint(value))
         case tasks.Allowlist():
-            return sandbox_pb2.NetworkPolicy(allowlist=sandbox_pb2.Allowlist(hosts=value.hosts, ports=value.ports))
+            return sandbox_pb2.NetworkPolicy(allowlist=_allowlist(value))
         case tasks.OpenNetwork():
             return sandbox_pb2.NetworkPolicy(open=sandbox_pb2.OpenNetwork())
+
+
+def _allowlist(value: tasks.Allowlist) -> sandbox_pb2.Allowlist:
+    return sandbox_pb2.Allowlist(
+        hosts=value.hosts,
+        ports=value.ports,
+        denied_hosts=value.denied_hosts,
+        recording=value.recording,
+        recorded_only=value.recorded_only,
+        one_endpoint=None if value.one_endpoint is None else _endpoint(value.one_endpoint),
+    )
+
+
+def _endpoint(one: tasks.OneEndpoint) -> sandbox_pb2.OneEndpoint:
+    return sandbox_pb2.OneEndpoint(local_port=one.local_port, upstream=one.upstream)
 
 
 sandbox_choice: Final = writer(
     tasks.SandboxChoice,
     rollout_pb2.SandboxChoice,
-    by={"setup_network": lambda value: network(value.setup_network)},
+    by={
+        "setup_network": lambda value: network(value.setup_network),
+        "agent_network": lambda value: None if value.agent_network is None else _allowlist(value.agent_network),
+        "verifier_network": lambda value: (
+            None if value.verifier_network is None else _allowlist(value.verifier_network)
+        ),
+    },
 )
 """Converts a rollout's sandbox choice."""
 
@@ -151,6 +183,11 @@ token_terms: Final = writer(
 
 policy: Final = writer(tasks.PolicyConstraint, interception_pb2.PolicyVersionConstraint)
 """Converts the constraint on policy versions."""
+
+
+def replay(value: tasks.Replay | str) -> Any:
+    """Returns the number of what further attempts replay."""
+    return number(rollout_pb2.Replay, value, "REPLAY_")
 
 
 def mode(value: tasks.Mode | str) -> Any:

@@ -1,4 +1,4 @@
-"""Imports task formats of others as our task directories: Harbor, Terminal-Bench, SWE-style records.
+"""Imports task formats of others as our task directories: Harbor, Terminal-Bench, SWE-bench's family, NeMo-Gym.
 
     report = import_tasks("harbor", Path("their-tasks"), Path("tasks"), Choices())
 
@@ -7,17 +7,20 @@ checked like any other. Unsupported parts are never dropped silently: the task i
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from penstock.client.errors import InvalidArgument
-from penstock.tasks.importers import harbor, swe, terminal_bench
+from penstock.tasks.importers import harbor, nemo_gym, swe, terminal_bench
 from penstock.tasks.importers.common import Choices, Imported, Refused
 
 FORMATS: Final[Mapping[str, Callable[[Path, Path, Choices], Iterator[Imported]]]] = {
     "harbor": harbor.import_all,
     "terminal-bench": terminal_bench.import_all,
-    "swe": swe.import_all,
+    "terminal-bench-2": harbor.import_all,
+    **{form: partial(swe.import_all, form) for form in swe.READERS},
+    "nemo-gym": nemo_gym.import_all,
 }
 """Importers by name: from a source and a destination to the outcome for each task."""
 

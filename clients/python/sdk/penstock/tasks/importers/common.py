@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -13,9 +14,14 @@ import yaml
 
 from penstock.client.errors import InvalidArgument
 from penstock.client.tasks.file import identifier
+from penstock.client.tasks.named_files import CannotRead, regular
 from penstock.client.tasks.yaml import YamlFile, text_node
 from penstock.client.transport.atomic_files import writing
 
+MAX_CONTEXT_FILES: Final = 200_000
+MAX_CONTEXT_BYTES: Final = 8 << 30
+"""Of a directory of a source, such as the build context of an image."""
+MAX_CONFIG_BYTES: Final = 1 << 20
 GRADER_FOLDER: Final = "/tmp/penstock-grade"  # noqa: S108 - in the sandbox; cleared before the grader is put there
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _FETCHES: Final = re.compile(
@@ -44,8 +50,10 @@ class Choices:
     `image` False makes tasks for backends without images: files that their Dockerfile copies become seed files.
     `resources` False omits limits of CPU, memory and disk. `user` executes agent and verifier; None = root where there
     is an image, as these formats expect. `reward` is binary (all of the tests) or fraction (their share). `env`
-    resolves `${NAME}`. For records: `image_template` names an image where a record does not, `workdir` is the
-    repository's directory, `test_command` runs pytest, `repositories` has clones of the repositories.
+    resolves `${NAME}`. `only` are names or patterns (`django__*`) of the tasks to import; none = all. `dataset` is the
+    one of a registry, NAME or NAME@VERSION. For records: `image_template` names an image where a record does not,
+    `workdir` is the repository's directory in it ("" = the format's), `test_command` runs pytest, `history` keeps the
+    commits that an image has. `repositories` has clones of the repositories of records and registries.
     """
 
     image: bool = True
@@ -53,10 +61,17 @@ class Choices:
     user: str | None = None
     reward: str = "binary"
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    only: Sequence[str] = ()
+    dataset: str = ""
     image_template: str = ""
-    workdir: str = "/testbed"
+    workdir: str = ""
     test_command: str = ""
+    history: bool = False
     repositories: Path | None = None
+
+    def selects(self, name: str) -> bool:
+        """Returns whether a task of this name is to be imported."""
+        return not self.only or any(fnmatchcase(name, pattern) for pattern in self.only)
 
 
 _MALFORMED: Final = (
@@ -93,7 +108,11 @@ class Folder:
         """Copies a file or directory of the source to a name of ours; links that lead out of it are refused."""
         if source.is_symlink():
             raise Refused(f"{source} is a link")
-        for path in source.rglob("*") if source.is_dir() else ():
+        files, size = 0, 0
+        for path in source.rglob("*") if source.is_dir() else (source,):
+            files, size = files + 1, size + path.lstat().st_size
+            if files > MAX_CONTEXT_FILES or size > MAX_CONTEXT_BYTES:
+                raise Refused(f"{source} has more than {MAX_CONTEXT_FILES} files or {MAX_CONTEXT_BYTES} bytes")
             if path.is_symlink() and not path.resolve().is_relative_to(source.resolve()):
                 raise Refused(f"{path} is a link that leads out of the task")
             if path.is_symlink() and path.is_dir():
@@ -189,6 +208,18 @@ def fetches(*scripts: Path) -> list[str]:
         for script in scripts
         if script.is_file() and _FETCHES.search(script.read_text(encoding="utf-8", errors="replace"))
     ]
+
+
+def text_of(file: Path, most: int = MAX_CONFIG_BYTES) -> str:
+    """Returns a text of the source. Raises Refused if it is no regular file, is too large, or is not UTF-8."""
+    try:
+        if file.is_symlink():
+            raise Refused(f"{file} is a link")
+        return regular(file, most)[0].decode("utf-8")
+    except CannotRead as error:
+        raise Refused(str(error)) from None
+    except UnicodeDecodeError:
+        raise Refused(f"{file} is not text in UTF-8") from None
 
 
 def yaml_of(file: Path) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.tasks.importers.common import Choices, Folder, Refused
+from penstock.tasks.importers.common import Choices, Folder, Refused, text_of
 
 _WITHOUT_EFFECT: Final = frozenset({"FROM", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "USER", "SHELL"})
 
@@ -34,7 +34,7 @@ def contents(folder: Path) -> Contents:
         Refused: it does something that needs an image.
     """
     found = Contents()
-    for line in _lines((folder / "Dockerfile").read_text(encoding="utf-8")):
+    for line in _lines(text_of(folder / "Dockerfile")):
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         match word.upper():

@@ -1,10 +1,11 @@
-"""Harbor's task directories: task.toml, instruction.md, environment/, tests/test.sh, solution/.
+"""Harbor's task directories (Terminal-Bench 2 and others): task.toml, instruction.md, environment/, tests/, solution/.
 
-    https://www.harborframework.com/docs/tasks (seen as of schema 1.1; `version = "1.0"` is the same table)
+    https://www.harborframework.com/docs/tasks (up to schema 1.4; `version = "1.0"` is the same table)
 
-The guarantees of Harbor for a verifier are kept: tests/ at /tests, the reward in /logs/verifier/reward.txt (a number)
-or reward.json (names and numbers), root by default. Different: the agent's network is its model only, and a verifier
-has none.
+A source is one of them, a directory of them (with a dataset.toml, those that it lists), or a registry
+(harbor_registry.py). The guarantees of Harbor for a verifier are kept: tests/ at /tests, the reward in
+/logs/verifier/reward.txt (a number) or reward.json (names and numbers), root by default. Different: an agent reaches
+its model only, or the hosts of an allow-list, and a verifier nothing.
 """
 
 import tomllib
@@ -13,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.client.errors import InvalidArgument
+from penstock.tasks.importers import harbor_registry
 from penstock.tasks.importers.common import (
     GRADER_FOLDER,
     Choices,
@@ -24,51 +27,57 @@ from penstock.tasks.importers.common import (
     manifest,
     plain,
     substituted,
+    text_of,
 )
 from penstock.tasks.importers.dockerfile import put_environment
+from penstock.tasks.importers.git import lfs_pointers
 
 _TOP: Final = (
-    "schema_version",
-    "version",
-    "task",
-    "metadata",
-    "verifier",
-    "agent",
-    "environment",
-    "solution",
-    "source",
-)
+    "schema_version", "version", "task", "metadata", "verifier", "agent", "environment", "solution", "source",
+    "artifacts",
+)  # fmt: skip
 _VERIFIER: Final = ("timeout_sec", "env", "user", "network_mode", "allowed_hosts")
 _AGENT: Final = ("timeout_sec", "user", "network_mode", "allowed_hosts")
 _ENVIRONMENT: Final = (
     "build_timeout_sec", "docker_image", "cpus", "memory_mb", "memory", "storage_mb", "storage", "gpus", "gpu_types",
-    "allow_internet", "network_mode", "allowed_hosts", "env",
+    "allow_internet", "network_mode", "allowed_hosts", "env", "os", "workdir",
 )  # fmt: skip
 _MEBI: Final = 1 << 20
+_COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 
 def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Imported]:
-    """Imports every task directory of a source."""
+    """Imports every task directory of a source that `choices.only` selects."""
+    if source.is_file():
+        yield from harbor_registry.import_all(source, destination, choices, fill)
+        return
+    if choices.dataset:
+        raise InvalidArgument(f"{source} is no registry, of which to import {choices.dataset}", reason="TASK_IMPORT")
     for path in directories(source, "task.toml"):
-        folder = Folder(destination, path.name)
-        yield folder.filled(partial(_fill, folder, path, choices))
+        if choices.selects(path.name):
+            folder = Folder(destination, path.name)
+            yield folder.filled(partial(fill, folder, path, choices))
+    for name in filter(choices.selects, harbor_registry.absent(source)):
+        yield Imported(name, None, "dataset.toml lists it, and it is not there: download the data set again")
 
 
-def _fill(folder: Folder, source: Path, choices: Choices) -> None:
-    config = tomllib.loads((source / "task.toml").read_text(encoding="utf-8"))
-    plain(config, _TOP, "task.toml")
+def fill(folder: Folder, source: Path, choices: Choices) -> None:
+    """Fills a task directory from one of Harbor's. Raises Refused."""
+    config = _config(source)
     verifier, agent, environment = (_table(config, name) for name in ("verifier", "agent", "environment"))
-    plain(verifier, _VERIFIER, "verifier")
-    plain(agent, _AGENT, "agent")
-    plain(environment, _ENVIRONMENT, "environment")
-    if environment.get("gpus"):
-        raise Refused("environment.gpus: sandboxes have no GPUs")
-    if (source / "environment" / "docker-compose.yaml").exists():
-        raise Refused("environment/docker-compose.yaml: several containers are not supported")
     if not (source / "tests" / "test.sh").is_file():
         raise Refused("it has no tests/test.sh")
+    if pointers := lfs_pointers(source):
+        raise Refused(f"{pointers[0]} is a pointer of Git LFS in the place of the file: run git lfs pull in its clone")
+    folder.notes += _notes(config)
     folder.content["instruction_file"] = folder.copy(source / "instruction.md", "instruction.md")
     workdir = put_environment(folder, source / "environment", str(environment.get("docker_image") or ""), choices)
+    _put_workdir(folder, str(environment.get("workdir") or ""))
+    if choices.image and choices.user is None and agent.get("user") is not None:
+        folder.content["sandbox"]["user"] = str(agent["user"])
+        if verifier.get("user") is None and folder.content["sandbox"]["user"] not in ("root", "0"):
+            folder.notes.append(f"agent.user: its verifier is {agent['user']} too; in Harbor it is root")
+    _put_networks(folder, environment, agent, verifier)
     env = substituted(environment.get("env", {}), choices.env, "environment.env")
     if env:
         folder.content["env"] = {**folder.content.get("env", {}), **env}
@@ -108,10 +117,72 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         "fresh_fork": False,
     }
     _put_solution(folder, source, _table(config, "solution"), choices, workdir)
-    folder.content["metadata"] = {"format": "harbor", **_table(config, "metadata")}
-    if environment.get("allow_internet", True) and environment.get("network_mode") in (None, "public"):
-        folder.notes.append("its agent may use the internet in Harbor; in Penstock it reaches its model only")
+    named = {name: value for name, value in _table(config, "task").items() if name in ("name", "version")}
+    folder.content["metadata"] = {"format": "harbor", **named, **_table(config, "metadata")}
     folder.notes += fetches(source / "tests" / "test.sh")
+
+
+def _config(source: Path) -> dict[str, Any]:
+    """Returns task.toml. Raises Refused for what would change the task's meaning, by its name."""
+    # What is empty or at its default says nothing: files that Harbor writes have every key.
+    config = {name: value for name, value in tomllib.loads(text_of(source / "task.toml")).items() if value != []}
+    plain(config, _TOP, "task.toml")
+    for name, known in (("verifier", _VERIFIER), ("agent", _AGENT), ("environment", _ENVIRONMENT)):
+        table = config[name] = {key: value for key, value in _table(config, name).items() if value not in ([], "")}
+        if name == "verifier" and table.get("environment_mode") == "shared":
+            del table["environment_mode"]
+        plain(table, known, name)
+    environment = config["environment"]
+    if environment.get("gpus"):
+        raise Refused("environment.gpus: sandboxes have no GPUs")
+    if str(environment.get("os", "linux")).lower() != "linux":
+        raise Refused(f"environment.os: {environment['os']}: sandboxes have Linux")
+    for name in _COMPOSE:
+        if (source / "environment" / name).exists():
+            raise Refused(f"environment/{name}: several containers are not supported")
+    return config
+
+
+def _notes(config: dict[str, Any]) -> Iterator[str]:
+    environment, agent = config["environment"], config["agent"]
+    mode = agent.get("network_mode") or environment.get("network_mode")
+    if mode == "public" or (mode is None and environment.get("allow_internet", True)):
+        yield "its agent may use the internet in Harbor; in Penstock it reaches its model only"
+    verifier_mode = config["verifier"].get("network_mode")
+    if verifier_mode == "public":
+        yield "verifier.network_mode: public: a verifier reaches nothing, or the hosts of sandbox.verifier_network"
+    if config.get("artifacts"):
+        yield "artifacts: they are not collected; keep_files and keep_end_state keep what the agent left"
+
+
+def _put_workdir(folder: Folder, workdir: str) -> None:
+    """Makes the image begin in a directory: agent, setup and verifier begin where their image does."""
+    if not workdir:
+        return
+    if not workdir.startswith("/") or "\n" in workdir:
+        raise Refused(f"environment.workdir: {workdir!r} is not an absolute path")
+    if "build" not in folder.content:
+        raise Refused(
+            "environment.workdir: it can be set where the image is built, not for docker_image or without one"
+        )
+    dockerfile = folder.path / str(folder.content["build"]) / "Dockerfile"
+    with dockerfile.open("a", encoding="utf-8") as file:
+        file.write(f"\nWORKDIR {workdir}\n")
+
+
+def _put_networks(folder: Folder, environment: dict[str, Any], agent: dict[str, Any], verifier: dict[str, Any]) -> None:
+    """Makes allow-lists those of the phases; a phase without one of its own has the environment's."""
+    for phase, key in ((agent, "agent_network"), (verifier, "verifier_network")):
+        table = phase if phase.get("network_mode") else environment
+        if table.get("network_mode") != "allowlist":
+            continue
+        if key == "verifier_network":
+            folder.notes.append("the verifier's allowed_hosts are left out: in the agent's sandbox it has no network")
+            continue
+        hosts = [str(host) for host in table.get("allowed_hosts") or ()]
+        if not hosts:
+            raise Refused("network_mode: allowlist: allowed_hosts is empty")
+        folder.content.setdefault("sandbox", {})[key] = {"hosts": hosts}
 
 
 def _put_solution(folder: Folder, source: Path, config: dict[str, Any], choices: Choices, workdir: str) -> None:

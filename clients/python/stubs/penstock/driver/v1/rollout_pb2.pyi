@@ -29,6 +29,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Replay:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReplayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Replay.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REPLAY_UNSPECIFIED: _Replay.ValueType  # 0
+    REPLAY_OFF: _Replay.ValueType  # 1
+    """Everything is sampled again."""
+    REPLAY_UNTIL_DIVERGENCE: _Replay.ValueType  # 2
+    """A call whose prompt has the same token ids as a recorded call's is answered with the recorded completion, at once and
+    without sampling (RolloutGateService.LoadRecording). What differs is sampled. Nothing is replayed where the gate with the
+    recording is lost.
+    """
+    REPLAY_EXACT: _Replay.ValueType  # 3
+    """As before, and the first call that differs from what was recorded at its place fails (REPLAY_DIVERGED)."""
+
+class Replay(_Replay, metaclass=_ReplayEnumTypeWrapper):
+    """Replay is what a further attempt at a rollout does with the completions of the attempt before."""
+
+REPLAY_UNSPECIFIED: Replay.ValueType  # 0
+REPLAY_OFF: Replay.ValueType  # 1
+"""Everything is sampled again."""
+REPLAY_UNTIL_DIVERGENCE: Replay.ValueType  # 2
+"""A call whose prompt has the same token ids as a recorded call's is answered with the recorded completion, at once and
+without sampling (RolloutGateService.LoadRecording). What differs is sampled. Nothing is replayed where the gate with the
+recording is lost.
+"""
+REPLAY_EXACT: Replay.ValueType  # 3
+"""As before, and the first call that differs from what was recorded at its place fails (REPLAY_DIVERGED)."""
+Global___Replay: _TypeAlias = Replay  # noqa: Y015
+
 class _Phase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -610,9 +642,42 @@ class McpServer(_message.Message):
 Global___McpServer: _TypeAlias = McpServer  # noqa: Y015
 
 @_typing.final
+class Packages(_message.Message):
+    """Packages are the tools of a task. The sandbox service installs them once, outside of sandboxes, and mounts them read-only
+    in each sandbox of the task: for setup, the agent and the verifier alike. Only what a lock names is installed, each file by
+    its hash. No package's code runs during the installation. The indexes are those of the sandbox service's settings.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PYTHON_FIELD_NUMBER: _builtins.int
+    NPM_FIELD_NUMBER: _builtins.int
+    python: _builtins.str
+    """Content of a requirements file as `pip install --require-hashes` reads it, at most 2 MiB. It names all dependencies. Only
+    wheels are installed, for the python3 in the sandbox's PATH, which finds them; their programs are in PATH. Empty = none.
+    """
+    npm: _builtins.str
+    """Content of a package-lock.json of lockfileVersion 2 or 3, at most 2 MiB. Programs of the packages are in PATH, and
+    `require` finds the packages. Addresses in it are not used. Empty = none.
+    """
+    def __init__(
+        self,
+        *,
+        python: _builtins.str = ...,
+        npm: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["npm", b"npm", "python", b"python"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Packages: _TypeAlias = Packages  # noqa: Y015
+
+@_typing.final
 class SandboxChoice(_message.Message):
-    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy. Whatever it chooses,
-    a running agent reaches its model endpoint only.
+    """SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy. A running agent reaches
+    its model endpoint, and beside it what agent_network names.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -623,6 +688,10 @@ class SandboxChoice(_message.Message):
     SETUP_NETWORK_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     OWN_KERNEL_FIELD_NUMBER: _builtins.int
+    REPEATABLE_FIELD_NUMBER: _builtins.int
+    PACKAGES_FIELD_NUMBER: _builtins.int
+    AGENT_NETWORK_FIELD_NUMBER: _builtins.int
+    VERIFIER_NETWORK_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Empty = the sandbox service's default."""
     image: _builtins.str
@@ -635,11 +704,32 @@ class SandboxChoice(_message.Message):
     """Require a kernel of the sandbox's own (gVisor or a virtual machine), as in SandboxSpec.own_kernel. On a backend without
     one, the rollout fails with CAPABILITY_MISSING before anything runs.
     """
+    repeatable: _builtins.bool
+    """Whether the agent's sandbox is repeatable, as in SandboxSpec.repeatable. Unset = unless `replay` is off. Of the sandbox
+    in which the agent works only: setup and verifier are never replayed.
+    """
     @_builtins.property
     def resources(self) -> _sandbox_pb2.Resources: ...
     @_builtins.property
     def setup_network(self) -> _sandbox_pb2.NetworkPolicy:
         """What setup may reach. It is cut before the agent starts. Unset = nothing."""
+
+    @_builtins.property
+    def packages(self) -> Global___Packages:
+        """Unset = none. Of a stored spec, each lock is "sha256:" and the digest of its content."""
+
+    @_builtins.property
+    def agent_network(self) -> _sandbox_pb2.Allowlist:
+        """What the agent may reach beside its model endpoint; the driver sets one_endpoint. With an empty `recording`, all
+        rollouts of a group, or all attempts of a rollout without one, share one. Unset = nothing. A backend without
+        ALLOWLIST refuses it (CAPABILITY_MISSING). Not in a terminal episode.
+        """
+
+    @_builtins.property
+    def verifier_network(self) -> _sandbox_pb2.Allowlist:
+        """What the verifier may reach, after the agent's sandbox is dead, from a fresh fork: it needs Verifier.fresh_fork.
+        Otherwise as agent_network, with a recording of its own.
+        """
 
     def __init__(
         self,
@@ -650,12 +740,18 @@ class SandboxChoice(_message.Message):
         setup_network: _sandbox_pb2.NetworkPolicy | None = ...,
         user: _builtins.str = ...,
         own_kernel: _builtins.bool = ...,
+        repeatable: _builtins.bool | None = ...,
+        packages: Global___Packages | None = ...,
+        agent_network: _sandbox_pb2.Allowlist | None = ...,
+        verifier_network: _sandbox_pb2.Allowlist | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable", "agent_network", b"agent_network", "packages", b"packages", "repeatable", b"repeatable", "resources", b"resources", "setup_network", b"setup_network", "verifier_network", b"verifier_network"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "own_kernel", b"own_kernel", "resources", b"resources", "setup_network", b"setup_network", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable", "agent_network", b"agent_network", "backend", b"backend", "image", b"image", "own_kernel", b"own_kernel", "packages", b"packages", "repeatable", b"repeatable", "resources", b"resources", "setup_network", b"setup_network", "user", b"user", "verifier_network", b"verifier_network"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__repeatable: _TypeAlias = _typing.Literal["repeatable"]  # noqa: Y015
+    _WhichOneofArgType__repeatable: _TypeAlias = _typing.Literal["_repeatable", b"_repeatable"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repeatable) -> _WhichOneofReturnType__repeatable | None: ...
 
 Global___SandboxChoice: _TypeAlias = SandboxChoice  # noqa: Y015
 
@@ -743,15 +839,24 @@ class RolloutSpec(_message.Message):
     TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
+    KEEP_END_STATE_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     run_id: _builtins.str
     """Groups rollouts of one training run."""
     seed: _builtins.int
     """Value of the agent's option "seed"; refused if its spec has none. In a group, seed + index."""
     max_attempts: _builtins.int
-    """The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
-    empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
+    """The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with a
+    capture of its own, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
     what the policy did is never retried.
+    """
+    replay: Global___Replay.ValueType
+    """What a further attempt does with the answers of the last one. Unset = REPLAY_UNTIL_DIVERGENCE."""
+    keep_end_state: _builtins.bool
+    """Whether the end state is kept, for RegradeRollout: the agent's changes below Verifier.changes_below, as they were before a
+    verifier ran. True needs the capability diff (CAPABILITY_MISSING). Unset = if the rollout is graded in a fresh fork, since
+    its changes are read for that anyway.
     """
     @_builtins.property
     def task(self) -> Global___Task: ...
@@ -808,11 +913,15 @@ class RolloutSpec(_message.Message):
         token_terms: _interception_pb2.TokenTerms | None = ...,
         max_attempts: _builtins.int | None = ...,
         models: _abc.Iterable[_interception_pb2.RolloutModel] | None = ...,
+        replay: Global___Replay.ValueType = ...,
+        keep_end_state: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "limits", b"limits", "max_attempts", b"max_attempts", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state", "_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "keep_end_state", b"keep_end_state", "limits", b"limits", "max_attempts", b"max_attempts", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "max_attempts", b"max_attempts", "mode", b"mode", "models", b"models", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state", "_max_attempts", b"_max_attempts", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "keep_end_state", b"keep_end_state", "labels", b"labels", "limits", b"limits", "max_attempts", b"max_attempts", "mode", b"mode", "models", b"models", "policy", b"policy", "replay", b"replay", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep_end_state: _TypeAlias = _typing.Literal["keep_end_state"]  # noqa: Y015
+    _WhichOneofArgType__keep_end_state: _TypeAlias = _typing.Literal["_keep_end_state", b"_keep_end_state"]  # noqa: Y015
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
@@ -821,6 +930,8 @@ class RolloutSpec(_message.Message):
     _WhichOneofArgType__sampling_override: _TypeAlias = _typing.Literal["_sampling_override", b"_sampling_override"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_end_state) -> _WhichOneofReturnType__keep_end_state | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_attempts) -> _WhichOneofReturnType__max_attempts | None: ...
     @_typing.overload
@@ -953,6 +1064,59 @@ class Outcome(_message.Message):
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
+class Grade(_message.Message):
+    """Grade is what RegradeRollout adds to an ended rollout. It never changes, and neither does the first grade, in Outcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    GRADING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Unique in its rollout."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When the verifier ended."""
+
+    @_builtins.property
+    def reward(self) -> _trajectory_pb2.Reward:
+        """Unset = the verifier gave none; `failure` says why."""
+
+    @_builtins.property
+    def failure(self) -> Global___Failure:
+        """Of cause VERIFIER, AGENT or TASK. What other causes have is no grade, and is not kept."""
+
+    @_builtins.property
+    def grading(self) -> Global___Grading:
+        """With at most 32 KiB of output of all commands, and 4 KiB of left_out_paths."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        reward: _trajectory_pb2.Reward | None = ...,
+        failure: Global___Failure | None = ...,
+        grading: Global___Grading | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "failure", b"failure", "grading", b"grading", "reward", b"reward", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "failure", b"failure", "grading", b"grading", "name", b"name", "reward", b"reward", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
+    _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___Grade: _TypeAlias = Grade  # noqa: Y015
+
+@_typing.final
 class Grading(_message.Message):
     """Grading is how a rollout was graded, with the verifier's output."""
 
@@ -1030,12 +1194,17 @@ class Grading(_message.Message):
     COMMANDS_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
+    VERIFIER_SHA256_FIELD_NUMBER: _builtins.int
     place: Global___GradingPlace.ValueType
     passed: _builtins.int
     """Commands that exited with code 0, and all commands of the verifier."""
     total: _builtins.int
     restored: _builtins.int
     """Paths that Verifier.restore restored or removed."""
+    verifier_sha256: _builtins.str
+    """SHA-256 of the verifier, in hex: equal verifiers have equal ones, whatever fresh_fork says. Empty = an earlier version of
+    the driver graded.
+    """
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grading.Command]:
         """Commands that ran, in order, at most the first 64. The events have all of them."""
@@ -1053,10 +1222,11 @@ class Grading(_message.Message):
         commands: _abc.Iterable[Global___Grading.Command] | None = ...,
         changes: Global___Grading.Changes | None = ...,
         restored: _builtins.int = ...,
+        verifier_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes", "commands", b"commands", "passed", b"passed", "place", b"place", "restored", b"restored", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes", "commands", b"commands", "passed", b"passed", "place", b"place", "restored", b"restored", "total", b"total", "verifier_sha256", b"verifier_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__changes: _TypeAlias = _typing.Literal["changes"]  # noqa: Y015
     _WhichOneofArgType__changes: _TypeAlias = _typing.Literal["_changes", b"_changes"]  # noqa: Y015
@@ -1087,6 +1257,10 @@ class Rollout(_message.Message):
     HOME_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     FORKED_FROM_FIELD_NUMBER: _builtins.int
+    EXPORT_FIELD_NUMBER: _builtins.int
+    BRANCHED_FROM_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    GRADES_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     index: _builtins.int
@@ -1128,6 +1302,24 @@ class Rollout(_message.Message):
     def forked_from(self) -> Global___ForkOrigin:
         """What ForkRollout made it from. Unset = it was created by itself."""
 
+    @_builtins.property
+    def export(self) -> Global___Export:
+        """Where its trajectory was stored. Unset = it has not been stored: the rollout runs, its export is pending, or the driver
+        exports nothing.
+        """
+
+    @_builtins.property
+    def branched_from(self) -> _trajectory_pb2.BranchPoint:
+        """The call of another rollout at which BranchRollout began it. Unset = it is no branch."""
+
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """Set while it is paused."""
+
+    @_builtins.property
+    def grades(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grade]:
+        """What RegradeRollout added, oldest first. Lists leave out `commands` and `left_out_paths` of their gradings."""
+
     def __init__(
         self,
         *,
@@ -1148,21 +1340,97 @@ class Rollout(_message.Message):
         home: Global___Home | None = ...,
         paused: _builtins.bool = ...,
         forked_from: Global___ForkOrigin | None = ...,
+        export: Global___Export | None = ...,
+        branched_from: _trajectory_pb2.BranchPoint | None = ...,
+        pause: Global___Pause | None = ...,
+        grades: _abc.Iterable[Global___Grade] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "create_time", b"create_time", "end_time", b"end_time", "forked_from", b"forked_from", "group_id", b"group_id", "home", b"home", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_export", b"_export", "_group_id", b"_group_id", "_outcome", b"_outcome", "branched_from", b"branched_from", "create_time", b"create_time", "end_time", b"end_time", "export", b"export", "forked_from", b"forked_from", "group_id", b"group_id", "home", b"home", "outcome", b"outcome", "pause", b"pause", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "create_time", b"create_time", "end_time", b"end_time", "fork_kind", b"fork_kind", "forked_from", b"forked_from", "group_id", b"group_id", "home", b"home", "index", b"index", "last_sequence", b"last_sequence", "namespace", b"namespace", "outcome", b"outcome", "paused", b"paused", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_export", b"_export", "_group_id", b"_group_id", "_outcome", b"_outcome", "agent_spec_sha256", b"agent_spec_sha256", "attempts", b"attempts", "branched_from", b"branched_from", "create_time", b"create_time", "end_time", b"end_time", "export", b"export", "fork_kind", b"fork_kind", "forked_from", b"forked_from", "grades", b"grades", "group_id", b"group_id", "home", b"home", "index", b"index", "last_sequence", b"last_sequence", "namespace", b"namespace", "outcome", b"outcome", "pause", b"pause", "paused", b"paused", "phase", b"phase", "phase_times", b"phase_times", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
+    _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015
+    _WhichOneofReturnType__export: _TypeAlias = _typing.Literal["export"]  # noqa: Y015
+    _WhichOneofArgType__export: _TypeAlias = _typing.Literal["_export", b"_export"]  # noqa: Y015
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
     _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
     _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branched_from) -> _WhichOneofReturnType__branched_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__export) -> _WhichOneofReturnType__export | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome) -> _WhichOneofReturnType__outcome | None: ...
 
 Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """Pause is how a rollout is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    SANDBOX_FROZEN_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """PauseRolloutRequest.reason."""
+    sandbox_frozen: _builtins.bool
+    """Whether the agent's sandbox is frozen. False = its agent does not run, it is not held yet, or the backend cannot freeze:
+    then the agent runs on, up to its next model call.
+    """
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ends by itself."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        sandbox_frozen: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "reason", b"reason", "sandbox_frozen", b"sandbox_frozen", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Export(_message.Message):
+    """Export is where a driver stored an ended rollout (setting `export_url`), with other rollouts of its run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOCATION_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    location: _builtins.str
+    """The URL of the files, without the end of their names: ".TABLE.parquet", for each table of docs/exports.md that has rows."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        location: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["location", b"location", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Export: _TypeAlias = Export  # noqa: Y015
 
 @_typing.final
 class ForkOrigin(_message.Message):
@@ -1264,6 +1532,8 @@ class RolloutSummary(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
+    EXPORT_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     index: _builtins.int
@@ -1277,6 +1547,8 @@ class RolloutSummary(_message.Message):
     """See Rollout.attempts."""
     namespace: _builtins.str
     """The namespace to which it belongs."""
+    paused: _builtins.bool
+    """See Rollout.paused."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1299,6 +1571,10 @@ class RolloutSummary(_message.Message):
     def home(self) -> Global___Home:
         """See Rollout.home."""
 
+    @_builtins.property
+    def export(self) -> Global___Export:
+        """See Rollout.export."""
+
     def __init__(
         self,
         *,
@@ -1318,11 +1594,15 @@ class RolloutSummary(_message.Message):
         calls: Global___CallSums | None = ...,
         namespace: _builtins.str = ...,
         home: Global___Home | None = ...,
+        export: Global___Export | None = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "home", b"home", "reward", b"reward", "run_id", b"run_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_export", b"_export", "_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "export", b"export", "failure", b"failure", "group_id", b"group_id", "home", b"home", "reward", b"reward", "run_id", b"run_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "home", b"home", "index", b"index", "labels", b"labels", "namespace", b"namespace", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_export", b"_export", "_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "export", b"export", "failure", b"failure", "group_id", b"group_id", "home", b"home", "index", b"index", "labels", b"labels", "namespace", b"namespace", "paused", b"paused", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__export: _TypeAlias = _typing.Literal["export"]  # noqa: Y015
+    _WhichOneofArgType__export: _TypeAlias = _typing.Literal["_export", b"_export"]  # noqa: Y015
     _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
     _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
@@ -1331,6 +1611,8 @@ class RolloutSummary(_message.Message):
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__export) -> _WhichOneofReturnType__export | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
     @_typing.overload
@@ -1458,6 +1740,8 @@ class Group(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
+    PAUSED_COUNT_FIELD_NUMBER: _builtins.int
+    BRANCHED_FROM_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     size: _builtins.int
     """Wanted results."""
@@ -1474,6 +1758,8 @@ class Group(_message.Message):
     """The namespace to which it belongs."""
     home: _builtins.str
     """Name of the driver that has it."""
+    paused_count: _builtins.int
+    """How many of its rollouts are paused."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
         """See Rollout.spec."""
@@ -1490,6 +1776,10 @@ class Group(_message.Message):
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def branched_from(self) -> _trajectory_pb2.BranchPoint:
+        """The call of which its rollouts are branches. Unset = CreateGroup made it."""
+
     def __init__(
         self,
         *,
@@ -1508,12 +1798,16 @@ class Group(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         namespace: _builtins.str = ...,
         home: _builtins.str = ...,
+        paused_count: _builtins.int = ...,
+        branched_from: _trajectory_pb2.BranchPoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "branched_from", b"branched_from", "create_time", b"create_time", "end_time", b"end_time", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "home", b"home", "namespace", b"namespace", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "branched_from", b"branched_from", "complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "home", b"home", "namespace", b"namespace", "paused_count", b"paused_count", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
+    _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branched_from) -> _WhichOneofReturnType__branched_from | None: ...
 
 Global___Group: _TypeAlias = Group  # noqa: Y015
 
@@ -1535,6 +1829,8 @@ class RolloutEvent(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     AGENT_EXITED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FAILED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """From 1, without gaps within a rollout."""
     rollout_id: _builtins.str
@@ -1564,6 +1860,10 @@ class RolloutEvent(_message.Message):
 
     @_builtins.property
     def attempt_failed(self) -> Global___AttemptFailed: ...
+    @_builtins.property
+    def paused(self) -> Global___RolloutPaused: ...
+    @_builtins.property
+    def resumed(self) -> Global___RolloutResumed: ...
     def __init__(
         self,
         *,
@@ -1579,16 +1879,74 @@ class RolloutEvent(_message.Message):
         ended: Global___Outcome | None = ...,
         agent_exited: Global___AgentExit | None = ...,
         attempt_failed: Global___AttemptFailed | None = ...,
+        paused: Global___RolloutPaused | None = ...,
+        resumed: Global___RolloutResumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "phase_changed", b"phase_changed", "progress", b"progress", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "paused", b"paused", "phase_changed", b"phase_changed", "progress", b"progress", "resumed", b"resumed", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "phase_changed", b"phase_changed", "progress", b"progress", "rollout_id", b"rollout_id", "sequence", b"sequence", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_event", b"agent_event", "agent_exited", b"agent_exited", "artifact", b"artifact", "attempt_failed", b"attempt_failed", "call_finished", b"call_finished", "command_finished", b"command_finished", "ended", b"ended", "event", b"event", "paused", b"paused", "phase_changed", b"phase_changed", "progress", b"progress", "resumed", b"resumed", "rollout_id", b"rollout_id", "sequence", b"sequence", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase_changed", "command_finished", "agent_event", "call_finished", "artifact", "progress", "ended", "agent_exited", "attempt_failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["phase_changed", "command_finished", "agent_event", "call_finished", "artifact", "progress", "ended", "agent_exited", "attempt_failed", "paused", "resumed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___RolloutEvent: _TypeAlias = RolloutEvent  # noqa: Y015
+
+@_typing.final
+class RolloutPaused(_message.Message):
+    """RolloutPaused states that a rollout is paused from now on. A repeated PauseRollout is no event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """PauseRolloutRequest.reason."""
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """How long it lasts at most."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutPaused: _TypeAlias = RolloutPaused  # noqa: Y015
+
+@_typing.final
+class RolloutResumed(_message.Message):
+    """RolloutResumed states that a pause ended, by ResumeRollout or otherwise. A rollout that ends while it is paused has none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSED_TIME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why: "RESUMED", "PAUSE_EXPIRED" (after max_duration), "DRAINING"."""
+    @_builtins.property
+    def paused_time(self) -> _duration_pb2.Duration:
+        """How long it was paused."""
+
+    def __init__(
+        self,
+        *,
+        paused_time: _duration_pb2.Duration | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["paused_time", b"paused_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused_time", b"paused_time", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutResumed: _TypeAlias = RolloutResumed  # noqa: Y015
 
 @_typing.final
 class PhaseChanged(_message.Message):
@@ -1722,6 +2080,13 @@ class CallFinished(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_FIELD_NUMBER: _builtins.int
+    RECORDED_COUNT_FIELD_NUMBER: _builtins.int
+    REPLAYED_COUNT_FIELD_NUMBER: _builtins.int
+    recorded_count: _builtins.int
+    """Of the attempt, if it replays (RolloutSpec.replay, BranchRollout): how many calls are recorded, and how many of those that
+    have ended until this one a recorded answer answered. 0 = nothing is recorded, or the driver was restarted meanwhile.
+    """
+    replayed_count: _builtins.int
     @_builtins.property
     def call(self) -> _trajectory_pb2.Call:
         """Without tokens and bodies."""
@@ -1730,10 +2095,12 @@ class CallFinished(_message.Message):
         self,
         *,
         call: _trajectory_pb2.Call | None = ...,
+        recorded_count: _builtins.int = ...,
+        replayed_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "recorded_count", b"recorded_count", "replayed_count", b"replayed_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

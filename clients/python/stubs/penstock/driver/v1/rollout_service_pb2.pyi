@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from penstock.chat.v1 import chat_pb2 as _chat_pb2
 from penstock.chat.v1 import completion_pb2 as _completion_pb2
 from penstock.driver.v1 import rollout_pb2 as _rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
@@ -537,10 +538,10 @@ class PauseRolloutRequest(_message.Message):
     MAX_DURATION_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     reason: _builtins.str
-    """For the record."""
+    """For the record: at most 1000 characters."""
     @_builtins.property
     def max_duration(self) -> _duration_pb2.Duration:
-        """Required: 1 s to 1 day. The pause ends after it."""
+        """1 s to 1 day. The pause ends after it. Unset, or longer than the operator still allows = as long as that."""
 
     def __init__(
         self,
@@ -566,9 +567,13 @@ class PauseRolloutResponse(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     SANDBOX_PAUSED_FIELD_NUMBER: _builtins.int
     sandbox_paused: _builtins.bool
-    """Whether its sandbox is paused. False = the backend cannot pause: the agent runs on, up to its next model call."""
+    """Whether its sandbox is frozen. False = its agent does not run, or the backend cannot freeze: the agent runs on, up to its
+    next model call.
+    """
     @_builtins.property
-    def rollout(self) -> _rollout_pb2.Rollout: ...
+    def rollout(self) -> _rollout_pb2.Rollout:
+        """With `pause`, unless it ended meanwhile."""
+
     def __init__(
         self,
         *,
@@ -764,6 +769,159 @@ class CreateGroupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateGroupResponse: _TypeAlias = CreateGroupResponse  # noqa: Y015
+
+@_typing.final
+class BranchRolloutRequest(_message.Message):
+    """See BranchRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    CALL_INDEX_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TRAIN_PREFIX_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Required, and remembered as in CreateRolloutRequest."""
+    rollout_id: _builtins.str
+    """The parent."""
+    call_id: _builtins.str
+    call_index: _builtins.int
+    """Call.index of the parent's call, from 0."""
+    count: _builtins.int
+    """How many branches: 1 to 256."""
+    group_id: _builtins.str
+    """As CreateGroupRequest.group_id."""
+    train_prefix: _builtins.bool
+    """See BranchPoint.train_prefix."""
+    replay: _rollout_pb2.Replay.ValueType
+    """What a branch does whose agent asks something else before that call. Unset = REPLAY_EXACT: it fails (REPLAY_DIVERGED).
+    REPLAY_UNTIL_DIVERGENCE: it goes on from there. REPLAY_OFF is refused.
+    """
+    seed: _builtins.int
+    """See BranchPoint.seed: 0 or more, and with it the branches sample other tokens than the parent, and than each other, where
+    the parent has a seed.
+    """
+    @_builtins.property
+    def answer(self) -> _chat_pb2.Message:
+        """The answer to that call in all branches: an assistant's message of text, reasoning and tool calls, at most 256 parts and 1 MiB.
+        It is context and never trained. Unset = the call is sampled.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        rollout_id: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+        call_index: _builtins.int = ...,
+        count: _builtins.int = ...,
+        answer: _chat_pb2.Message | None = ...,
+        group_id: _builtins.str = ...,
+        train_prefix: _builtins.bool = ...,
+        replay: _rollout_pb2.Replay.ValueType = ...,
+        seed: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_seed", b"_seed", "answer", b"answer", "call", b"call", "call_id", b"call_id", "call_index", b"call_index", "seed", b"seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_seed", b"_seed", "answer", b"answer", "call", b"call", "call_id", b"call_id", "call_index", b"call_index", "count", b"count", "group_id", b"group_id", "replay", b"replay", "request_id", b"request_id", "rollout_id", b"rollout_id", "seed", b"seed", "train_prefix", b"train_prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["call_id", "call_index"]  # noqa: Y015
+    _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
+
+Global___BranchRolloutRequest: _TypeAlias = BranchRolloutRequest  # noqa: Y015
+
+@_typing.final
+class BranchRolloutResponse(_message.Message):
+    """See BranchRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> _rollout_pb2.Group: ...
+    def __init__(
+        self,
+        *,
+        group: _rollout_pb2.Group | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BranchRolloutResponse: _TypeAlias = BranchRolloutResponse  # noqa: Y015
+
+@_typing.final
+class RegradeRolloutRequest(_message.Message):
+    """See RegradeRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    VERIFIER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    name: _builtins.str
+    """Name of the grade: 1 to 64 letters, digits, "-", "_" and ".", but not "first". Empty = the first 12 digits of the verifier's SHA-256."""
+    @_builtins.property
+    def verifier(self) -> _rollout_pb2.Verifier:
+        """Unset = the rollout's own."""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        verifier: _rollout_pb2.Verifier | None = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_verifier", b"_verifier", "verifier", b"verifier"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_verifier", b"_verifier", "name", b"name", "rollout_id", b"rollout_id", "verifier", b"verifier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
+    _WhichOneofArgType__verifier: _TypeAlias = _typing.Literal["_verifier", b"_verifier"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__verifier) -> _WhichOneofReturnType__verifier | None: ...
+
+Global___RegradeRolloutRequest: _TypeAlias = RegradeRolloutRequest  # noqa: Y015
+
+@_typing.final
+class RegradeRolloutResponse(_message.Message):
+    """See RegradeRollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRADE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grade(self) -> _rollout_pb2.Grade: ...
+    def __init__(
+        self,
+        *,
+        grade: _rollout_pb2.Grade | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grade", b"grade"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grade", b"grade"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegradeRolloutResponse: _TypeAlias = RegradeRolloutResponse  # noqa: Y015
 
 @_typing.final
 class GetGroupRequest(_message.Message):
@@ -1042,6 +1200,102 @@ class CancelGroupResponse(_message.Message):
 Global___CancelGroupResponse: _TypeAlias = CancelGroupResponse  # noqa: Y015
 
 @_typing.final
+class PauseGroupRequest(_message.Message):
+    """See PauseGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    reason: _builtins.str
+    """As in PauseRolloutRequest."""
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """As in PauseRolloutRequest."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_duration", b"max_duration", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseGroupRequest: _TypeAlias = PauseGroupRequest  # noqa: Y015
+
+@_typing.final
+class PauseGroupResponse(_message.Message):
+    """See PauseGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> _rollout_pb2.Group: ...
+    def __init__(
+        self,
+        *,
+        group: _rollout_pb2.Group | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseGroupResponse: _TypeAlias = PauseGroupResponse  # noqa: Y015
+
+@_typing.final
+class ResumeGroupRequest(_message.Message):
+    """See ResumeGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeGroupRequest: _TypeAlias = ResumeGroupRequest  # noqa: Y015
+
+@_typing.final
+class ResumeGroupResponse(_message.Message):
+    """See ResumeGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> _rollout_pb2.Group: ...
+    def __init__(
+        self,
+        *,
+        group: _rollout_pb2.Group | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeGroupResponse: _TypeAlias = ResumeGroupResponse  # noqa: Y015
+
+@_typing.final
 class DeleteGroupRequest(_message.Message):
     """See DeleteGroup."""
 
@@ -1090,6 +1344,7 @@ class GetTrajectoryRequest(_message.Message):
     SAMPLES_ONLY_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
     INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
+    GRADE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
@@ -1099,6 +1354,10 @@ class GetTrajectoryRequest(_message.Message):
     """Whether completions and samples have the rows of their alternatives: 8 * top_count bytes per sampled token."""
     include_media: _builtins.bool
     """Whether media of calls and samples have data."""
+    grade: _builtins.str
+    """The reward is that of the grade of this name (Rollout.grades). Empty or "first" = the one that it ended with. GRADE_UNKNOWN
+    if there is none.
+    """
     def __init__(
         self,
         *,
@@ -1107,10 +1366,11 @@ class GetTrajectoryRequest(_message.Message):
         samples_only: _builtins.bool = ...,
         include_top: _builtins.bool = ...,
         include_media: _builtins.bool = ...,
+        grade: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grade", b"grade", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top", "rollout_id", b"rollout_id", "samples_only", b"samples_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1301,11 +1561,14 @@ class ExportTrajectoriesRequest(_message.Message):
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     INCLUDE_TOP_FIELD_NUMBER: _builtins.int
     INCLUDE_MEDIA_FIELD_NUMBER: _builtins.int
+    GRADE_FIELD_NUMBER: _builtins.int
     include_bodies: _builtins.bool
     include_top: _builtins.bool
     """As in GetTrajectoryRequest."""
     include_media: _builtins.bool
     """As in GetTrajectoryRequest."""
+    grade: _builtins.str
+    """As in GetTrajectoryRequest. A rollout without a grade of this name has no reward. Outcomes are as they ended."""
     @_builtins.property
     def filter(self) -> Global___RolloutFilter: ...
     def __init__(
@@ -1315,10 +1578,11 @@ class ExportTrajectoriesRequest(_message.Message):
         include_bodies: _builtins.bool = ...,
         include_top: _builtins.bool = ...,
         include_media: _builtins.bool = ...,
+        grade: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "grade", b"grade", "include_bodies", b"include_bodies", "include_media", b"include_media", "include_top", b"include_top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,16 @@ class RolloutServiceStub(object):
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CreateGroupRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CreateGroupResponse.FromString,
                 _registered_method=True)
+        self.BranchRollout = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/BranchRollout',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.BranchRolloutRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.BranchRolloutResponse.FromString,
+                _registered_method=True)
+        self.RegradeRollout = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/RegradeRollout',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.RegradeRolloutRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.RegradeRolloutResponse.FromString,
+                _registered_method=True)
         self.GetGroup = channel.unary_unary(
                 '/penstock.driver.v1.RolloutService/GetGroup',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetGroupRequest.SerializeToString,
@@ -124,6 +134,16 @@ class RolloutServiceStub(object):
                 '/penstock.driver.v1.RolloutService/CancelGroup',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupResponse.FromString,
+                _registered_method=True)
+        self.PauseGroup = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/PauseGroup',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseGroupRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseGroupResponse.FromString,
+                _registered_method=True)
+        self.ResumeGroup = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/ResumeGroup',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeGroupRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeGroupResponse.FromString,
                 _registered_method=True)
         self.DeleteGroup = channel.unary_unary(
                 '/penstock.driver.v1.RolloutService/DeleteGroup',
@@ -173,9 +193,9 @@ class RolloutServiceServicer(object):
         Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
         ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-        agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-        with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+        host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,7 +218,7 @@ class RolloutServiceServicer(object):
 
     def WatchRollout(self, request, context):
         """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +237,7 @@ class RolloutServiceServicer(object):
     def WaitRollout(self, request, context):
         """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
         Without a deadline it waits for the end.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,27 +253,38 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRollout(self, request, context):
-        """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+        """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseRollout(self, request, context):
-        """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-        leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-        calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-        services. Idempotent; a repeat replaces the duration, counted anew.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+        on its phase:
+        - QUEUED: it keeps its place, and is not started.
+        - up to SETTING_UP: it is prepared, and its agent is not started.
+        - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+        given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+        (Pause.sandbox_frozen), the agent runs up to its next call.
+        - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+        A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+        sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+
+        A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+        rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+        as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+        that holds it has not answered yet).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRollout(self, request, context):
-        """ResumeRollout ends a pause. Idempotent.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +311,45 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BranchRollout(self, request, context):
+        """BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+        has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+        before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+        `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+        `seed` gives others.
+
+        The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+        at other gates.
+
+        Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+        has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+        disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+        waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+        or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RegradeRollout(self, request, context):
+        """RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+        verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+        plus the agent's changes. No process of the agent is there, and no policy is asked.
+
+        Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+        one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+        the grade or nothing; then a repeat begins again.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+        INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+        FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+        setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+        16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+        service failed, and a repeat may succeed; DRAINING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGroup(self, request, context):
         """GetGroup returns a group.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -298,7 +368,7 @@ class RolloutServiceServicer(object):
     def WatchGroup(self, request, context):
         """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
         Resumable by the position of each rollout.
-        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -306,7 +376,7 @@ class RolloutServiceServicer(object):
 
     def WaitGroup(self, request, context):
         """WaitGroup waits for a group. See WaitRollout.
-        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -315,6 +385,24 @@ class RolloutServiceServicer(object):
     def CancelGroup(self, request, context):
         """CancelGroup cancels each rollout of a group. See CancelRollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseGroup(self, request, context):
+        """PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+        rollout of the group is paused.
+        Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+        them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeGroup(self, request, context):
+        """ResumeGroup resumes each rollout of a group. See ResumeRollout.
+        Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -330,8 +418,8 @@ class RolloutServiceServicer(object):
 
     def GetTrajectory(self, request, context):
         """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-        was opened).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+        before the gate was opened).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -436,6 +524,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CreateGroupRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CreateGroupResponse.SerializeToString,
             ),
+            'BranchRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.BranchRollout,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.BranchRolloutRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.BranchRolloutResponse.SerializeToString,
+            ),
+            'RegradeRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegradeRollout,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.RegradeRolloutRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.RegradeRolloutResponse.SerializeToString,
+            ),
             'GetGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGroup,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.GetGroupRequest.FromString,
@@ -460,6 +558,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CancelGroup,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupResponse.SerializeToString,
+            ),
+            'PauseGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseGroup,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseGroupRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseGroupResponse.SerializeToString,
+            ),
+            'ResumeGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeGroup,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeGroupRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeGroupResponse.SerializeToString,
             ),
             'DeleteGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteGroup,
@@ -833,6 +941,60 @@ class RolloutService(object):
             _registered_method=True)
 
     @staticmethod
+    def BranchRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/BranchRollout',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.BranchRolloutRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.BranchRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegradeRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/RegradeRollout',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.RegradeRolloutRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.RegradeRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetGroup(request,
             target,
             options=(),
@@ -957,6 +1119,60 @@ class RolloutService(object):
             '/penstock.driver.v1.RolloutService/CancelGroup',
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupRequest.SerializeToString,
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/PauseGroup',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseGroupRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.PauseGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/ResumeGroup',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeGroupRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.ResumeGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,9 +46,9 @@ class RolloutServiceStub:
     Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
     ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-    agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-    with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+    host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
     """GetRollout returns a rollout.
@@ -58,7 +58,7 @@ class RolloutServiceStub:
     """ListRollouts lists rollouts, newest first."""
     WatchRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]
     """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     WatchRollouts: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutsRequest, _rollout_service_pb2.WatchRolloutsResponse]
     """WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
@@ -69,7 +69,7 @@ class RolloutServiceStub:
     WaitRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]
     """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
     Without a deadline it waits for the end.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     CancelRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutRequest, _rollout_service_pb2.CancelRolloutResponse]
     """CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
@@ -77,19 +77,30 @@ class RolloutServiceStub:
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     DeleteRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteRolloutRequest, _rollout_service_pb2.DeleteRolloutResponse]
-    """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+    """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
     """
     PauseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]
-    """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-    leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-    calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-    services. Idempotent; a repeat replaces the duration, counted anew.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+    on its phase:
+    - QUEUED: it keeps its place, and is not started.
+    - up to SETTING_UP: it is prepared, and its agent is not started.
+    - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+      given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+      (Pause.sandbox_frozen), the agent runs up to its next call.
+    - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+    A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+    sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+
+    A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+    rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+    as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+    that holds it has not answered yet).
     """
     ResumeRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeRolloutRequest, _rollout_service_pb2.ResumeRolloutResponse]
-    """ResumeRollout ends a pause. Idempotent.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
     """
     ForkRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ForkRolloutRequest, _rollout_service_pb2.ForkRolloutResponse]
     """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
@@ -104,6 +115,37 @@ class RolloutServiceStub:
     """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
     the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
     """
+    BranchRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.BranchRolloutRequest, _rollout_service_pb2.BranchRolloutResponse]
+    """BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+    has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+    before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+    `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+    `seed` gives others.
+
+    The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+    at other gates.
+
+    Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+    has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+    disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+    waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+    or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+    """
+    RegradeRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.RegradeRolloutRequest, _rollout_service_pb2.RegradeRolloutResponse]
+    """RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+    verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+    plus the agent's changes. No process of the agent is there, and no policy is asked.
+
+    Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+    one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+    the grade or nothing; then a repeat begins again.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+    INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+    FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+    setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+    16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+    service failed, and a repeat may succeed; DRAINING).
+    """
     GetGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]
     """GetGroup returns a group.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -113,15 +155,25 @@ class RolloutServiceStub:
     WatchGroup: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]
     """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
     Resumable by the position of each rollout.
-    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     WaitGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitGroupRequest, _rollout_service_pb2.WaitGroupResponse]
     """WaitGroup waits for a group. See WaitRollout.
-    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     CancelGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelGroupRequest, _rollout_service_pb2.CancelGroupResponse]
     """CancelGroup cancels each rollout of a group. See CancelRollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
+    """
+    PauseGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseGroupRequest, _rollout_service_pb2.PauseGroupResponse]
+    """PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+    rollout of the group is paused.
+    Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+    them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+    """
+    ResumeGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeGroupRequest, _rollout_service_pb2.ResumeGroupResponse]
+    """ResumeGroup resumes each rollout of a group. See ResumeRollout.
+    Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
     """
     DeleteGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteGroupRequest, _rollout_service_pb2.DeleteGroupResponse]
     """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
@@ -129,8 +181,8 @@ class RolloutServiceStub:
     """
     GetTrajectory: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]
     """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-    was opened).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+    before the gate was opened).
     """
     AnnotateTrajectory: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]
     """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
@@ -170,9 +222,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
     ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-    agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-    with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+    host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
     """GetRollout returns a rollout.
@@ -182,7 +234,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """ListRollouts lists rollouts, newest first."""
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
     """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     WatchRollouts: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutsRequest, _rollout_service_pb2.WatchRolloutsResponse]  # type: ignore[assignment]
     """WatchRollouts streams the state of matching rollouts, one row each: first the existing ones, then each change, without
@@ -193,7 +245,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     WaitRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]  # type: ignore[assignment]
     """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
     Without a deadline it waits for the end.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     CancelRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutRequest, _rollout_service_pb2.CancelRolloutResponse]  # type: ignore[assignment]
     """CancelRollout ends a rollout and returns once its agent and sandbox are removed. Idempotent; an ended rollout keeps its
@@ -201,19 +253,30 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     DeleteRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteRolloutRequest, _rollout_service_pb2.DeleteRolloutResponse]  # type: ignore[assignment]
-    """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+    """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+    Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
     """
     PauseRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseRolloutRequest, _rollout_service_pb2.PauseRolloutResponse]  # type: ignore[assignment]
-    """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-    leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-    calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-    services. Idempotent; a repeat replaces the duration, counted anew.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+    on its phase:
+    - QUEUED: it keeps its place, and is not started.
+    - up to SETTING_UP: it is prepared, and its agent is not started.
+    - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+      given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+      (Pause.sandbox_frozen), the agent runs up to its next call.
+    - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+    A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+    sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+
+    A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+    rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+    as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+    that holds it has not answered yet).
     """
     ResumeRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeRolloutRequest, _rollout_service_pb2.ResumeRolloutResponse]  # type: ignore[assignment]
-    """ResumeRollout ends a pause. Idempotent.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+    """ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
     """
     ForkRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ForkRolloutRequest, _rollout_service_pb2.ForkRolloutResponse]  # type: ignore[assignment]
     """ForkRollout makes rollouts that go on from a point of a paused one: each has a fork of its sandbox, and its calls up to
@@ -228,6 +291,37 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
     the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
     """
+    BranchRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.BranchRolloutRequest, _rollout_service_pb2.BranchRolloutResponse]  # type: ignore[assignment]
+    """BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+    has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+    before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+    `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+    `seed` gives others.
+
+    The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+    at other gates.
+
+    Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+    has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+    disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+    waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+    or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+    """
+    RegradeRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.RegradeRolloutRequest, _rollout_service_pb2.RegradeRolloutResponse]  # type: ignore[assignment]
+    """RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+    verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+    plus the agent's changes. No process of the agent is there, and no policy is asked.
+
+    Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+    one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+    the grade or nothing; then a repeat begins again.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+    INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+    FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+    setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+    16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+    service failed, and a repeat may succeed; DRAINING).
+    """
     GetGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]  # type: ignore[assignment]
     """GetGroup returns a group.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -237,15 +331,25 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     WatchGroup: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
     """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
     Resumable by the position of each rollout.
-    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     WaitGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitGroupRequest, _rollout_service_pb2.WaitGroupResponse]  # type: ignore[assignment]
     """WaitGroup waits for a group. See WaitRollout.
-    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
     """
     CancelGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelGroupRequest, _rollout_service_pb2.CancelGroupResponse]  # type: ignore[assignment]
     """CancelGroup cancels each rollout of a group. See CancelRollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
+    """
+    PauseGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.PauseGroupRequest, _rollout_service_pb2.PauseGroupResponse]  # type: ignore[assignment]
+    """PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+    rollout of the group is paused.
+    Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+    them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+    """
+    ResumeGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ResumeGroupRequest, _rollout_service_pb2.ResumeGroupResponse]  # type: ignore[assignment]
+    """ResumeGroup resumes each rollout of a group. See ResumeRollout.
+    Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
     """
     DeleteGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DeleteGroupRequest, _rollout_service_pb2.DeleteGroupResponse]  # type: ignore[assignment]
     """DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
@@ -253,8 +357,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
     GetTrajectory: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.GetTrajectoryRequest, _rollout_service_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
     """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-    was opened).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+    before the gate was opened).
     """
     AnnotateTrajectory: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AnnotateTrajectoryRequest, _rollout_service_pb2.AnnotateTrajectoryResponse]  # type: ignore[assignment]
     """AnnotateTrajectory adds what somebody outside the environment says about an ended rollout's trajectory. All are added or
@@ -297,9 +401,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
         ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-        agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-        with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+        host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
 
     @_abc_1.abstractmethod
@@ -327,7 +431,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutResponse]]:
         """WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
 
     @_abc_1.abstractmethod
@@ -350,7 +454,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_service_pb2.WaitRolloutResponse, _abc.Awaitable[_rollout_service_pb2.WaitRolloutResponse]]:
         """WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
         Without a deadline it waits for the end.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
 
     @_abc_1.abstractmethod
@@ -370,29 +474,42 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.DeleteRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.DeleteRolloutResponse, _abc.Awaitable[_rollout_service_pb2.DeleteRolloutResponse]]:
-        """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+        """DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+        Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
         """
 
+    @_abc_1.abstractmethod
     def PauseRollout(
         self,
         request: _rollout_service_pb2.PauseRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.PauseRolloutResponse, _abc.Awaitable[_rollout_service_pb2.PauseRolloutResponse]]:
-        """PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-        leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-        calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-        services. Idempotent; a repeat replaces the duration, counted anew.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+        on its phase:
+        - QUEUED: it keeps its place, and is not started.
+        - up to SETTING_UP: it is prepared, and its agent is not started.
+        - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+          given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+          (Pause.sandbox_frozen), the agent runs up to its next call.
+        - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+        A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+        sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+
+        A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+        rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+        as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+        that holds it has not answered yet).
         """
 
+    @_abc_1.abstractmethod
     def ResumeRollout(
         self,
         request: _rollout_service_pb2.ResumeRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ResumeRolloutResponse, _abc.Awaitable[_rollout_service_pb2.ResumeRolloutResponse]]:
-        """ResumeRollout ends a pause. Idempotent.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+        """ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
         """
 
     def ForkRollout(
@@ -417,6 +534,49 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_service_pb2.CreateGroupResponse, _abc.Awaitable[_rollout_service_pb2.CreateGroupResponse]]:
         """CreateGroup starts `size` + `spares` rollouts of one spec, which share one prepared state. See CreateRollout; after
         the group's deletion a repeat fails with NOT_FOUND (GROUP_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def BranchRollout(
+        self,
+        request: _rollout_service_pb2.BranchRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.BranchRolloutResponse, _abc.Awaitable[_rollout_service_pb2.BranchRolloutResponse]]:
+        """BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+        has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+        before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+        `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+        `seed` gives others.
+
+        The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+        at other gates.
+
+        Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+        has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+        disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+        waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+        or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+        """
+
+    @_abc_1.abstractmethod
+    def RegradeRollout(
+        self,
+        request: _rollout_service_pb2.RegradeRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.RegradeRolloutResponse, _abc.Awaitable[_rollout_service_pb2.RegradeRolloutResponse]]:
+        """RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+        verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+        plus the agent's changes. No process of the agent is there, and no policy is asked.
+
+        Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+        one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+        the grade or nothing; then a repeat begins again.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+        INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+        FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+        setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+        16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+        service failed, and a repeat may succeed; DRAINING).
         """
 
     @_abc_1.abstractmethod
@@ -445,7 +605,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchGroupResponse]]:
         """WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
         Resumable by the position of each rollout.
-        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
 
     @_abc_1.abstractmethod
@@ -455,7 +615,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.WaitGroupResponse, _abc.Awaitable[_rollout_service_pb2.WaitGroupResponse]]:
         """WaitGroup waits for a group. See WaitRollout.
-        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
         """
 
     @_abc_1.abstractmethod
@@ -466,6 +626,28 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_service_pb2.CancelGroupResponse, _abc.Awaitable[_rollout_service_pb2.CancelGroupResponse]]:
         """CancelGroup cancels each rollout of a group. See CancelRollout.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def PauseGroup(
+        self,
+        request: _rollout_service_pb2.PauseGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.PauseGroupResponse, _abc.Awaitable[_rollout_service_pb2.PauseGroupResponse]]:
+        """PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+        rollout of the group is paused.
+        Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+        them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeGroup(
+        self,
+        request: _rollout_service_pb2.ResumeGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.ResumeGroupResponse, _abc.Awaitable[_rollout_service_pb2.ResumeGroupResponse]]:
+        """ResumeGroup resumes each rollout of a group. See ResumeRollout.
+        Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
         """
 
     @_abc_1.abstractmethod
@@ -485,8 +667,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.GetTrajectoryResponse], _abc.AsyncIterator[_rollout_service_pb2.GetTrajectoryResponse]]:
         """GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-        was opened).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+        before the gate was opened).
         """
 
     def AnnotateTrajectory(

@@ -30,8 +30,8 @@ class TerminalServiceStub(object):
 
     An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
-    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
-    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
+    death: the next driver continues it, a running command included, and grades one that was answered. One whose verifier
+    had begun ends with the failure GRADING_INTERRUPTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -69,8 +69,8 @@ class TerminalServiceServicer(object):
 
     An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
-    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
-    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
+    death: the next driver continues it, a running command included, and grades one that was answered. One whose verifier
+    had begun ends with the failure GRADING_INTERRUPTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -79,7 +79,7 @@ class TerminalServiceServicer(object):
         """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
         failed call has made nothing and may be repeated with the same id.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-        BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+        HOST_NOT_ALLOWED, BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
         DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -155,8 +155,8 @@ class TerminalService(object):
 
     An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
-    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
-    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
+    death: the next driver continues it, a running command included, and grades one that was answered. One whose verifier
+    had begun ends with the failure GRADING_INTERRUPTED.
 
     Errors common to all RPCs: those of RolloutService.
     """

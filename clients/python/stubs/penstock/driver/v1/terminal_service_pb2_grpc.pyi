@@ -31,8 +31,8 @@ class TerminalServiceStub:
 
     An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
-    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
-    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
+    death: the next driver continues it, a running command included, and grades one that was answered. One whose verifier
+    had begun ends with the failure GRADING_INTERRUPTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -45,7 +45,7 @@ class TerminalServiceStub:
     """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
     failed call has made nothing and may be repeated with the same id.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-    BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+    HOST_NOT_ALLOWED, BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
     DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
     """
     Step: _grpc.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]
@@ -76,8 +76,8 @@ class TerminalServiceAsyncStub(TerminalServiceStub):
 
     An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
-    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
-    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
+    death: the next driver continues it, a running command included, and grades one that was answered. One whose verifier
+    had begun ends with the failure GRADING_INTERRUPTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -87,7 +87,7 @@ class TerminalServiceAsyncStub(TerminalServiceStub):
     """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
     failed call has made nothing and may be repeated with the same id.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-    BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+    HOST_NOT_ALLOWED, BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
     DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
     """
     Step: _aio.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]  # type: ignore[assignment]
@@ -117,8 +117,8 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
 
     An episode's sandbox has no network, and no files of the verifier until the answer. It ends exactly once: by a
     final answer, by CloseTerminal, or by a failure. Its sandbox is then deleted. An open episode survives the driver's
-    death: the next driver continues it, a running command included. An episode that was answered but not yet graded, or
-    whose task has secret_env (kept in memory only), then ends with the failure DRIVER_RESTARTED.
+    death: the next driver continues it, a running command included, and grades one that was answered. One whose verifier
+    had begun ends with the failure GRADING_INTERRUPTED.
 
     Errors common to all RPCs: those of RolloutService.
     """
@@ -132,7 +132,7 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         """OpenTerminal prepares a sandbox with the task's files and setup, and opens an episode. Idempotent by request_id. A
         failed call has made nothing and may be repeated with the same id.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with `index`, `exit` and `output` in the metadata; CAPABILITY_MISSING,
-        BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
+        HOST_NOT_ALLOWED, BACKEND_UNKNOWN, BACKEND_UNAVAILABLE), INVALID_ARGUMENT (FIELD_INVALID), RESOURCE_EXHAUSTED (TERMINAL_LIMIT),
         DEADLINE_EXCEEDED (PREPARE_TIMED_OUT), ALREADY_EXISTS (REQUEST_ID_REUSED).
         """
 

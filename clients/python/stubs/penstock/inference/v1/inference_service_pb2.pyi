@@ -1519,18 +1519,26 @@ class ListAdaptersResponse(_message.Message):
 
     ADAPTERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNLOADED_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
+    @_builtins.property
+    def unloaded(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """Those that were unloaded since the service started and not loaded again, the last 1000, with the version and rank that
+        they had. With the first page only. Other engines of a pool do not hand these on.
+        """
+
     def __init__(
         self,
         *,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         next_page_token: _builtins.str = ...,
+        unloaded: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "next_page_token", b"next_page_token", "unloaded", b"unloaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

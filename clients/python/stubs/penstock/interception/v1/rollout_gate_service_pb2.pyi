@@ -192,6 +192,10 @@ class OpenRolloutRequest(_message.Message):
     RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    DRIVER_ID_FIELD_NUMBER: _builtins.int
+    KEEP_CAPTURE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BRANCHED_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Required: 1 to 256 characters, fresh for each creation. A repeat with the same id and content creates nothing.
     Remembered until the rollout is deleted, by DeleteRollout or at the end of the operator's retention.
@@ -206,6 +210,18 @@ class OpenRolloutRequest(_message.Message):
     task_id: _builtins.str
     """Sent to the trainer with each call. Both may be unset."""
     group_index: _builtins.int
+    driver_id: _builtins.str
+    """The driver that opens it, by an id that is its alone: at most 128 characters of a-z A-Z 0-9 _ . -. The rollout is then
+    leased: once no WatchCalls of this driver_id has been open for the operator's driver_lease_s (60 s), it is closed as
+    DRIVER_LOST. Operators and callers of each namespace have ids of their own: an equal id of another is another driver.
+    Empty = it is open until it is closed.
+    """
+    keep_capture: _builtins.bool
+    """Keep the capture of the closed rollout beyond the operator's retention, until CloseRollout says that it is stored, or
+    DeleteRollout. For the operator's token only (PERMISSION_DENIED, OPERATOR_ONLY).
+    """
+    attempt: _builtins.int
+    """The number of this attempt at the rollout, from 1. Each attempt is a session of its own at the engine. 0 = 1."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -244,6 +260,12 @@ class OpenRolloutRequest(_message.Message):
         model_name is refused (FIELD_INVALID).
         """
 
+    @_builtins.property
+    def branched_from(self) -> _trajectory_pb2.BranchPoint:
+        """Set for a branch of another rollout. Its recording is then that rollout's calls before the branch point, and the call at
+        the branch point with Call.branch_point. See LoadRecording.
+        """
+
     def __init__(
         self,
         *,
@@ -265,11 +287,17 @@ class OpenRolloutRequest(_message.Message):
         run_budgets: _interception_pb2.RunBudgets | None = ...,
         token_terms: _interception_pb2.TokenTerms | None = ...,
         models: _abc.Iterable[_interception_pb2.RolloutModel] | None = ...,
+        driver_id: _builtins.str = ...,
+        keep_capture: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
+        branched_from: _trajectory_pb2.BranchPoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "branched_from", b"branched_from", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "attempt", b"attempt", "branched_from", b"branched_from", "budgets", b"budgets", "dialects", b"dialects", "driver_id", b"driver_id", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "keep_capture", b"keep_capture", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "models", b"models", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
+    _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
     _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
@@ -280,6 +308,8 @@ class OpenRolloutRequest(_message.Message):
     _WhichOneofArgType__sampling_override: _TypeAlias = _typing.Literal["_sampling_override", b"_sampling_override"]  # noqa: Y015
     _WhichOneofReturnType__task_id: _TypeAlias = _typing.Literal["task_id"]  # noqa: Y015
     _WhichOneofArgType__task_id: _TypeAlias = _typing.Literal["_task_id", b"_task_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branched_from) -> _WhichOneofReturnType__branched_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
     @_typing.overload
@@ -292,6 +322,126 @@ class OpenRolloutRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__task_id) -> _WhichOneofReturnType__task_id | None: ...
 
 Global___OpenRolloutRequest: _TypeAlias = OpenRolloutRequest  # noqa: Y015
+
+@_typing.final
+class LoadRecordingRequest(_message.Message):
+    """See LoadRecording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    RECORDED_ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    RECORDED_ATTEMPT_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
+    HOST_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    recorded_rollout_id: _builtins.str
+    """The rollout that the calls are of. Empty = rollout_id."""
+    recorded_attempt: _builtins.int
+    """The attempt that the calls are of, from 1. 0 = 1."""
+    exact: _builtins.bool
+    """Whether a call that diverges fails (REPLAY_DIVERGED, not retriable) and is not sampled. The same in all requests for a
+    rollout.
+    """
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Call]:
+        """As GetCapture returns them: a parent before the calls that continue it, in this request or an earlier one. Calls without
+        a completion are ignored, except the one with `branch_point`.
+        """
+
+    @_builtins.property
+    def host_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.HostToolCall]:
+        """Host tool calls, as GetCapture returns them with bodies. Those without a result are ignored. With `exact`, while a
+        recorded result is left, a host tool call that is not recorded fails and goes to no host.
+        """
+
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        calls: _abc.Iterable[_trajectory_pb2.Call] | None = ...,
+        recorded_rollout_id: _builtins.str = ...,
+        recorded_attempt: _builtins.int = ...,
+        exact: _builtins.bool = ...,
+        host_tool_calls: _abc.Iterable[_trajectory_pb2.HostToolCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "exact", b"exact", "host_tool_calls", b"host_tool_calls", "recorded_attempt", b"recorded_attempt", "recorded_rollout_id", b"recorded_rollout_id", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadRecordingRequest: _TypeAlias = LoadRecordingRequest  # noqa: Y015
+
+@_typing.final
+class LoadRecordingResponse(_message.Message):
+    """See LoadRecording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    calls: _builtins.int
+    """How many recorded calls the rollout has."""
+    def __init__(
+        self,
+        *,
+        calls: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadRecordingResponse: _TypeAlias = LoadRecordingResponse  # noqa: Y015
+
+@_typing.final
+class HoldCallsRequest(_message.Message):
+    """See HoldCalls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    held: _builtins.bool
+    """False = the calls go on."""
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldCallsRequest: _TypeAlias = HoldCallsRequest  # noqa: Y015
+
+@_typing.final
+class HoldCallsResponse(_message.Message):
+    """See HoldCalls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> Global___GateRollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: Global___GateRollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldCallsResponse: _TypeAlias = HoldCallsResponse  # noqa: Y015
 
 @_typing.final
 class DialectEndpoint(_message.Message):
@@ -331,7 +481,9 @@ class OpenRolloutResponse(_message.Message):
     HOST_TOOLS_FIELD_NUMBER: _builtins.int
     MCP_PATH_FIELD_NUMBER: _builtins.int
     ingress_address: _builtins.str
-    """The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or "tls:host:port" where it serves TLS."""
+    """The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or where it serves TLS "tls:host:port" or
+    "tls:name@host:port".
+    """
     token: _builtins.str
     """The rollout's agent key. It allows completions and host tools in this rollout, nothing else. It is sent as bearer
     token, x-api-key or x-goog-api-key. IssueToken makes others.
@@ -405,6 +557,9 @@ class GateRollout(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
+    CLOSE_REASON_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    DIVERGENCE_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -419,6 +574,16 @@ class GateRollout(_message.Message):
     """The namespace to which it belongs."""
     home: _builtins.str
     """Name of the gate that has it."""
+    close_reason: _builtins.str
+    """Why it was closed: CloseRolloutRequest.reason, or the gate's own, such as DRIVER_LOST (OpenRolloutRequest.driver_id).
+    Empty = it is open.
+    """
+    held: _builtins.bool
+    """Whether HoldCalls holds its calls."""
+    divergence: _builtins.str
+    """Which call was the first to differ from what is recorded at its place, and from which token on, for people. Empty = none, or
+    it has no recording (LoadRecording).
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -429,7 +594,7 @@ class GateRollout(_message.Message):
     def totals(self) -> Global___CallTotals: ...
     @_builtins.property
     def paused_time(self) -> _duration_pb2.Duration:
-        """How long PauseCalls held its calls."""
+        """How long PauseCalls and HoldCalls held its calls."""
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutToken]:
@@ -453,10 +618,13 @@ class GateRollout(_message.Message):
         tokens: _abc.Iterable[Global___RolloutToken] | None = ...,
         namespace: _builtins.str = ...,
         home: _builtins.str = ...,
+        close_reason: _builtins.str = ...,
+        held: _builtins.bool = ...,
+        divergence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "paused_time", b"paused_time", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "home", b"home", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "namespace", b"namespace", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_reason", b"close_reason", "close_time", b"close_time", "create_time", b"create_time", "divergence", b"divergence", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "held", b"held", "home", b"home", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "namespace", b"namespace", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -534,6 +702,7 @@ class CallTotals(_message.Message):
     LAST_UNANSWERED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     EXPIRED_SINCE_ANSWER_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     open: _builtins.int
     delivered: _builtins.int
@@ -557,6 +726,8 @@ class CallTotals(_message.Message):
     """Calls that EXPIRED, and that came after the rollout's last answer: one that came before was behind others that were
     answered.
     """
+    replayed: _builtins.int
+    """Calls that a recording answered (LoadRecording). They are DELIVERED too."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallFailures]:
         """Reasons of the calls that FAILED, most frequent first. At most 32 entries; the rest is counted in one entry without a
@@ -581,10 +752,11 @@ class CallTotals(_message.Message):
         last_unanswered: _builtins.bool = ...,
         failures: _abc.Iterable[Global___CallFailures] | None = ...,
         expired_since_answer: _builtins.int = ...,
+        replayed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "expired_since_answer", b"expired_since_answer", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "expired_since_answer", b"expired_since_answer", "failed", b"failed", "failures", b"failures", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "last_unanswered", b"last_unanswered", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "replayed", b"replayed", "request_bytes", b"request_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -632,18 +804,22 @@ class CloseRolloutRequest(_message.Message):
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CAPTURE_STORED_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     reason: _builtins.str
     """Stable UPPER_SNAKE, for example AGENT_EXITED, CANCELLED. Sent to the holders of its calls."""
+    capture_stored: _builtins.bool
+    """Whether the capture was stored elsewhere: it ends keep_capture, and the operator's retention counts again, from the close."""
     def __init__(
         self,
         *,
         rollout_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        capture_stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_stored", b"capture_stored", "reason", b"reason", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1062,12 +1238,17 @@ class WatchCallsRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     ENDED_ONLY_FIELD_NUMBER: _builtins.int
     ALL_NAMESPACES_FIELD_NUMBER: _builtins.int
+    DRIVER_ID_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Events after this one. Unset = from now on."""
     ended_only: _builtins.bool
     """Only changes of calls into a terminal state: one event per call."""
     all_namespaces: _builtins.bool
     """Those of all namespaces, for an operator who names none. False = those of the caller's namespace."""
+    driver_id: _builtins.str
+    """The driver that watches: while the stream is open, it holds the leases of its rollouts (OpenRolloutRequest.driver_id).
+    Not for observers. Empty = none.
+    """
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Watched rollouts; empty = all of the namespace."""
@@ -1082,10 +1263,11 @@ class WatchCallsRequest(_message.Message):
         after_sequence: _builtins.int | None = ...,
         ended_only: _builtins.bool = ...,
         all_namespaces: _builtins.bool = ...,
+        driver_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "all_namespaces", b"all_namespaces", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "all_namespaces", b"all_namespaces", "driver_id", b"driver_id", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_sequence: _TypeAlias = _typing.Literal["after_sequence"]  # noqa: Y015
     _WhichOneofArgType__after_sequence: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence"]  # noqa: Y015
@@ -1259,6 +1441,7 @@ class WatchGateResponse(_message.Message):
     OLDEST_WAIT_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_INFERENCE_FIELD_NUMBER: _builtins.int
     open_rollouts: _builtins.int
     """Rollouts whose agents may call, EXHAUSTED ones included."""
     queued_calls: _builtins.int
@@ -1279,6 +1462,12 @@ class WatchGateResponse(_message.Message):
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateSession]:
         """Sessions with the most held and waiting calls first, at most 256."""
 
+    @_builtins.property
+    def unreachable_inference(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the inference services and pools of which no engine answers now; "default" is the one without a name. A rollout
+        that would use one is better opened at another gate.
+        """
+
     def __init__(
         self,
         *,
@@ -1290,10 +1479,11 @@ class WatchGateResponse(_message.Message):
         oldest_wait: _duration_pb2.Duration | None = ...,
         sessions: _abc.Iterable[Global___GateSession] | None = ...,
         session_count: _builtins.int = ...,
+        unreachable_inference: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched_calls", b"dispatched_calls", "leased_calls", b"leased_calls", "oldest_wait", b"oldest_wait", "open_rollouts", b"open_rollouts", "paused_calls", b"paused_calls", "queued_calls", b"queued_calls", "session_count", b"session_count", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched_calls", b"dispatched_calls", "leased_calls", b"leased_calls", "oldest_wait", b"oldest_wait", "open_rollouts", b"open_rollouts", "paused_calls", b"paused_calls", "queued_calls", b"queued_calls", "session_count", b"session_count", "sessions", b"sessions", "unreachable_inference", b"unreachable_inference"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

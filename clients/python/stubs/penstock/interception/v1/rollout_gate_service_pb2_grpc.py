@@ -50,6 +50,16 @@ class RolloutGateServiceStub(object):
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutRequest.SerializeToString,
                 response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutResponse.FromString,
                 _registered_method=True)
+        self.LoadRecording = channel.unary_unary(
+                '/penstock.interception.v1.RolloutGateService/LoadRecording',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingResponse.FromString,
+                _registered_method=True)
+        self.HoldCalls = channel.unary_unary(
+                '/penstock.interception.v1.RolloutGateService/HoldCalls',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsResponse.FromString,
+                _registered_method=True)
         self.CloseRollout = channel.unary_unary(
                 '/penstock.interception.v1.RolloutGateService/CloseRollout',
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CloseRolloutRequest.SerializeToString,
@@ -131,6 +141,41 @@ class RolloutGateServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadRecording(self, request, context):
+        """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+        yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+        once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+        has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+        recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+        token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+
+        A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+        is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+
+        Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+
+        Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+        host gets it: each recorded result once, in the order in which they are given.
+        Idempotent by call_id: a repeat adds nothing.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+        INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+        allows a rollout's journal).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldCalls(self, request, context):
+        """HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+        keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+        Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+        over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseRollout(self, request, context):
         """CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
         its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
@@ -195,7 +240,7 @@ class RolloutGateServiceServicer(object):
         """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
         single watched rollout is closed.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-        events).
+        events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,6 +266,16 @@ def add_RolloutGateServiceServicer_to_server(servicer, server):
                     servicer.OpenRollout,
                     request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutRequest.FromString,
                     response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutResponse.SerializeToString,
+            ),
+            'LoadRecording': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadRecording,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingResponse.SerializeToString,
+            ),
+            'HoldCalls': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldCalls,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsResponse.SerializeToString,
             ),
             'CloseRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseRollout,
@@ -328,6 +383,60 @@ class RolloutGateService(object):
             '/penstock.interception.v1.RolloutGateService/OpenRollout',
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutRequest.SerializeToString,
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadRecording(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/LoadRecording',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.LoadRecordingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldCalls(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/HoldCalls',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.HoldCallsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,33 @@ class RolloutGateServiceStub:
     (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
     final: the run's).
     """
+    LoadRecording: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]
+    """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+    yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+    once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+    has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+    recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+    token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+
+    A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+    is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+
+    Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+
+    Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+    host gets it: each recorded result once, in the order in which they are given.
+    Idempotent by call_id: a repeat adds nothing.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+    INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+    allows a rollout's journal).
+    """
+    HoldCalls: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.HoldCallsRequest, _rollout_gate_service_pb2.HoldCallsResponse]
+    """HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+    keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+    Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+    over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
+    """
     CloseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]
     """CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
     its calls are notified. The capture stays until DeleteRollout or the end of the operator's retention. Idempotent.
@@ -90,7 +117,7 @@ class RolloutGateServiceStub:
     """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
     single watched rollout is closed.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-    events).
+    events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
     """
     WatchGate: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchGateRequest, _rollout_gate_service_pb2.WatchGateResponse]
     """WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
@@ -124,6 +151,33 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
     (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
     final: the run's).
+    """
+    LoadRecording: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.LoadRecordingRequest, _rollout_gate_service_pb2.LoadRecordingResponse]  # type: ignore[assignment]
+    """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+    yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+    once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+    has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+    recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+    token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+
+    A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+    is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+
+    Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+
+    Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+    host gets it: each recorded result once, in the order in which they are given.
+    Idempotent by call_id: a repeat adds nothing.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+    INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+    allows a rollout's journal).
+    """
+    HoldCalls: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.HoldCallsRequest, _rollout_gate_service_pb2.HoldCallsResponse]  # type: ignore[assignment]
+    """HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+    keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+    Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+    over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
     """
     CloseRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]  # type: ignore[assignment]
     """CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
@@ -159,7 +213,7 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
     single watched rollout is closed.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-    events).
+    events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
     """
     WatchGate: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchGateRequest, _rollout_gate_service_pb2.WatchGateResponse]  # type: ignore[assignment]
     """WatchGate streams a snapshot of the gate at an interval, without end: waiting calls, their holders, and the capacity of
@@ -202,6 +256,45 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION
         (RUN_BUDGETS_DIFFER, with field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED,
         final: the run's).
+        """
+
+    @_abc_1.abstractmethod
+    def LoadRecording(
+        self,
+        request: _rollout_gate_service_pb2.LoadRecordingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_gate_service_pb2.LoadRecordingResponse, _abc.Awaitable[_rollout_gate_service_pb2.LoadRecordingResponse]]:
+        """LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+        yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+        once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+        has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+        recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+        token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+
+        A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+        is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+
+        Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+
+        Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+        host gets it: each recorded result once, in the order in which they are given.
+        Idempotent by call_id: a repeat adds nothing.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+        INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+        allows a rollout's journal).
+        """
+
+    @_abc_1.abstractmethod
+    def HoldCalls(
+        self,
+        request: _rollout_gate_service_pb2.HoldCallsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_gate_service_pb2.HoldCallsResponse, _abc.Awaitable[_rollout_gate_service_pb2.HoldCallsResponse]]:
+        """HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+        keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+        Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+        over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
         """
 
     @_abc_1.abstractmethod
@@ -285,7 +378,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
         single watched rollout is closed.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-        events).
+        events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
         """
 
     @_abc_1.abstractmethod

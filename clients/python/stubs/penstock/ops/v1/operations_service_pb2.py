@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(penstock/ops/v1/operations_service.proto\x12\x0fpenstock.ops.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xa1\x01\n\x15GetServerInfoResponse\x12+\n\x06server\x18\x01 \x01(\x0b\x32\x1b.penstock.ops.v1.ServerInfo\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12(\n\x07members\x18\x05 \x03(\x0b\x32\x17.penstock.ops.v1.Member\"}\n\x06Member\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x63\x65rtified_name\x18\x04 \x01(\t\x12+\n\x05state\x18\x05 \x01(\x0e\x32\x1c.penstock.ops.v1.MemberState\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04wait\x18\x01 \x01(\x08\"7\n\rDrainResponse\x12\x15\n\rrunning_count\x18\x01 \x01(\x05\x12\x0f\n\x07\x64rained\x18\x02 \x01(\x08\"\x10\n\x0eUndrainRequest\"\x11\n\x0fUndrainResponse\"\xba\x01\n\nServerInfo\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x03 \x01(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x03\x12\x34\n\x11min_ping_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04name\x18\x07 \x01(\t\"\x81\x01\n\x10GetStatusRequest\x12\x30\n\x08patience\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x12\x1b\n\x0emin_free_bytes\x18\x02 \x01(\x03H\x01\x88\x01\x01\x42\x0b\n\t_patienceB\x11\n\x0f_min_free_bytes\"\xfc\x02\n\x11GetStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x0bserver_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08loop_lag\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x03\x12\x12\n\nopen_files\x18\x07 \x01(\x05\x12\x11\n\tmax_files\x18\x08 \x01(\x05\x12$\n\x05\x64isks\x18\t \x03(\x0b\x32\x15.penstock.ops.v1.Disk\x12&\n\x06gauges\x18\n \x03(\x0b\x32\x16.penstock.ops.v1.Gauge\x12*\n\x08troubles\x18\x0b \x03(\x0b\x32\x18.penstock.ops.v1.Trouble\"J\n\x04\x44isk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"\x87\x01\n\x05Gauge\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x06labels\x18\x02 \x03(\x0b\x32\".penstock.ops.v1.Gauge.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x07Trouble\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\x12\r\n\x05grave\x18\x04 \x01(\x08\x12\x10\n\x08subjects\x18\x05 \x03(\t*r\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fMEMBER_STATE_UP\x10\x01\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x02\x12\x15\n\x11MEMBER_STATE_LOST\x10\x03\x32\xdd\x02\n\x11OperationsService\x12R\n\tGetStatus\x12!.penstock.ops.v1.GetStatusRequest\x1a\".penstock.ops.v1.GetStatusResponse\x12^\n\rGetServerInfo\x12%.penstock.ops.v1.GetServerInfoRequest\x1a&.penstock.ops.v1.GetServerInfoResponse\x12\x46\n\x05\x44rain\x12\x1d.penstock.ops.v1.DrainRequest\x1a\x1e.penstock.ops.v1.DrainResponse\x12L\n\x07Undrain\x12\x1f.penstock.ops.v1.UndrainRequest\x1a .penstock.ops.v1.UndrainResponseB\x8f\x01\n\x0fpenstock.ops.v1B\x16OperationsServiceProtoP\x01Z*penstock.example/penstock/gen/ops/v1;opsv1\xaa\x02\x0fPenstock.Ops.V1\xca\x02\x0fPenstock\\Ops\\V1\xea\x02\x11Penstock::Ops::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(penstock/ops/v1/operations_service.proto\x12\x0fpenstock.ops.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\xa1\x01\n\x15GetServerInfoResponse\x12+\n\x06server\x18\x01 \x01(\x0b\x32\x1b.penstock.ops.v1.ServerInfo\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12(\n\x07members\x18\x05 \x03(\x0b\x32\x17.penstock.ops.v1.Member\"\x8b\x01\n\x06Member\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x63\x65rtified_name\x18\x04 \x01(\t\x12+\n\x05state\x18\x05 \x01(\x0e\x32\x1c.penstock.ops.v1.MemberState\x12\x0c\n\x04pool\x18\x06 \x01(\t\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04wait\x18\x01 \x01(\x08\"7\n\rDrainResponse\x12\x15\n\rrunning_count\x18\x01 \x01(\x05\x12\x0f\n\x07\x64rained\x18\x02 \x01(\x08\"\x10\n\x0eUndrainRequest\"\x11\n\x0fUndrainResponse\"\xba\x01\n\nServerInfo\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x03 \x01(\x05\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x03\x12\x34\n\x11min_ping_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04name\x18\x07 \x01(\t\"\x81\x01\n\x10GetStatusRequest\x12\x30\n\x08patience\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x12\x1b\n\x0emin_free_bytes\x18\x02 \x01(\x03H\x01\x88\x01\x01\x42\x0b\n\t_patienceB\x11\n\x0f_min_free_bytes\"\xfc\x02\n\x11GetStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x0bserver_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08loop_lag\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eresident_bytes\x18\x06 \x01(\x03\x12\x12\n\nopen_files\x18\x07 \x01(\x05\x12\x11\n\tmax_files\x18\x08 \x01(\x05\x12$\n\x05\x64isks\x18\t \x03(\x0b\x32\x15.penstock.ops.v1.Disk\x12&\n\x06gauges\x18\n \x03(\x0b\x32\x16.penstock.ops.v1.Gauge\x12*\n\x08troubles\x18\x0b \x03(\x0b\x32\x18.penstock.ops.v1.Trouble\"J\n\x04\x44isk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"\x87\x01\n\x05Gauge\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x06labels\x18\x02 \x03(\x0b\x32\".penstock.ops.v1.Gauge.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x07Trouble\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\x12\r\n\x05grave\x18\x04 \x01(\x08\x12\x10\n\x08subjects\x18\x05 \x03(\t*r\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fMEMBER_STATE_UP\x10\x01\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x02\x12\x15\n\x11MEMBER_STATE_LOST\x10\x03\x32\xdd\x02\n\x11OperationsService\x12R\n\tGetStatus\x12!.penstock.ops.v1.GetStatusRequest\x1a\".penstock.ops.v1.GetStatusResponse\x12^\n\rGetServerInfo\x12%.penstock.ops.v1.GetServerInfoRequest\x1a&.penstock.ops.v1.GetServerInfoResponse\x12\x46\n\x05\x44rain\x12\x1d.penstock.ops.v1.DrainRequest\x1a\x1e.penstock.ops.v1.DrainResponse\x12L\n\x07Undrain\x12\x1f.penstock.ops.v1.UndrainRequest\x1a .penstock.ops.v1.UndrainResponseB\x8f\x01\n\x0fpenstock.ops.v1B\x16OperationsServiceProtoP\x01Z*penstock.example/penstock/gen/ops/v1;opsv1\xaa\x02\x0fPenstock.Ops.V1\xca\x02\x0fPenstock\\Ops\\V1\xea\x02\x11Penstock::Ops::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,36 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\017penstock.ops.v1B\026OperationsServiceProtoP\001Z*penstock.example/penstock/gen/ops/v1;opsv1\252\002\017Penstock.Ops.V1\312\002\017Penstock\\Ops\\V1\352\002\021Penstock::Ops::V1'
   _globals['_GAUGE_LABELSENTRY']._loaded_options = None
   _globals['_GAUGE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_MEMBERSTATE']._serialized_start=1576
-  _globals['_MEMBERSTATE']._serialized_end=1690
+  _globals['_MEMBERSTATE']._serialized_start=1591
+  _globals['_MEMBERSTATE']._serialized_end=1705
   _globals['_GETSERVERINFOREQUEST']._serialized_start=126
   _globals['_GETSERVERINFOREQUEST']._serialized_end=148
   _globals['_GETSERVERINFORESPONSE']._serialized_start=151
   _globals['_GETSERVERINFORESPONSE']._serialized_end=312
-  _globals['_MEMBER']._serialized_start=314
-  _globals['_MEMBER']._serialized_end=439
-  _globals['_DRAINREQUEST']._serialized_start=441
-  _globals['_DRAINREQUEST']._serialized_end=469
-  _globals['_DRAINRESPONSE']._serialized_start=471
-  _globals['_DRAINRESPONSE']._serialized_end=526
-  _globals['_UNDRAINREQUEST']._serialized_start=528
-  _globals['_UNDRAINREQUEST']._serialized_end=544
-  _globals['_UNDRAINRESPONSE']._serialized_start=546
-  _globals['_UNDRAINRESPONSE']._serialized_end=563
-  _globals['_SERVERINFO']._serialized_start=566
-  _globals['_SERVERINFO']._serialized_end=752
-  _globals['_GETSTATUSREQUEST']._serialized_start=755
-  _globals['_GETSTATUSREQUEST']._serialized_end=884
-  _globals['_GETSTATUSRESPONSE']._serialized_start=887
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1267
-  _globals['_DISK']._serialized_start=1269
-  _globals['_DISK']._serialized_end=1343
-  _globals['_GAUGE']._serialized_start=1346
-  _globals['_GAUGE']._serialized_end=1481
-  _globals['_GAUGE_LABELSENTRY']._serialized_start=1436
-  _globals['_GAUGE_LABELSENTRY']._serialized_end=1481
-  _globals['_TROUBLE']._serialized_start=1483
-  _globals['_TROUBLE']._serialized_end=1574
-  _globals['_OPERATIONSSERVICE']._serialized_start=1693
-  _globals['_OPERATIONSSERVICE']._serialized_end=2042
+  _globals['_MEMBER']._serialized_start=315
+  _globals['_MEMBER']._serialized_end=454
+  _globals['_DRAINREQUEST']._serialized_start=456
+  _globals['_DRAINREQUEST']._serialized_end=484
+  _globals['_DRAINRESPONSE']._serialized_start=486
+  _globals['_DRAINRESPONSE']._serialized_end=541
+  _globals['_UNDRAINREQUEST']._serialized_start=543
+  _globals['_UNDRAINREQUEST']._serialized_end=559
+  _globals['_UNDRAINRESPONSE']._serialized_start=561
+  _globals['_UNDRAINRESPONSE']._serialized_end=578
+  _globals['_SERVERINFO']._serialized_start=581
+  _globals['_SERVERINFO']._serialized_end=767
+  _globals['_GETSTATUSREQUEST']._serialized_start=770
+  _globals['_GETSTATUSREQUEST']._serialized_end=899
+  _globals['_GETSTATUSRESPONSE']._serialized_start=902
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1282
+  _globals['_DISK']._serialized_start=1284
+  _globals['_DISK']._serialized_end=1358
+  _globals['_GAUGE']._serialized_start=1361
+  _globals['_GAUGE']._serialized_end=1496
+  _globals['_GAUGE_LABELSENTRY']._serialized_start=1451
+  _globals['_GAUGE_LABELSENTRY']._serialized_end=1496
+  _globals['_TROUBLE']._serialized_start=1498
+  _globals['_TROUBLE']._serialized_end=1589
+  _globals['_OPERATIONSSERVICE']._serialized_start=1708
+  _globals['_OPERATIONSSERVICE']._serialized_end=2057
 # @@protoc_insertion_point(module_scope)

@@ -96,9 +96,9 @@ class GetServerInfoResponse(_message.Message):
     def server(self) -> Global___ServerInfo: ...
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """Of a driver: the services of each kind of which it has a list: drivers, itself included, gates, and sandbox services.
-        Each kind is ordered by name. A kind without members = the service has no list of it, and a client uses the address that
-        it was given.
+        """The services of each kind of which the service has a list. Of a driver: drivers, itself included, gates, and sandbox
+        services. Of a gate: the engines of its pools. Each kind is ordered by name. A kind without members = the service has no
+        list of it, and a client uses the address that it was given.
         """
 
     def __init__(
@@ -129,8 +129,9 @@ class Member(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     CERTIFIED_NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     service: _builtins.str
-    """"driver", "interception" or "sandbox"."""
+    """"driver", "interception", "sandbox" or "inference"."""
     name: _builtins.str
     """Its own name (ServerInfo.name). Empty = it has not answered yet."""
     address: _builtins.str
@@ -139,6 +140,8 @@ class Member(_message.Message):
     """The name in its certificate, where that is not the host of `address`; else empty."""
     state: Global___MemberState.ValueType
     """As the answering service sees it."""
+    pool: _builtins.str
+    """Of an engine: the name of the pool that it is in, "default" for the one without a name. Empty for other services."""
     def __init__(
         self,
         *,
@@ -147,10 +150,11 @@ class Member(_message.Message):
         address: _builtins.str = ...,
         certified_name: _builtins.str = ...,
         state: Global___MemberState.ValueType = ...,
+        pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified_name", b"certified_name", "name", b"name", "service", b"service", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified_name", b"certified_name", "name", b"name", "pool", b"pool", "service", b"service", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

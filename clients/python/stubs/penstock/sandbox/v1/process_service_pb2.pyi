@@ -198,6 +198,37 @@ class Argv(_message.Message):
 Global___Argv: _TypeAlias = Argv  # noqa: Y015
 
 @_typing.final
+class InitialFile(_message.Message):
+    """InitialFile is a file that a process finds when it starts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Absolute, or relative to the sandbox's working directory. Parents are created."""
+    content: _builtins.bytes
+    mode: _builtins.int
+    """Permission bits; unset = 0644."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+        mode: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mode", b"_mode", "mode", b"mode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mode", b"_mode", "content", b"content", "mode", b"mode", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
+    _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
+
+Global___InitialFile: _TypeAlias = InitialFile  # noqa: Y015
+
+@_typing.final
 class PtySize(_message.Message):
     """PtySize is the size of a terminal, in characters."""
 
@@ -241,6 +272,7 @@ class Exit(_message.Message):
     STDOUT_BYTES_FIELD_NUMBER: _builtins.int
     STDERR_BYTES_FIELD_NUMBER: _builtins.int
     ENDED_INSIDE_FIELD_NUMBER: _builtins.int
+    ALL_KILLED_FIELD_NUMBER: _builtins.int
     reason: Global___ExitReason.ValueType
     code: _builtins.int
     """0 to 255."""
@@ -259,6 +291,10 @@ class Exit(_message.Message):
     stderr_bytes: _builtins.int
     ended_inside: _builtins.bool
     """With SANDBOX_LOST: a program in the sandbox ended it. False = unknown."""
+    all_killed: _builtins.bool
+    """With kill_all_after: every other process of the sandbox was dead when this was reported. False = it was not asked for,
+    an older service ignored it, or it failed; KillProcess with `everything` does it, or says why it cannot.
+    """
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -282,10 +318,11 @@ class Exit(_message.Message):
         stdout_bytes: _builtins.int = ...,
         stderr_bytes: _builtins.int = ...,
         ended_inside: _builtins.bool = ...,
+        all_killed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes", "code", b"code", "cpu_time", b"cpu_time", "duration", b"duration", "end_time", b"end_time", "max_rss_bytes", b"max_rss_bytes", "signal", b"signal", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes", "code", b"code", "cpu_time", b"cpu_time", "duration", b"duration", "end_time", b"end_time", "ended_inside", b"ended_inside", "max_rss_bytes", b"max_rss_bytes", "message", b"message", "pipes_open", b"pipes_open", "reason", b"reason", "signal", b"signal", "status", b"status", "stderr_bytes", b"stderr_bytes", "stderr_truncated", b"stderr_truncated", "stdout_bytes", b"stdout_bytes", "stdout_truncated", b"stdout_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes", "all_killed", b"all_killed", "code", b"code", "cpu_time", b"cpu_time", "duration", b"duration", "end_time", b"end_time", "ended_inside", b"ended_inside", "max_rss_bytes", b"max_rss_bytes", "message", b"message", "pipes_open", b"pipes_open", "reason", b"reason", "signal", b"signal", "status", b"status", "stderr_bytes", b"stderr_bytes", "stderr_truncated", b"stderr_truncated", "stdout_bytes", b"stdout_bytes", "stdout_truncated", b"stdout_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_rss_bytes: _TypeAlias = _typing.Literal["max_rss_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_rss_bytes: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes"]  # noqa: Y015
@@ -360,6 +397,8 @@ class StartProcessRequest(_message.Message):
     PTY_FIELD_NUMBER: _builtins.int
     OUTPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     OUTPUT_TAIL_BYTES_FIELD_NUMBER: _builtins.int
+    KILL_ALL_AFTER_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     process_id: _builtins.str
     """Client-chosen identifier, unique in the sandbox."""
@@ -371,11 +410,22 @@ class StartProcessRequest(_message.Message):
     """How many last bytes beyond output_limit_bytes are kept as well; they are sent when the process has ended. Unset = 0; at
     most 10 MiB.
     """
+    kill_all_after: _builtins.bool
+    """After the process's end, kill every other process of the sandbox, as KillProcess with `everything` does, and report the
+    exit only then: see Exit.all_killed.
+    """
     @_builtins.property
     def command(self) -> Global___Command: ...
     @_builtins.property
     def pty(self) -> Global___PtySize:
         """If set, output is one stream (STDOUT) and stdin is the terminal."""
+
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___InitialFile]:
+        """Written in this order before the process starts, as by WriteFile, whose errors the call then has: nothing is started.
+        They are part of the request that process_id stands for. At most 1 MiB in all. A service whose Sandbox does not have
+        `takes_files` ignores them.
+        """
 
     def __init__(
         self,
@@ -387,10 +437,12 @@ class StartProcessRequest(_message.Message):
         pty: Global___PtySize | None = ...,
         output_limit_bytes: _builtins.int | None = ...,
         output_tail_bytes: _builtins.int | None = ...,
+        kill_all_after: _builtins.bool = ...,
+        files: _abc.Iterable[Global___InitialFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "_output_tail_bytes", b"_output_tail_bytes", "_pty", b"_pty", "command", b"command", "output_limit_bytes", b"output_limit_bytes", "output_tail_bytes", b"output_tail_bytes", "pty", b"pty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "_output_tail_bytes", b"_output_tail_bytes", "_pty", b"_pty", "command", b"command", "output_limit_bytes", b"output_limit_bytes", "output_tail_bytes", b"output_tail_bytes", "process_id", b"process_id", "pty", b"pty", "sandbox_id", b"sandbox_id", "stdin", b"stdin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "_output_tail_bytes", b"_output_tail_bytes", "_pty", b"_pty", "command", b"command", "files", b"files", "kill_all_after", b"kill_all_after", "output_limit_bytes", b"output_limit_bytes", "output_tail_bytes", b"output_tail_bytes", "process_id", b"process_id", "pty", b"pty", "sandbox_id", b"sandbox_id", "stdin", b"stdin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_limit_bytes: _TypeAlias = _typing.Literal["output_limit_bytes"]  # noqa: Y015
     _WhichOneofArgType__output_limit_bytes: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes"]  # noqa: Y015
@@ -572,6 +624,208 @@ class WatchProcessResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchProcessResponse: _TypeAlias = WatchProcessResponse  # noqa: Y015
+
+@_typing.final
+class WatchProcessesRequest(_message.Message):
+    """See WatchProcesses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WatchStart(_message.Message):
+        """WatchStart begins a watch."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        WATCH_ID_FIELD_NUMBER: _builtins.int
+        SANDBOX_ID_FIELD_NUMBER: _builtins.int
+        PROCESS_ID_FIELD_NUMBER: _builtins.int
+        STDOUT_OFFSET_FIELD_NUMBER: _builtins.int
+        STDERR_OFFSET_FIELD_NUMBER: _builtins.int
+        WINDOW_BYTES_FIELD_NUMBER: _builtins.int
+        watch_id: _builtins.int
+        """Chosen by the caller: positive, and greater than those before it in the stream."""
+        sandbox_id: _builtins.str
+        process_id: _builtins.str
+        stdout_offset: _builtins.int
+        """Offset of the first byte to send of each stream, from 0."""
+        stderr_offset: _builtins.int
+        window_bytes: _builtins.int
+        """How much may be sent before the first credit: 64 KiB to 16 MiB. Each chunk takes its bytes and 256 more."""
+        def __init__(
+            self,
+            *,
+            watch_id: _builtins.int = ...,
+            sandbox_id: _builtins.str = ...,
+            process_id: _builtins.str = ...,
+            stdout_offset: _builtins.int = ...,
+            stderr_offset: _builtins.int = ...,
+            window_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["process_id", b"process_id", "sandbox_id", b"sandbox_id", "stderr_offset", b"stderr_offset", "stdout_offset", b"stdout_offset", "watch_id", b"watch_id", "window_bytes", b"window_bytes"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class WatchCredit(_message.Message):
+        """WatchCredit says that chunks were processed, so that as much more may be sent. Of a watch that is over it is ignored."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        WATCH_ID_FIELD_NUMBER: _builtins.int
+        BYTES_FIELD_NUMBER: _builtins.int
+        watch_id: _builtins.int
+        bytes: _builtins.int
+        """The sum over the chunks of their bytes and 256 each; more than 0."""
+        def __init__(
+            self,
+            *,
+            watch_id: _builtins.int = ...,
+            bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "watch_id", b"watch_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class WatchStop(_message.Message):
+        """WatchStop ends a watch. What was sent before may still arrive."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        WATCH_ID_FIELD_NUMBER: _builtins.int
+        watch_id: _builtins.int
+        def __init__(
+            self,
+            *,
+            watch_id: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["watch_id", b"watch_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    START_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___WatchProcessesRequest.WatchStart: ...
+    @_builtins.property
+    def credit(self) -> Global___WatchProcessesRequest.WatchCredit: ...
+    @_builtins.property
+    def stop(self) -> Global___WatchProcessesRequest.WatchStop: ...
+    def __init__(
+        self,
+        *,
+        start: Global___WatchProcessesRequest.WatchStart | None = ...,
+        credit: Global___WatchProcessesRequest.WatchCredit | None = ...,
+        stop: Global___WatchProcessesRequest.WatchStop | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["start", "credit", "stop"]  # noqa: Y015
+    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+Global___WatchProcessesRequest: _TypeAlias = WatchProcessesRequest  # noqa: Y015
+
+@_typing.final
+class WatchProcessesResponse(_message.Message):
+    """See WatchProcesses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Opened(_message.Message):
+        """Opened states that the stream is served."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class WatchFailure(_message.Message):
+        """WatchFailure is why a watch could not begin. WatchProcess fails for the same reason, and says more."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REASON_FIELD_NUMBER: _builtins.int
+        reason: _builtins.str
+        """Stable UPPER_SNAKE."""
+        def __init__(
+            self,
+            *,
+            reason: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WATCH_ID_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
+    EXIT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    watch_id: _builtins.int
+    """Of `chunk`, `gap`, `exit` and `failure`."""
+    @_builtins.property
+    def opened(self) -> Global___WatchProcessesResponse.Opened:
+        """Always the first of the stream."""
+
+    @_builtins.property
+    def chunk(self) -> Global___WatchProcessResponse.Chunk: ...
+    @_builtins.property
+    def gap(self) -> Global___WatchProcessResponse.Gap: ...
+    @_builtins.property
+    def exit(self) -> Global___Exit:
+        """The last of a watch."""
+
+    @_builtins.property
+    def failure(self) -> Global___WatchProcessesResponse.WatchFailure:
+        """Instead of `exit`."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___WatchProcessResponse.Heartbeat:
+        """Of the stream, after every 10 s of silence."""
+
+    def __init__(
+        self,
+        *,
+        watch_id: _builtins.int = ...,
+        opened: Global___WatchProcessesResponse.Opened | None = ...,
+        chunk: Global___WatchProcessResponse.Chunk | None = ...,
+        gap: Global___WatchProcessResponse.Gap | None = ...,
+        exit: Global___Exit | None = ...,
+        failure: Global___WatchProcessesResponse.WatchFailure | None = ...,
+        heartbeat: Global___WatchProcessResponse.Heartbeat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "exit", b"exit", "failure", b"failure", "gap", b"gap", "heartbeat", b"heartbeat", "opened", b"opened"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "exit", b"exit", "failure", b"failure", "gap", b"gap", "heartbeat", b"heartbeat", "opened", b"opened", "watch_id", b"watch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "chunk", "gap", "exit", "failure", "heartbeat"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___WatchProcessesResponse: _TypeAlias = WatchProcessesResponse  # noqa: Y015
 
 @_typing.final
 class WriteStdinRequest(_message.Message):
@@ -961,11 +1215,38 @@ class RunRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ResultFile(_message.Message):
+        """ResultFile is a file that the command leaves."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        PATH_FIELD_NUMBER: _builtins.int
+        MAX_BYTES_FIELD_NUMBER: _builtins.int
+        path: _builtins.str
+        """Absolute, or relative to the sandbox's working directory."""
+        max_bytes: _builtins.int
+        """The most bytes in the answer: 0 to 1 MiB."""
+        def __init__(
+            self,
+            *,
+            path: _builtins.str = ...,
+            max_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "path", b"path"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SANDBOX_ID_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     STDIN_FIELD_NUMBER: _builtins.int
     OUTPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    KILL_ALL_AFTER_FIELD_NUMBER: _builtins.int
+    RESULT_FILE_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     stdin: _builtins.bytes
     """Written to the process's standard input, which is then closed."""
@@ -975,8 +1256,18 @@ class RunRequest(_message.Message):
     """
     process_id: _builtins.str
     """Makes the call idempotent, like StartProcess. Empty = the service assigns one."""
+    kill_all_after: _builtins.bool
+    """As in StartProcessRequest."""
     @_builtins.property
     def command(self) -> Global___Command: ...
+    @_builtins.property
+    def result_file(self) -> Global___RunRequest.ResultFile:
+        """A file to read after the command's end, and after the kill of kill_all_after."""
+
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___InitialFile]:
+        """As in StartProcessRequest."""
+
     def __init__(
         self,
         *,
@@ -985,14 +1276,22 @@ class RunRequest(_message.Message):
         stdin: _builtins.bytes = ...,
         output_limit_bytes: _builtins.int | None = ...,
         process_id: _builtins.str = ...,
+        kill_all_after: _builtins.bool = ...,
+        result_file: Global___RunRequest.ResultFile | None = ...,
+        files: _abc.Iterable[Global___InitialFile] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "command", b"command", "output_limit_bytes", b"output_limit_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "_result_file", b"_result_file", "command", b"command", "output_limit_bytes", b"output_limit_bytes", "result_file", b"result_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "command", b"command", "output_limit_bytes", b"output_limit_bytes", "process_id", b"process_id", "sandbox_id", b"sandbox_id", "stdin", b"stdin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "_result_file", b"_result_file", "command", b"command", "files", b"files", "kill_all_after", b"kill_all_after", "output_limit_bytes", b"output_limit_bytes", "process_id", b"process_id", "result_file", b"result_file", "sandbox_id", b"sandbox_id", "stdin", b"stdin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_limit_bytes: _TypeAlias = _typing.Literal["output_limit_bytes"]  # noqa: Y015
     _WhichOneofArgType__output_limit_bytes: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__result_file: _TypeAlias = _typing.Literal["result_file"]  # noqa: Y015
+    _WhichOneofArgType__result_file: _TypeAlias = _typing.Literal["_result_file", b"_result_file"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_limit_bytes) -> _WhichOneofReturnType__output_limit_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__result_file) -> _WhichOneofReturnType__result_file | None: ...
 
 Global___RunRequest: _TypeAlias = RunRequest  # noqa: Y015
 
@@ -1024,24 +1323,56 @@ class RunResult(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ResultContent(_message.Message):
+        """ResultContent is what a command's result file had."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        CONTENT_FIELD_NUMBER: _builtins.int
+        SIZE_BYTES_FIELD_NUMBER: _builtins.int
+        content: _builtins.bytes
+        """Its first bytes."""
+        size_bytes: _builtins.int
+        """Its whole size in bytes."""
+        def __init__(
+            self,
+            *,
+            content: _builtins.bytes = ...,
+            size_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "size_bytes", b"size_bytes"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EXIT_FIELD_NUMBER: _builtins.int
     STDOUT_FIELD_NUMBER: _builtins.int
     STDERR_FIELD_NUMBER: _builtins.int
+    RESULT_FILE_FIELD_NUMBER: _builtins.int
     stdout: _builtins.bytes
     stderr: _builtins.bytes
     @_builtins.property
     def exit(self) -> Global___Exit: ...
+    @_builtins.property
+    def result_file(self) -> Global___RunResult.ResultContent:
+        """Unset = none was asked for, an older service ignored it, or it cannot be read; ReadFile reads it, or says why not."""
+
     def __init__(
         self,
         *,
         exit: Global___Exit | None = ...,
         stdout: _builtins.bytes = ...,
         stderr: _builtins.bytes = ...,
+        result_file: Global___RunResult.ResultContent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_result_file", b"_result_file", "exit", b"exit", "result_file", b"result_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit", "stderr", b"stderr", "stdout", b"stdout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_result_file", b"_result_file", "exit", b"exit", "result_file", b"result_file", "stderr", b"stderr", "stdout", b"stdout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__result_file: _TypeAlias = _typing.Literal["result_file"]  # noqa: Y015
+    _WhichOneofArgType__result_file: _TypeAlias = _typing.Literal["_result_file", b"_result_file"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__result_file) -> _WhichOneofReturnType__result_file | None: ...
 
 Global___RunResult: _TypeAlias = RunResult  # noqa: Y015

@@ -50,6 +50,11 @@ class ProcessServiceStub(object):
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessRequest.SerializeToString,
                 response_deserializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessResponse.FromString,
                 _registered_method=True)
+        self.WatchProcesses = channel.stream_stream(
+                '/penstock.sandbox.v1.ProcessService/WatchProcesses',
+                request_serializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessesRequest.SerializeToString,
+                response_deserializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessesResponse.FromString,
+                _registered_method=True)
         self.WriteStdin = channel.stream_unary(
                 '/penstock.sandbox.v1.ProcessService/WriteStdin',
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WriteStdinRequest.SerializeToString,
@@ -113,6 +118,19 @@ class ProcessServiceServicer(object):
     def WatchProcess(self, request, context):
         """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
         called any number of times, after the exit too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchProcesses(self, request_iterator, context):
+        """WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+        callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+        a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+
+        What one process writes holds up no other: of each, the service sends no more than its window.
+        Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+        watches at once). Those of one watch end that watch only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,6 +212,11 @@ def add_ProcessServiceServicer_to_server(servicer, server):
                     servicer.WatchProcess,
                     request_deserializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessRequest.FromString,
                     response_serializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessResponse.SerializeToString,
+            ),
+            'WatchProcesses': grpc.stream_stream_rpc_method_handler(
+                    servicer.WatchProcesses,
+                    request_deserializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessesRequest.FromString,
+                    response_serializer=penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessesResponse.SerializeToString,
             ),
             'WriteStdin': grpc.stream_unary_rpc_method_handler(
                     servicer.WriteStdin,
@@ -296,6 +319,33 @@ class ProcessService(object):
             '/penstock.sandbox.v1.ProcessService/WatchProcess',
             penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessRequest.SerializeToString,
             penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchProcesses(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.sandbox.v1.ProcessService/WatchProcesses',
+            penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessesRequest.SerializeToString,
+            penstock_dot_sandbox_dot_v1_dot_process__service__pb2.WatchProcessesResponse.FromString,
             options,
             channel_credentials,
             insecure,

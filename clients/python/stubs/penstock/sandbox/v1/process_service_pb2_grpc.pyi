@@ -48,6 +48,15 @@ class ProcessServiceStub:
     """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
     called any number of times, after the exit too.
     """
+    WatchProcesses: _grpc.StreamStreamMultiCallable[_process_service_pb2.WatchProcessesRequest, _process_service_pb2.WatchProcessesResponse]
+    """WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+    callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+    a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+
+    What one process writes holds up no other: of each, the service sends no more than its window.
+    Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+    watches at once). Those of one watch end that watch only.
+    """
     WriteStdin: _grpc.StreamUnaryMultiCallable[_process_service_pb2.WriteStdinRequest, _process_service_pb2.WriteStdinResponse]
     """WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
     broken stream leaves it open, and `start.offset` resumes it (bytes already written are skipped). A second stream takes
@@ -97,6 +106,15 @@ class ProcessServiceAsyncStub(ProcessServiceStub):
     WatchProcess: _aio.UnaryStreamMultiCallable[_process_service_pb2.WatchProcessRequest, _process_service_pb2.WatchProcessResponse]  # type: ignore[assignment]
     """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
     called any number of times, after the exit too.
+    """
+    WatchProcesses: _aio.StreamStreamMultiCallable[_process_service_pb2.WatchProcessesRequest, _process_service_pb2.WatchProcessesResponse]  # type: ignore[assignment]
+    """WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+    callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+    a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+
+    What one process writes holds up no other: of each, the service sends no more than its window.
+    Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+    watches at once). Those of one watch end that watch only.
     """
     WriteStdin: _aio.StreamUnaryMultiCallable[_process_service_pb2.WriteStdinRequest, _process_service_pb2.WriteStdinResponse]  # type: ignore[assignment]
     """WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A
@@ -156,6 +174,21 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_process_service_pb2.WatchProcessResponse], _abc.AsyncIterator[_process_service_pb2.WatchProcessResponse]]:
         """WatchProcess streams a process's output from the given offsets and then its exit, always the last message. It may be
         called any number of times, after the exit too.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchProcesses(
+        self,
+        request_iterator: _MaybeAsyncIterator[_process_service_pb2.WatchProcessesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_process_service_pb2.WatchProcessesResponse], _abc.AsyncIterator[_process_service_pb2.WatchProcessesResponse]]:
+        """WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+        callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+        a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+
+        What one process writes holds up no other: of each, the service sends no more than its window.
+        Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+        watches at once). Those of one watch end that watch only.
         """
 
     @_abc_1.abstractmethod

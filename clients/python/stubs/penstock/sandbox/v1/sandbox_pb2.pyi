@@ -119,6 +119,36 @@ DISK_LIMIT_HARD: DiskLimit.ValueType  # 3
 """The kernel refuses writes above the limit (EDQUOT or ENOSPC)."""
 Global___DiskLimit: _TypeAlias = DiskLimit  # noqa: Y015
 
+class _RepeatablePart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RepeatablePartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RepeatablePart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REPEATABLE_PART_UNSPECIFIED: _RepeatablePart.ValueType  # 0
+    REPEATABLE_PART_HOSTNAME: _RepeatablePart.ValueType  # 1
+    """The host's name. It is the same whether a spec is `repeatable` or not."""
+    REPEATABLE_PART_MACHINE_ID: _RepeatablePart.ValueType  # 2
+    """/etc/machine-id. As above."""
+    REPEATABLE_PART_PROCESS_IDS: _RepeatablePart.ValueType  # 3
+    """Process ids begin at the same number. As above. Programs that start threads or processes concurrently get them in any order."""
+    REPEATABLE_PART_CLOCKS: _RepeatablePart.ValueType  # 4
+    """The monotonic and the boot clock, and so the uptime, begin at the same second. Only if a spec is `repeatable`."""
+
+class RepeatablePart(_RepeatablePart, metaclass=_RepeatablePartEnumTypeWrapper):
+    """RepeatablePart is something that programs in a sandbox see, and that is the same in each sandbox of a kind."""
+
+REPEATABLE_PART_UNSPECIFIED: RepeatablePart.ValueType  # 0
+REPEATABLE_PART_HOSTNAME: RepeatablePart.ValueType  # 1
+"""The host's name. It is the same whether a spec is `repeatable` or not."""
+REPEATABLE_PART_MACHINE_ID: RepeatablePart.ValueType  # 2
+"""/etc/machine-id. As above."""
+REPEATABLE_PART_PROCESS_IDS: RepeatablePart.ValueType  # 3
+"""Process ids begin at the same number. As above. Programs that start threads or processes concurrently get them in any order."""
+REPEATABLE_PART_CLOCKS: RepeatablePart.ValueType  # 4
+"""The monotonic and the boot clock, and so the uptime, begin at the same second. Only if a spec is `repeatable`."""
+Global___RepeatablePart: _TypeAlias = RepeatablePart  # noqa: Y015
+
 class _NetworkKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -143,8 +173,9 @@ Global___NetworkKind: _TypeAlias = NetworkKind  # noqa: Y015
 
 @_typing.final
 class NetworkPolicy(_message.Message):
-    """NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within a kind, fewer hosts
-    and ports are narrower. ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
+    """NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within ALLOWLIST, fewer
+    hosts and ports, more denied hosts and `recorded_only` are narrower; the recording stays. ALLOWLIST and OPEN may be
+    narrowed to any ONE_ENDPOINT that the operator allows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -234,27 +265,61 @@ Global___OneEndpoint: _TypeAlias = OneEndpoint  # noqa: Y015
 
 @_typing.final
 class Allowlist(_message.Message):
-    """See NetworkPolicy.allowlist."""
+    """Allowlist: HTTP, HTTPS, package indexes and git over HTTPS, through the service's recording proxy inside at
+    127.0.0.1:proxy_port, which environment variables of every process name. There is no other way out, and no name server.
+    Reading only: GET, HEAD and git's fetch. A refused request gets status 403 with its reason as header
+    Penstock-Egress-Error and as text.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HOSTS_FIELD_NUMBER: _builtins.int
     PORTS_FIELD_NUMBER: _builtins.int
+    DENIED_HOSTS_FIELD_NUMBER: _builtins.int
+    PROXY_PORT_FIELD_NUMBER: _builtins.int
+    ONE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    RECORDING_FIELD_NUMBER: _builtins.int
+    RECORDED_ONLY_FIELD_NUMBER: _builtins.int
+    proxy_port: _builtins.int
+    """1024 to 65535. 0 = 3128."""
+    recording: _builtins.str
+    """The first response to a request is recorded, and equal requests of all sandboxes of the namespace with the same
+    recording get that one, without asking upstream. Letters, digits and ._/:@-, at most 128. Empty = the sandbox's own.
+    """
+    recorded_only: _builtins.bool
+    """Recorded responses only, without a network; others are refused (NOT_RECORDED)."""
     @_builtins.property
     def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Host names or CIDR blocks."""
+        """"name", "*.name" (every name below it, in lower case), or a CIDR block for addresses written in URLs. The operator's
+        `egress_hosts` must cover each. An address that is not public also needs the operator's `egress_private_addresses`.
+        """
 
     @_builtins.property
-    def ports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty = 80 and 443."""
+
+    @_builtins.property
+    def denied_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Refused although `hosts` matches. As in hosts."""
+
+    @_builtins.property
+    def one_endpoint(self) -> Global___OneEndpoint:
+        """An endpoint beside the proxy, as ONE_ENDPOINT has it. Unset = none."""
+
     def __init__(
         self,
         *,
         hosts: _abc.Iterable[_builtins.str] | None = ...,
         ports: _abc.Iterable[_builtins.int] | None = ...,
+        denied_hosts: _abc.Iterable[_builtins.str] | None = ...,
+        proxy_port: _builtins.int = ...,
+        one_endpoint: Global___OneEndpoint | None = ...,
+        recording: _builtins.str = ...,
+        recorded_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["one_endpoint", b"one_endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts", "ports", b"ports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied_hosts", b"denied_hosts", "hosts", b"hosts", "one_endpoint", b"one_endpoint", "ports", b"ports", "proxy_port", b"proxy_port", "recorded_only", b"recorded_only", "recording", b"recording"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,6 +486,7 @@ class SandboxSpec(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     OWN_KERNEL_FIELD_NUMBER: _builtins.int
+    REPEATABLE_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Backend name; empty = the operator's default."""
     user: _builtins.str
@@ -428,6 +494,10 @@ class SandboxSpec(_message.Message):
     own_kernel: _builtins.bool
     """Require a kernel of the sandbox's own (Capabilities.own_kernel). A backend without one refuses it (CAPABILITY_MISSING).
     Unset = the backend's choice.
+    """
+    repeatable: _builtins.bool
+    """Give programs the same in each sandbox of this kind, so that a program that is run again is more likely to do the same:
+    what Capabilities.repeatable lists. What is not listed differs, and nothing is refused. The wall clock is never changed.
     """
     @_builtins.property
     def base(self) -> Global___Base:
@@ -472,10 +542,11 @@ class SandboxSpec(_message.Message):
         lease: _duration_pb2.Duration | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         own_kernel: _builtins.bool = ...,
+        repeatable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "lease", b"lease", "network", b"network", "resources", b"resources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "base", b"base", "env", b"env", "labels", b"labels", "lease", b"lease", "network", b"network", "own_kernel", b"own_kernel", "resources", b"resources", "toolbox_ids", b"toolbox_ids", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "base", b"base", "env", b"env", "labels", b"labels", "lease", b"lease", "network", b"network", "own_kernel", b"own_kernel", "repeatable", b"repeatable", "resources", b"resources", "toolbox_ids", b"toolbox_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +569,7 @@ class Sandbox(_message.Message):
     ENDED_INSIDE_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
+    TAKES_FILES_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     state: Global___SandboxState.ValueType
     home: _builtins.str
@@ -513,6 +585,8 @@ class Sandbox(_message.Message):
     """The namespace to which it belongs."""
     service: _builtins.str
     """Name of the sandbox service that has it. (`home` is a directory.)"""
+    takes_files: _builtins.bool
+    """Whether StartProcess and Run write the `files` of a request. An older service ignores them."""
     @_builtins.property
     def spec(self) -> Global___SandboxSpec:
         """As applied, with defaults filled in."""
@@ -537,10 +611,11 @@ class Sandbox(_message.Message):
         ended_inside: _builtins.bool = ...,
         namespace: _builtins.str = ...,
         service: _builtins.str = ...,
+        takes_files: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "namespace", b"namespace", "sandbox_id", b"sandbox_id", "service", b"service", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "namespace", b"namespace", "sandbox_id", b"sandbox_id", "service", b"service", "spec", b"spec", "state", b"state", "takes_files", b"takes_files", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -605,6 +680,7 @@ class Capabilities(_message.Message):
     SYSTEM_READ_ONLY_FIELD_NUMBER: _builtins.int
     DISK_LIMIT_FIELD_NUMBER: _builtins.int
     LIMIT_INODES_FIELD_NUMBER: _builtins.int
+    REPEATABLE_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -639,6 +715,10 @@ class Capabilities(_message.Message):
     limit_inodes: _builtins.bool
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
+    @_builtins.property
+    def repeatable(self) -> _containers.RepeatedScalarFieldContainer[Global___RepeatablePart.ValueType]:
+        """What is the same in each sandbox of a kind. See SandboxSpec.repeatable."""
+
     def __init__(
         self,
         *,
@@ -661,10 +741,11 @@ class Capabilities(_message.Message):
         system_read_only: _builtins.bool = ...,
         disk_limit: Global___DiskLimit.ValueType = ...,
         limit_inodes: _builtins.bool = ...,
+        repeatable: _abc.Iterable[Global___RepeatablePart.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "repeatable", b"repeatable", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -688,6 +769,7 @@ class Backend(_message.Message):
     MAX_LIFETIME_FIELD_NUMBER: _builtins.int
     MAX_SANDBOXES_PER_OWNER_FIELD_NUMBER: _builtins.int
     MAX_RESOURCES_FIELD_NUMBER: _builtins.int
+    EGRESS_HOSTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     available: _builtins.bool
     unavailable_reason: _builtins.str
@@ -713,6 +795,10 @@ class Backend(_message.Message):
     def max_resources(self) -> Global___Resources:
         """The most that a spec may request. Unset fields have no maximum."""
 
+    @_builtins.property
+    def egress_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its allow-lists may name, as in Allowlist.hosts, and "*" for any. Empty where it has no ALLOWLIST."""
+
     def __init__(
         self,
         *,
@@ -728,10 +814,11 @@ class Backend(_message.Message):
         max_lifetime: _duration_pb2.Duration | None = ...,
         max_sandboxes_per_owner: _builtins.int | None = ...,
         max_resources: Global___Resources | None = ...,
+        egress_hosts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_resources", b"max_resources", "max_sandboxes_per_owner", b"max_sandboxes_per_owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "available", b"available", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "is_default", b"is_default", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_resources", b"max_resources", "max_sandboxes", b"max_sandboxes", "max_sandboxes_per_owner", b"max_sandboxes_per_owner", "name", b"name", "unavailable_reason", b"unavailable_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "available", b"available", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "egress_hosts", b"egress_hosts", "is_default", b"is_default", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_resources", b"max_resources", "max_sandboxes", b"max_sandboxes", "max_sandboxes_per_owner", b"max_sandboxes_per_owner", "name", b"name", "unavailable_reason", b"unavailable_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_sandboxes_per_owner: _TypeAlias = _typing.Literal["max_sandboxes_per_owner"]  # noqa: Y015
     _WhichOneofArgType__max_sandboxes_per_owner: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner"]  # noqa: Y015

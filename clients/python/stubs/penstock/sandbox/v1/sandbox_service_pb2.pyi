@@ -930,8 +930,8 @@ class ForkSandboxesRequest(_message.Message):
     """1 to 256."""
     @_builtins.property
     def spec(self) -> _sandbox_pb2.SandboxSpec:
-        """Lease, labels, network and extra env of the children. Backend, base and resources come from the source and MUST be
-        unset here. The base of a live sandbox's child is the copy, which has no snapshot id.
+        """Lease, labels, network, extra env and `repeatable` of the children. Backend, base and resources come from the source and
+        MUST be unset here. The base of a live sandbox's child is the copy, which has no snapshot id.
         """
 
     def __init__(
@@ -1071,15 +1071,21 @@ class PauseSandboxRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SANDBOX_ID_FIELD_NUMBER: _builtins.int
+    HOLD_TIMEOUTS_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
+    hold_timeouts: _builtins.bool
+    """The timeouts of commands stand still until ResumeSandbox. A backend that cannot pause then holds the timeouts alone, and
+    everything runs on; that is no error (timeouts_only).
+    """
     def __init__(
         self,
         *,
         sandbox_id: _builtins.str = ...,
+        hold_timeouts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sandbox_id", b"sandbox_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_timeouts", b"hold_timeouts", "sandbox_id", b"sandbox_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1091,12 +1097,17 @@ class PauseSandboxResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TIMEOUTS_ONLY_FIELD_NUMBER: _builtins.int
+    timeouts_only: _builtins.bool
+    """True = nothing is frozen, because the backend cannot pause. See hold_timeouts."""
     def __init__(
         self,
+        *,
+        timeouts_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeouts_only", b"timeouts_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

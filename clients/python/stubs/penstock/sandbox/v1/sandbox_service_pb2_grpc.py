@@ -267,7 +267,7 @@ class SandboxServiceServicer(object):
         are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
         those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
         killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-        Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
+        Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,8 +321,8 @@ class SandboxServiceServicer(object):
 
     def PauseSandbox(self, request, context):
         """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
-        and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
-        sandbox, which runs for that moment.
+        and so do the timeouts of commands, unless hold_timeouts is set. A command that times out, or is killed by KillProcess, is
+        ended in the paused sandbox, which runs for that moment.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
         UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
         """
@@ -331,7 +331,7 @@ class SandboxServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeSandbox(self, request, context):
-        """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
+        """ResumeSandbox thaws a PAUSED sandbox, and lets held timeouts run. A READY one is a success.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -102,7 +102,7 @@ class SandboxServiceStub:
     are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
     those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
     killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-    Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
+    Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
     """
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]
     """GetSnapshot returns a snapshot.
@@ -131,13 +131,13 @@ class SandboxServiceStub:
     """
     PauseSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]
     """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
-    and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
-    sandbox, which runs for that moment.
+    and so do the timeouts of commands, unless hold_timeouts is set. A command that times out, or is killed by KillProcess, is
+    ended in the paused sandbox, which runs for that moment.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
     UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
     """
     ResumeSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ResumeSandboxRequest, _sandbox_service_pb2.ResumeSandboxResponse]
-    """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
+    """ResumeSandbox thaws a PAUSED sandbox, and lets held timeouts run. A READY one is a success.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatsRequest, _sandbox_service_pb2.GetStatsResponse]
@@ -228,7 +228,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
     those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
     killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-    Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
+    Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
     """
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]  # type: ignore[assignment]
     """GetSnapshot returns a snapshot.
@@ -257,13 +257,13 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     PauseSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]  # type: ignore[assignment]
     """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
-    and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
-    sandbox, which runs for that moment.
+    and so do the timeouts of commands, unless hold_timeouts is set. A command that times out, or is killed by KillProcess, is
+    ended in the paused sandbox, which runs for that moment.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
     UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
     """
     ResumeSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ResumeSandboxRequest, _sandbox_service_pb2.ResumeSandboxResponse]  # type: ignore[assignment]
-    """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
+    """ResumeSandbox thaws a PAUSED sandbox, and lets held timeouts run. A READY one is a success.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatsRequest, _sandbox_service_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -423,7 +423,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         are unaffected. Snapshots beyond the operator's `snapshot_cache_bytes` are evicted, least recently used first, except
         those in use or used in the last minute. Where the backend keeps snapshots elsewhere, a service knows those of its
         killed predecessor, and, if the operator chooses so, those of a stopped one. Prepare an evicted snapshot again.
-        Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
+        Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; SANDBOX_LOST; CAPABILITY_MISSING).
         """
 
     @_abc_1.abstractmethod
@@ -488,8 +488,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.PauseSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.PauseSandboxResponse]]:
         """PauseSandbox freezes every process and returns once all are frozen. A PAUSED sandbox is a success. The lease runs on,
-        and so do the timeouts of commands. A command that times out, or is killed by KillProcess, is ended in the paused
-        sandbox, which runs for that moment.
+        and so do the timeouts of commands, unless hold_timeouts is set. A command that times out, or is killed by KillProcess, is
+        ended in the paused sandbox, which runs for that moment.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
         UNAVAILABLE (PAUSE_FAILED, with RetryInfo: a process did not freeze in time; all run on).
         """
@@ -500,7 +500,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ResumeSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ResumeSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.ResumeSandboxResponse]]:
-        """ResumeSandbox thaws a PAUSED sandbox. A READY one is a success.
+        """ResumeSandbox thaws a PAUSED sandbox, and lets held timeouts run. A READY one is a success.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
         """
 

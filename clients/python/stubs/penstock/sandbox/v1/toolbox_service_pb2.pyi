@@ -99,6 +99,32 @@ class ToolboxFile(_message.Message):
 Global___ToolboxFile: _TypeAlias = ToolboxFile  # noqa: Y015
 
 @_typing.final
+class PythonTarget(_message.Message):
+    """PythonTarget is the Python of sandboxes for which packages are installed. It is CPython."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    PLATFORM_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Its minor version, for example "3.12"."""
+    platform: _builtins.str
+    """The newest platform of wheels that it takes, for example "manylinux_2_36_x86_64" or "musllinux_1_2_aarch64"."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        platform: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["platform", b"platform", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PythonTarget: _TypeAlias = PythonTarget  # noqa: Y015
+
+@_typing.final
 class ToolboxSpec(_message.Message):
     """ToolboxSpec is the content of a toolbox. The id is a digest of the content and the platform, opaque to clients."""
 
@@ -110,8 +136,15 @@ class ToolboxSpec(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     PATH_DIRECTORIES_FIELD_NUMBER: _builtins.int
     PYTHON_PACKAGES_FIELD_NUMBER: _builtins.int
+    NPM_LOCK_FIELD_NUMBER: _builtins.int
+    PYTHON_TARGET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the mount path /opt/penstock/toolboxes/NAME. Its bin directories come first in PATH."""
+    npm_lock: _builtins.str
+    """Content of a package-lock.json of lockfileVersion 2 or 3, at most 2 MiB and 5,000 packages, instead of `npm_packages`.
+    Exactly these packages are installed, each by its integrity, without their install scripts. Addresses in it are not
+    used: the registry is the service's. In sandboxes with the toolbox, NODE_PATH has the packages.
+    """
     @_builtins.property
     def runtimes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Runtime]: ...
     @_builtins.property
@@ -133,6 +166,12 @@ class ToolboxSpec(_message.Message):
         not.
         """
 
+    @_builtins.property
+    def python_target(self) -> Global___PythonTarget:
+        """Set: `python_packages` are for the sandbox's own Python, `runtimes` need not name PYTHON, and in sandboxes with the
+        toolbox PYTHONPATH has the packages and PATH has their programs.
+        """
+
     def __init__(
         self,
         *,
@@ -142,10 +181,12 @@ class ToolboxSpec(_message.Message):
         files: _abc.Iterable[Global___ToolboxFile] | None = ...,
         path_directories: _abc.Iterable[_builtins.str] | None = ...,
         python_packages: _abc.Iterable[_builtins.str] | None = ...,
+        npm_lock: _builtins.str = ...,
+        python_target: Global___PythonTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["python_target", b"python_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "name", b"name", "npm_packages", b"npm_packages", "path_directories", b"path_directories", "python_packages", b"python_packages", "runtimes", b"runtimes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "name", b"name", "npm_lock", b"npm_lock", "npm_packages", b"npm_packages", "path_directories", b"path_directories", "python_packages", b"python_packages", "python_target", b"python_target", "runtimes", b"runtimes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

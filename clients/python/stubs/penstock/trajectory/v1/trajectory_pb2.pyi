@@ -271,6 +271,9 @@ class Call(_message.Message):
     TOOLS_SHA256_FIELD_NUMBER: _builtins.int
     POLICY_ID_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    REPLAYED_FROM_FIELD_NUMBER: _builtins.int
+    BRANCH_POINT_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     rollout_id: _builtins.str
     index: _builtins.int
@@ -317,6 +320,14 @@ class Call(_message.Message):
     """The policy that the call was for (RolloutModel.policy_id), of which its completion's versions are. Empty = the rollout's
     only one.
     """
+    branch_point: _builtins.bool
+    """Whether it is the call at which this rollout, a branch, leaves its parent (Trajectory.branched_from): the one that has the
+    prompt of BranchPoint.call_id. With an answer that was given, `injected` is set, and neither a span nor replayed_from is.
+    """
+    given: _builtins.bool
+    """Whether its answer was given by the creator of this rollout, a branch, or of one of those that it was branched from: nobody
+    sampled it. Then `injected` is set, and neither a span nor replayed_from is.
+    """
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion:
         """Unset unless DELIVERED."""
@@ -348,6 +359,12 @@ class Call(_message.Message):
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Media]:
         """Images of the prompt that the parent's prompt does not have, without data unless the reader asked for it."""
+
+    @_builtins.property
+    def replayed_from(self) -> Global___ReplayOrigin:
+        """Set if its completion was replayed: for which call it was sampled. Then it was not sampled again, and its ids, logprobs,
+        policy versions and message are those of that call.
+        """
 
     def __init__(
         self,
@@ -385,10 +402,13 @@ class Call(_message.Message):
         tools_sha256: _builtins.bytes = ...,
         policy_id: _builtins.str = ...,
         media: _abc.Iterable[_chat_pb2.Media] | None = ...,
+        replayed_from: Global___ReplayOrigin | None = ...,
+        branch_point: _builtins.bool = ...,
+        given: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "chain_index", b"chain_index", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "sampling_requested", b"sampling_requested"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "_replayed_from", b"_replayed_from", "chain_index", b"chain_index", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "sampling_requested", b"sampling_requested"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "media", b"media", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "_replayed_from", b"_replayed_from", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "branch_point", b"branch_point", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "given", b"given", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "media", b"media", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "policy_id", b"policy_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chain_index: _TypeAlias = _typing.Literal["chain_index"]  # noqa: Y015
     _WhichOneofArgType__chain_index: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index"]  # noqa: Y015
@@ -396,14 +416,94 @@ class Call(_message.Message):
     _WhichOneofArgType__completion: _TypeAlias = _typing.Literal["_completion", b"_completion"]  # noqa: Y015
     _WhichOneofReturnType__parent_call_id: _TypeAlias = _typing.Literal["parent_call_id"]  # noqa: Y015
     _WhichOneofArgType__parent_call_id: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id"]  # noqa: Y015
+    _WhichOneofReturnType__replayed_from: _TypeAlias = _typing.Literal["replayed_from"]  # noqa: Y015
+    _WhichOneofArgType__replayed_from: _TypeAlias = _typing.Literal["_replayed_from", b"_replayed_from"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chain_index) -> _WhichOneofReturnType__chain_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__completion) -> _WhichOneofReturnType__completion | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_call_id) -> _WhichOneofReturnType__parent_call_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replayed_from) -> _WhichOneofReturnType__replayed_from | None: ...
 
 Global___Call: _TypeAlias = Call  # noqa: Y015
+
+@_typing.final
+class ReplayOrigin(_message.Message):
+    """ReplayOrigin is the call for which a replayed completion was sampled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    attempt: _builtins.int
+    """Of the rollout, from 1."""
+    call_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        call_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "call_id", b"call_id", "rollout_id", b"rollout_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayOrigin: _TypeAlias = ReplayOrigin  # noqa: Y015
+
+@_typing.final
+class BranchPoint(_message.Message):
+    """BranchPoint is the call of another rollout, the parent, at which a rollout begins to differ (RolloutService.BranchRollout).
+    Calls before it have the parent's answers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    CALL_INDEX_FIELD_NUMBER: _builtins.int
+    ANSWER_GIVEN_FIELD_NUMBER: _builtins.int
+    TRAIN_PREFIX_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    parent_rollout_id: _builtins.str
+    call_id: _builtins.str
+    """The parent's call, and its Call.index."""
+    call_index: _builtins.int
+    answer_given: _builtins.bool
+    """Whether the call is answered as the branch's creator gave it, and not sampled."""
+    train_prefix: _builtins.bool
+    """Whether turns that the parent sampled are trained in the branch too. False = they are context
+    (TurnSpan.untrained_reason PARENT), and policy bounds do not apply to them.
+    """
+    seed: _builtins.int
+    """Seed of the group's first branch; each further one has the seed plus its index in the group. It overrides the seed of each
+    of its agent's calls. Unset = the calls have the parent's seeds, if any.
+    """
+    def __init__(
+        self,
+        *,
+        parent_rollout_id: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+        call_index: _builtins.int = ...,
+        answer_given: _builtins.bool = ...,
+        train_prefix: _builtins.bool = ...,
+        seed: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "answer_given", b"answer_given", "call_id", b"call_id", "call_index", b"call_index", "parent_rollout_id", b"parent_rollout_id", "seed", b"seed", "train_prefix", b"train_prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+
+Global___BranchPoint: _TypeAlias = BranchPoint  # noqa: Y015
 
 @_typing.final
 class HostToolCall(_message.Message):
@@ -426,6 +526,7 @@ class HostToolCall(_message.Message):
     END_REASON_FIELD_NUMBER: _builtins.int
     RECEIVE_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    REPLAYED_FROM_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
     rollout_id: _builtins.str
     index: _builtins.int
@@ -452,6 +553,10 @@ class HostToolCall(_message.Message):
     def receive_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def replayed_from(self) -> Global___ReplayOrigin:
+        """Set if its result was replayed: the host tool call (call_id) for which a host gave it. No host got this one."""
+
     def __init__(
         self,
         *,
@@ -468,12 +573,15 @@ class HostToolCall(_message.Message):
         end_reason: _builtins.str = ...,
         receive_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        replayed_from: Global___ReplayOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "receive_time", b"receive_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replayed_from", b"_replayed_from", "end_time", b"end_time", "receive_time", b"receive_time", "replayed_from", b"replayed_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "end_reason", b"end_reason", "end_time", b"end_time", "index", b"index", "is_error", b"is_error", "name", b"name", "receive_time", b"receive_time", "result_bytes", b"result_bytes", "result_json", b"result_json", "result_sha256", b"result_sha256", "rollout_id", b"rollout_id", "state", b"state", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replayed_from", b"_replayed_from", "arguments_json", b"arguments_json", "end_reason", b"end_reason", "end_time", b"end_time", "index", b"index", "is_error", b"is_error", "name", b"name", "receive_time", b"receive_time", "replayed_from", b"replayed_from", "result_bytes", b"result_bytes", "result_json", b"result_json", "result_sha256", b"result_sha256", "rollout_id", b"rollout_id", "state", b"state", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replayed_from: _TypeAlias = _typing.Literal["replayed_from"]  # noqa: Y015
+    _WhichOneofArgType__replayed_from: _TypeAlias = _typing.Literal["_replayed_from", b"_replayed_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replayed_from) -> _WhichOneofReturnType__replayed_from | None: ...
 
 Global___HostToolCall: _TypeAlias = HostToolCall  # noqa: Y015
 
@@ -539,8 +647,9 @@ class TurnSpan(_message.Message):
     end: _builtins.int
     untrained_reason: _builtins.str
     """Why its tokens are masked 0; empty = they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
-    limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE,
-    or CLASS_ and the name of a class that is not trained.
+    limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. PARENT: it was sampled for the rollout of
+    which this one is a branch, which trains it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class
+    that is not trained.
     """
     reward: _builtins.float
     """Reward.turns of the call. Unset = the turn has no reward of its own, which is not zero."""
@@ -603,6 +712,8 @@ class Sample(_message.Message):
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    PARENT_ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    BRANCH_CALL_ID_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     branch_id: _builtins.str
     count: _builtins.int
@@ -630,6 +741,11 @@ class Sample(_message.Message):
     """The most alternatives of a trained turn. 0 = none, or the reader did not ask."""
     token_rewards: _builtins.bytes
     """TurnReward.token_values, little-endian float32: `count` of them, 0.0 where there is none. Empty = no token has one."""
+    parent_rollout_id: _builtins.str
+    """Of a branch: BranchPoint.parent_rollout_id and call_id. The turns up to that call are the parent's, token for token. Empty
+    = the rollout is no branch.
+    """
+    branch_call_id: _builtins.str
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_completion_pb2.PolicyVersionSpan]:
         """Of the sampled tokens; gaps are context."""
@@ -668,10 +784,12 @@ class Sample(_message.Message):
         token_rewards: _builtins.bytes = ...,
         tensors: _abc.Iterable[_completion_pb2.TokenTensor] | None = ...,
         media: _abc.Iterable[_chat_pb2.Media] | None = ...,
+        parent_rollout_id: _builtins.str = ...,
+        branch_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "media", b"media", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "tensors", b"tensors", "token_rewards", b"token_rewards", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_call_id", b"branch_call_id", "branch_class", b"branch_class", "branch_id", b"branch_id", "count", b"count", "input_ids", b"input_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "loss_mask", b"loss_mask", "media", b"media", "parent_rollout_id", b"parent_rollout_id", "prompt_count", b"prompt_count", "sample_id", b"sample_id", "tensors", b"tensors", "token_rewards", b"token_rewards", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "truncated", b"truncated", "turns", b"turns", "versions", b"versions", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -969,6 +1087,8 @@ class Trajectory(_message.Message):
     FAILURE_CAUSED_BY_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BRANCHED_FROM_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -991,6 +1111,8 @@ class Trajectory(_message.Message):
     """The component at fault: the driver's Party by name. Empty = the rollout completed."""
     namespace: _builtins.str
     """The namespace to which the rollout belongs."""
+    attempt: _builtins.int
+    """The attempt at the rollout that it is of, from 1. 0 until the driver has set it."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -1023,6 +1145,10 @@ class Trajectory(_message.Message):
     def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
         """In the order of their creation (RolloutService.AnnotateTrajectory)."""
 
+    @_builtins.property
+    def branched_from(self) -> Global___BranchPoint:
+        """Where it leaves another rollout. Unset = it is no branch."""
+
     def __init__(
         self,
         *,
@@ -1054,11 +1180,15 @@ class Trajectory(_message.Message):
         failure_caused_by: _builtins.str = ...,
         namespace: _builtins.str = ...,
         annotations: _abc.Iterable[Global___Annotation] | None = ...,
+        attempt: _builtins.int = ...,
+        branched_from: Global___BranchPoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "branched_from", b"branched_from", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "annotations", b"annotations", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from", "_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "annotations", b"annotations", "attempt", b"attempt", "branched_from", b"branched_from", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_caused_by", b"failure_caused_by", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "namespace", b"namespace", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__branched_from: _TypeAlias = _typing.Literal["branched_from"]  # noqa: Y015
+    _WhichOneofArgType__branched_from: _TypeAlias = _typing.Literal["_branched_from", b"_branched_from"]  # noqa: Y015
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
     _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
@@ -1067,6 +1197,8 @@ class Trajectory(_message.Message):
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branched_from) -> _WhichOneofReturnType__branched_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
     @_typing.overload

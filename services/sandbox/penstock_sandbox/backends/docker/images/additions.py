@@ -58,6 +58,11 @@ class File:
     owner: Account | None = None
 
 
+def unwanted(name: str) -> bool:
+    """Whether an image's variable is dropped: Penstock's own names, and libraries loaded into every program."""
+    return name.startswith("PENSTOCK_") or name in ("LD_PRELOAD", "LD_AUDIT")
+
+
 def packed(files: Iterable[File]) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:

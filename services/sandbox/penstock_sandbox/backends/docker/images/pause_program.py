@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
 from typing import Final
 
 PATH: Final = "/opt/penstock/hold"
@@ -63,15 +64,19 @@ def _arm64() -> bytes:
     return struct.pack(f"<{len(words)}I", *words) + _IGNORE
 
 
-_MACHINES: Final = {"amd64": (62, _amd64), "arm64": (183, _arm64)}
+_MACHINES: Final = {"amd64": 62, "arm64": 183}
 
 
 def program(architecture: str) -> bytes | None:
     """Returns the executable for an architecture as named by Docker; None if there is none."""
-    known = _MACHINES.get(architecture)
-    if known is None:
+    return executable(architecture, {"amd64": _amd64, "arm64": _arm64})
+
+
+def executable(architecture: str, assembled: Mapping[str, Callable[[], bytes]]) -> bytes | None:
+    """Returns an executable of the code that ``assembled`` has for an architecture; None if there is none."""
+    machine, assemble = _MACHINES.get(architecture), assembled.get(architecture)
+    if machine is None or assemble is None:
         return None
-    machine, assemble = known
     code = assemble()
     size = _HEADERS + len(code)
     identification = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")

@@ -26,7 +26,15 @@ from penstock_sandbox.backends.docker.mounts import Mounts, bind
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.probe.inspection import look, look_closer, reads, write_nonce
 from penstock_sandbox.backends.docker.sandboxes import TRIAL, DockerSandboxes
-from penstock_sandbox.domain.model import Capabilities, DiskLimit, ForkKind, NetworkKind, Resources, SandboxSpec
+from penstock_sandbox.domain.model import (
+    Capabilities,
+    DiskLimit,
+    ForkKind,
+    NetworkKind,
+    RepeatablePart,
+    Resources,
+    SandboxSpec,
+)
 from penstock_sandbox.guest_client.sandbox import GuestSandbox
 from penstock_sandbox.guest_client.stream import LinkLost
 from penstock_sandbox.host.errors import Refused as RefusedInside
@@ -36,6 +44,8 @@ _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
 _TRIAL_PIDS_TRIED = 16
 _TRIAL_DISK = 64 * 1024 * 1024
 _SHARED_PROBE = f"{OURS}/shared"
+# No process ids: programs of Penstock's own start among the sandbox's, as many as the daemon's pace has it.
+_REPEATABLE = frozenset({RepeatablePart.HOSTNAME, RepeatablePart.MACHINE_ID})
 _OWN_KERNELS = ("runsc", "kata")
 _GVISOR_ADVICE = (
     "; to have it, install gVisor (apt-get install runsc), name it under runtimes in the daemon's daemon.json and "
@@ -168,6 +178,8 @@ class Trial:
         networks = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
         if self._options.allow_open_network:
             networks.add(NetworkKind.OPEN)
+        if self._options.allowlists:
+            networks.add(NetworkKind.ALLOWLIST)
         writable = not self._options.read_only
         kept = writable and self._files_seen
         return Capabilities(
@@ -184,6 +196,7 @@ class Trial:
             toolboxes=True,
             kill_tree=True,
             own_kernel=reach.own_kernel,
+            repeatable=_REPEATABLE,
         )
 
     async def _holds_root(self) -> bool:

@@ -27,6 +27,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from penstock_sandbox.backends.local.spawner import killing, read_only_mounts, shares, wire
@@ -36,6 +37,8 @@ from penstock_sandbox.guest.common import children, files, loopback, pdeathsig, 
 _LINGER_MS = 2
 _OOM_BIAS = 500
 _CAPABILITIES = (syscalls.CAP_SYS_ADMIN, syscalls.CAP_SYS_PTRACE)
+# Of the monotonic and the boot clock of a repeatable sandbox, when it is made.
+_CLOCKS_BEGIN_S = 1_000
 # A higher limit slows programs that close every possible descriptor.
 _OPEN_FILES = 65_536
 
@@ -285,20 +288,56 @@ class SandboxHelper:
         return {"pid": pid}, []
 
 
+def _fix_clocks(offsets: int, host_proc: int) -> None:
+    """Enters a time namespace whose clocks begin now at a fixed time; the helper's children are in it too.
+
+    It enters it itself, because until a process does, the kernel makes no child that shares its memory, as of a spawn.
+    """
+    syscalls.unshare(syscalls.CLONE_NEWTIME)
+    # Those of the namespace that it comes from, which the new one begins with.
+    before = dict(line.split(maxsplit=1) for line in os.pread(offsets, 256, 0).decode().splitlines())
+    lines = []
+    for name, clock in (("monotonic", time.CLOCK_MONOTONIC), ("boottime", time.CLOCK_BOOTTIME)):
+        seconds, nanoseconds = map(int, before[name].split())
+        offset = seconds * 10**9 + nanoseconds + _CLOCKS_BEGIN_S * 10**9 - time.clock_gettime_ns(clock)
+        lines.append(f"{name} {offset // 10**9} {offset % 10**9}\n")
+    os.write(offsets, "".join(lines).encode())
+    os.close(offsets)
+    made = os.open("self/ns/time_for_children", os.O_RDONLY | os.O_CLOEXEC, dir_fd=host_proc)
+    syscalls.setns(made, syscalls.CLONE_NEWTIME, "time")
+    os.close(made)
+
+
+def forbid_imports() -> None:
+    """Forbids further imports to the spawner and its helpers, whose paths refer to a sandbox's root later.
+
+    An import there would run what an agent planted. Called once, before the first helper: what each of them clears,
+    it copies first.
+    """
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+    sys.meta_path[:] = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter]
+
+
 def enter(
     entry: socket.socket,
     channel: socket.socket,
     uid: int | None,
     read_only: Sequence[str],
+    writable: Sequence[str],
     tmp_inodes: int,
     calls: bytes | None,
+    *,
+    fixed_clocks: bool,
 ) -> None:
-    """Becomes the helper: never returns.
+    """Becomes the helper: never returns. Imports are forbidden by then.
 
     ``entry`` receives one message when the sandbox's root is complete: its first process's id on the host, a pidfd of
     that process, and the user namespace of its mounts. ``uid`` is the host user to become (None: stay), ``read_only``
-    are the names at the top level that become read-only, ``tmp_inodes`` limits the files of each place in memory,
-    ``calls`` is the seccomp filter (None: there is none for this machine). The spawner moves it into the sandbox's
+    are the names at the top level that become read-only (with ``writable``: all but those directories), ``tmp_inodes``
+    limits the files of each place in memory,
+    ``calls`` is the seccomp filter (None: there is none for this machine), ``fixed_clocks`` whether its clocks begin at
+    a fixed time. The spawner moves it into the sandbox's
     control groups meanwhile.
     """
     code = 71
@@ -308,6 +347,8 @@ def enter(
             signal.signal(number, signal.SIG_DFL)
         oom_score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         host_proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Now: later this process is not dumpable, and the file then belongs to root.
+        offsets = os.open("self/timens_offsets", os.O_RDWR | os.O_CLOEXEC, dir_fd=host_proc) if fixed_clocks else None
         if uid is not None:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
@@ -316,10 +357,6 @@ def enter(
             syscalls.die_with_parent(signal.SIGKILL)
         syscalls.set_dumpable(False)
         shares.lower_limits(_OPEN_FILES)
-        # Paths refer to the sandbox's root soon: an import would run what an agent planted.
-        sys.path.clear()
-        sys.path_importer_cache.clear()
-        sys.meta_path[:] = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter]
         received = wire.receive(entry)
         if received is None:
             raise OSError(errno.ECHILD, "the sandbox ended before it was complete")
@@ -328,7 +365,7 @@ def enter(
         # The mounts belong to the user namespace in which bubblewrap made them; the sandbox's own is below that.
         syscalls.setns(owner, syscalls.CLONE_NEWUSER, "outer user")
         syscalls.setns(sandbox_pidfd, syscalls.CLONE_NEWNS, "mount")
-        read_only_mounts.make(read_only, tmp_inodes)
+        read_only_mounts.make(read_only, writable, tmp_inodes)
         syscalls.setns(
             sandbox_pidfd,
             syscalls.CLONE_NEWUSER
@@ -339,6 +376,8 @@ def enter(
             | syscalls.CLONE_NEWCGROUP,
             "sandbox's",
         )
+        if offsets is not None:
+            _fix_clocks(offsets, host_proc)
         shares.limit_watches(host_proc)
         os.close(sandbox_pidfd)
         os.close(owner)

@@ -5,9 +5,11 @@ proves nothing by itself. Two things do: a listing during which the sandbox made
 during which the kernel makes none.
 
 Invariants
-- The helper, which no process in the sandbox can signal, kills what it sees. What needs the sandbox's process namespace
-  (reading the last process id, killing all at once) is done by a *scout*, a child of the helper in there. An agent may
-  kill or stop a scout, so further ones are sent until the deadline.
+- The helper, which no process in the sandbox can signal, kills what it sees. A process of the sandbox also has an id in
+  the helper's own process namespace. So if that made no process meanwhile, which is usual where little runs on the
+  machine, the helper's two listings prove the end.
+- Else a *scout*, a child of the helper in the sandbox's process namespace, reads that one's last process id, or kills
+  all at once. An agent may kill or stop a scout, so further ones are sent until the deadline.
 - A process that cannot be inspected is killed: it is never assumed to belong to another tree.
 """
 
@@ -24,6 +26,8 @@ from penstock_sandbox.guest.common import files
 
 # How long to search for a tree while processes are constantly made, before everything in the sandbox is killed.
 _PATIENCE_S = 0.5
+# The helper's own listings before it sends a scout, while the machine makes processes: some cost less than a scout.
+_LOOKS = 3
 # Limit of the helper's own pass before it sends a scout: there may be many processes that should survive.
 _FIRST_LOOK_S = 0.1
 _PAUSE_S = 0.0005
@@ -59,25 +63,36 @@ def kill_tree(proc: int, tag: str, spared: Collection[int], within: float) -> No
             time.sleep(_PAUSE_S)
         return True
 
-    _until_done(lambda: _kill_seen(proc, wanted, spared, now + _FIRST_LOOK_S), scout, deadline)
+    _until_done(lambda: _proved(proc, wanted, spared, now + _FIRST_LOOK_S), scout, deadline)
 
 
 def kill_everything(proc: int, within: float) -> None:
     """Kills all but the first process, jobs too; on return nothing else is left. Raises as ``kill_tree`` does."""
     now = time.monotonic()
     deadline = now + within
-    _until_done(lambda: _kill_seen(proc, _lives, (), now + _FIRST_LOOK_S), lambda: _kill_all(proc, deadline), deadline)
+    _until_done(lambda: _proved(proc, _lives, (), now + _FIRST_LOOK_S), lambda: _kill_all(proc, deadline), deadline)
 
 
-def _until_done(kill_seen: Callable[[], bool], scout: Callable[[], bool], deadline: float) -> None:
+def _until_done(proved: Callable[[], bool], scout: Callable[[], bool], deadline: float) -> None:
     while True:
-        # First the helper itself: this ends processes that would end a scout, or keeps them busy forking.
-        kill_seen()
-        if _sent(scout, deadline):
+        # First the helper itself: this ends processes that would end a scout, or keeps them busy forking. A scout is a
+        # fork of Python, so none is sent where this is proof enough.
+        if proved() or _sent(scout, deadline):
             return
         if time.monotonic() > deadline:
             raise files.Refused(errno.ETIMEDOUT, "processes survived many SIGKILLs")
         time.sleep(_PAUSE_S)
+
+
+def _proved(proc: int, wanted: Wanted, spared: Collection[int], until: float) -> bool:
+    """Kills all wanted processes that the helper sees; returns whether certainly none exists."""
+    watch = _Watch(proc)
+    for _ in range(_LOOKS):
+        if watch.nothing(wanted, spared, until):
+            return True
+        if not watch.made:
+            break  # some are still dying
+    return False
 
 
 def _kill_seen(proc: int, wanted: Wanted, spared: Collection[int], until: float) -> bool:
@@ -107,7 +122,7 @@ def _kill_seen(proc: int, wanted: Wanted, spared: Collection[int], until: float)
     return found
 
 
-# In the scout: proofs -------------------------------------------------------------------------------------------------
+# Proofs, in the helper and in the scout ------------------------------------------------------------------------------
 
 
 class _Watch:

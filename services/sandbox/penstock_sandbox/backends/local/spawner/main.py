@@ -43,7 +43,9 @@ class _Sandbox:
         self.uid: int | None = request["uid"]
         self.groups: list[str] = request["groups"]
         self.read_only: list[str] = request["read_only"]
+        self.writable: list[str] = request["writable"]
         self.tmp_inodes: int = request["tmp_inodes"]
+        self.fixed_clocks: bool = request["fixed_clocks"]
         self.seq: int | None = request["seq"]  # the create request that is not answered yet
         self.bwrap = bwrap
         self.helper_channel = helper_channel
@@ -184,7 +186,15 @@ class Spawner:
         try:
             return os.posix_spawn(
                 self._bwrap,
-                [self._bwrap, "--info-fd", str(_INFO), *filtered, *request["argv"], "--", *FIRST_PROCESS],
+                [
+                    self._bwrap,
+                    "--info-fd",
+                    str(_INFO),
+                    *filtered,
+                    *request["argv"],
+                    "--",
+                    *(request["first"] or FIRST_PROCESS),
+                ],
                 {},
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, payload, 0),
@@ -238,8 +248,10 @@ class Spawner:
                         socket.socket(fileno=sandbox.helper_channel),
                         sandbox.uid,
                         sandbox.read_only,
+                        sandbox.writable,
                         sandbox.tmp_inodes,
                         self._calls,
+                        fixed_clocks=sandbox.fixed_clocks,
                     )
                 finally:
                     os._exit(71)
@@ -372,7 +384,7 @@ class Spawner:
         It is now a child of this process (a subreaper), so any child that belongs to no sandbox is such a stray.
         """
         known = {pid for sandbox in self._sandboxes.values() for pid in (sandbox.bwrap, sandbox.helper_pid)}
-        with open("/proc/thread-self/children", encoding="ascii") as file:
+        with open("/proc/thread-self/children", "rb") as file:  # a text's encoding would be imported
             children = file.read().split()
         for child in map(int, children):
             if child not in known:
@@ -409,6 +421,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The service decides; a Ctrl-C in its terminal reaches the whole foreground group.
         signal.signal(ignored, signal.SIG_IGN)
+    helper.forbid_imports()
     gc.collect()
     gc.freeze()
     gc.disable()

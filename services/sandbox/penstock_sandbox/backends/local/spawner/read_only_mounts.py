@@ -22,6 +22,8 @@ _REMOUNT = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NODEV
 # As bubblewrap mounts it, but limited: the terminals of all sandboxes together are the machine's, some 3,000.
 _TERMINALS_OPTIONS = "ptmxmode=0666,mode=620,max=128"
 _EMPTY_FOLDER, _EMPTY_FILE = "/mnt", "/etc/machine-id"
+NOTHING = "/opt/penstock/nothing"
+"""An empty directory in sandboxes made from an image, whose /mnt is the image's."""
 # The first process lives and dies with the sandbox: processes of the same user must not write its files, such as the
 # one that would make it the OOM killer's first choice.
 _HIDDEN_FOLDERS = ("/proc/1",)
@@ -37,9 +39,10 @@ _HIDDEN_FILES = (
 )
 
 
-def make(names: Sequence[str], tmp_inodes: int) -> None:
+def make(names: Sequence[str], writable: Sequence[str], tmp_inodes: int) -> None:
     """Makes ``names`` at the top level, and the directory of the devices, read-only mounts; hides machine information.
 
+    With ``writable``, the root itself is one, and everything in it but these directories and those in memory.
     ``tmp_inodes`` limits the files of each place in memory: empty files take the kernel's memory, too.
     """
     for path in _IN_MEMORY:
@@ -53,7 +56,11 @@ def make(names: Sequence[str], tmp_inodes: int) -> None:
     syscalls.mount("none", _TERMINALS, None, flags, _TERMINALS_OPTIONS)
     syscalls.mount("none", _TERMINALS, None, _READ_ONLY | syscalls.MS_NOEXEC)
     for path in _HIDDEN_FOLDERS:
-        syscalls.mount(_EMPTY_FOLDER, path, None, syscalls.MS_BIND)
+        syscalls.mount(NOTHING if writable else _EMPTY_FOLDER, path, None, syscalls.MS_BIND)
     for path in _HIDDEN_FILES:
         if os.path.exists(path):
             syscalls.mount(_EMPTY_FILE, path, None, syscalls.MS_BIND)
+    for path in writable:
+        syscalls.mount(path, path, None, syscalls.MS_BIND)
+    if writable:
+        syscalls.mount("none", "/", None, _READ_ONLY | syscalls.MS_NODEV)

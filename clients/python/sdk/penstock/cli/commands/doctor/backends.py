@@ -1,4 +1,4 @@
-"""The part of `penstock doctor` for sandbox backends beyond this machine's own: docker, e2b and hf.
+"""The part of `penstock doctor` for sandbox backends beyond this machine's own: docker, e2b, hf and kubernetes.
 
 For each it reports whether its SDK is installed, whether it is configured, and whether its dependencies answer, by
 asking: the daemon about itself, the provider for something free of cost. A running sandbox service is asked as well,
@@ -43,7 +43,7 @@ _LIMITED: Final = ("memory", "pids", "disk")
 
 def look_at_backends(state_dir: Path | None = None) -> list[Finding]:
     """Returns a finding per backend, and two of the sandbox service if there is one; in at most `_LIMIT_S` seconds."""
-    looks: dict[str, Callable[[], Finding]] = {"docker": docker, "e2b": e2b, "hf": hf}
+    looks: dict[str, Callable[[], Finding]] = {"docker": docker, "e2b": e2b, "hf": hf, "kubernetes": kubernetes}
     found: dict[str, Finding] = {}
 
     def keep(name: str, look: Callable[[], Finding]) -> None:
@@ -241,6 +241,33 @@ def hf() -> Finding:
     sdk = _sdk("hf-sandbox" if classic else "huggingface_hub")
     headers = {"Authorization": f"Bearer {token}"}
     return _provider("hf", sdk, token, f"{address.rstrip('/')}/api/whoami-v2", headers, needs)
+
+
+def kubernetes() -> Finding:
+    """Its SDK, whether a warm pool and keys are set, and which API server its kubeconfig or its pod's account names.
+
+    That one is not asked: only the SDK speaks for a kubeconfig, whose user may be a program. A running service is.
+    """
+    installed, details = _sdk("kubernetes_asyncio")
+    pool = _value(_SETTING + "KUBERNETES_WARM_POOL")
+    details |= {"warm_pool": pool, "configured": bool(pool)}
+    needs = "set PENSTOCK_SANDBOX_KUBERNETES_WARM_POOL and PENSTOCK_SANDBOX_KUBERNETES_KEYS"
+    if not pool:
+        return _not_ok("kubernetes", f"{installed}; no warm pool", f"{needs}; only this backend needs it", details)
+    keys = _value(_SETTING + "KUBERNETES_KEYS")
+    absent = [name for name in ("service.pem", "pod.crt") if not (keys and Path(keys, name).is_file())]
+    if absent:
+        found = f"{installed}; warm pool {pool}; {' and '.join(absent)} not in {keys or 'any directory'}"
+        return _not_ok("kubernetes", found, f"{needs} to the directory where the Secret is mounted", details)
+    config = _value(_SETTING + "KUBERNETES_CONFIG", "KUBECONFIG")
+    where = "the account of its pod" if _value("KUBERNETES_SERVICE_HOST") else config or "~/.kube/config"
+    if not _value("KUBERNETES_SERVICE_HOST") and not Path(where).expanduser().is_file():
+        found = f"{installed}; warm pool {pool}, its keys; no {where}"
+        return _not_ok("kubernetes", found, "set PENSTOCK_SANDBOX_KUBERNETES_CONFIG to a kubeconfig", details)
+    found = f"{installed}; warm pool {pool}, its keys; the cluster of {where}, which a running service asks"
+    if details["sdk"] is False:
+        return _not_ok("kubernetes", found, "pip install 'penstock-sandbox[kubernetes]'", details)
+    return Finding("kubernetes", True, False, found, "", details)
 
 
 def _provider(

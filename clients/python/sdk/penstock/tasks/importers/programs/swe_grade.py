@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Grades a software engineering task inside its sandbox: restores the tests, runs pytest, reads what each test came to.
+"""Grades a software engineering task inside its sandbox: restores the tests, runs them, reads what each came to.
 
     swe_grade.py TASK_JSON       with the path of the reward file in PENSTOCK_REWARD_FILE
 
 Only Python's standard library, of 3.7 and later, and git. The files that the test patch touches are set back to the
-base commit and patched anew, whatever the agent made of them. Results are pytest's own, from its JUnit XML, never from
-what was printed. Every test of FAIL_TO_PASS has to pass, and every one of PASS_TO_PASS to pass or to be skipped. The
-code under test runs as the same user: it cannot look into this process, what it started is killed before the reward
-is written, and where that does not come to pass there is none.
+base commit and patched anew, whatever the agent made of them. Results are the runner's own, from pytest's JUnit XML or
+the report of django_report.py or sympy_report.py beside this file, never from what was printed. Every test of
+FAIL_TO_PASS has to pass, and every one of PASS_TO_PASS to pass or to be skipped; or all have to come to what is
+expected of them. The code under test runs as the same user: it cannot look into this process, what it started is killed
+before the reward is written, and where that does not come to pass there is none.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, Dict
 Task = Dict[str, Any]
 Outcomes = Dict[str, str]
 
+GOOD = ("passed", "xfailed", "skipped")
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 # Neither the user's configuration nor a hook that the agent left may have a part in it.
@@ -56,7 +58,8 @@ def graded(task: Task) -> dict[str, Any]:
     restore(task)
     folder = tempfile.mkdtemp(prefix="grade-")
     try:
-        found = results(run_tests(task, folder))
+        report = run_tests(task, folder)
+        found = results(report) if task["runner"] == "pytest" else reported(report)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return judge(task, found)
@@ -77,6 +80,9 @@ def restore(task: Task) -> None:
         git("checkout", "-q", task["base_commit"], "--", *task["changed_files"])
     if task["test_patch"].strip():
         git("apply", "--whitespace=nowarn", "-", input=task["test_patch"].encode("utf-8"))
+    for path in task["helpers"]:
+        if os.path.isfile(path):
+            shutil.copy(path, task["test_files"][0])
 
 
 def remove(path: str) -> None:
@@ -87,26 +93,32 @@ def remove(path: str) -> None:
 
 
 def run_tests(task: Task, folder: str) -> str:
-    """Runs pytest over the files of all tests; the path of its report."""
-    report = os.path.join(folder, "report.xml")
+    """Runs the files of all tests; the path of the report."""
+    report = os.path.join(folder, "report")
     command = task["test_command"] + ' "$@"'
-    arguments = ["-o", "junit_family=xunit1", "--junitxml=" + report, "-p", "no:cacheprovider"] + task["test_files"]
+    arguments = list(task["test_files"])
+    if task["runner"] == "pytest":
+        arguments[:0] = ["-o", "junit_family=xunit1", "--junitxml=" + report, "-p", "no:cacheprovider"]
+    here = os.path.dirname(os.path.abspath(sys.argv[0]))
     process = subprocess.Popen(
-        ["bash", "-c", command, "bash"] + arguments, start_new_session=True, stdin=subprocess.DEVNULL
+        ["bash", "-c", command, "bash"] + arguments,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        env=dict(os.environ, PENSTOCK_GRADER=here, PENSTOCK_REPORT=report),
     )
     try:
         code = process.wait(task["timeout"])
-        print("pytest ended with", code)
+        print(task["runner"], "ended with", code)
     except subprocess.TimeoutExpired:
         # Tests that did not come to an end did not pass.
-        print("pytest was ended after", task["timeout"], "seconds")
+        print(task["runner"], "was ended after", task["timeout"], "seconds")
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return report
 
 
 def results(report: str) -> Outcomes:
-    """What each test came to, by its node id: passed, failed, error or skipped."""
+    """What each test came to, by its node id: passed, failure, error, skipped or xfailed."""
     found: Outcomes = {}
     try:
         root = ElementTree.parse(report).getroot()
@@ -116,11 +128,24 @@ def results(report: str) -> Outcomes:
     for case in root.iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = next((kind for kind in ("error", "failure", "skipped") if kind in kinds), "passed")
+        if outcome == "skipped" and any(child.get("type") == "pytest.xfail" for child in case):
+            outcome = "xfailed"
         name = node_id(case.get("file"), case.get("classname") or "", case.get("name") or "")
         # The same test may stand twice: with its body, and with an error of its teardown.
         if found.get(name, "passed") == "passed":
             found[name] = outcome
     return found
+
+
+def reported(report: str) -> Outcomes:
+    """What each test came to, by the names of its runner."""
+    try:
+        with open(report, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        print("there is no report:", error)
+        return {}
+    return {str(name): str(outcome) for name, outcome in found.items()} if isinstance(found, dict) else {}
 
 
 def node_id(file: str | None, classname: str, name: str) -> str:
@@ -148,6 +173,10 @@ def outcome_of(wanted: str, found: Outcomes) -> str:
     """
     if wanted in found:
         return found[wanted]
+    # Records of some repositories have a path in a parameter without its directories, or a button by its number.
+    shortened = [outcome for name, outcome in found.items() if "[" in name and shorter(name) == wanted]
+    if shortened:
+        return shortened[0]
     if "[" in wanted and not wanted.endswith("]"):
         matches = [outcome for name, outcome in found.items() if name.startswith(wanted)]
     elif "::" not in wanted:
@@ -156,13 +185,23 @@ def outcome_of(wanted: str, found: Outcomes) -> str:
         matches = [outcome for name, outcome in found.items() if name.startswith(wanted + "[")]
     if not matches:
         return "absent"
-    worst = [outcome for outcome in matches if outcome not in ("passed", "skipped")]
-    return worst[0] if worst else ("passed" if "passed" in matches else "skipped")
+    worst = [outcome for outcome in matches if outcome not in GOOD]
+    return worst[0] if worst else next(outcome for outcome in GOOD if outcome in matches)
+
+
+def shorter(name: str) -> str:
+    """A node id as the parsers of SWE-bench shorten it: `[/a/b/c.py]` is `[/c.py]`, and the left button is 1."""
+    main, _, option = name.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3").partition("[")
+    if option.startswith("/") and not option.startswith("//") and "*" not in option:
+        option = "/" + option.rpartition("/")[2]
+    return main + "[" + option
 
 
 def judge(task: Task, found: Outcomes) -> dict[str, Any]:
+    if task.get("expected") is not None:
+        return compared(task, found)
     shares, right, total = {}, 0, 0
-    for name, good in (("fail_to_pass", ("passed",)), ("pass_to_pass", ("passed", "skipped"))):
+    for name, good in (("fail_to_pass", ("passed", "xfailed")), ("pass_to_pass", GOOD)):
         tests = task[name]
         passed = 0
         for test in tests:
@@ -176,6 +215,26 @@ def judge(task: Task, found: Outcomes) -> dict[str, Any]:
     resolved = float(right == total)
     reward = resolved if task["reward"] == "binary" else right / total
     return {"reward": reward, "components": dict(shares, resolved=resolved)}
+
+
+def compared(task: Task, found: Outcomes) -> dict[str, Any]:
+    """The reward where each test has to come to what is expected, and no other test may have been there."""
+    words = {"passed": "PASSED", "failure": "FAILED", "error": "ERROR"}
+    came = {}
+    for name, outcome in found.items():
+        if outcome in words:
+            came[".".join(name.split("::")[1:]).split(" - ")[0]] = words[outcome]
+    expected = task["expected"]
+    for name in sorted(set(expected) | set(came)):
+        if expected.get(name) != came.get(name):
+            print(name, "came to", came.get(name), "instead of", expected.get(name))
+    right = sum(came.get(name) == outcome for name, outcome in expected.items())
+    resolved = float(came == expected)
+    share = right / max(len(expected), len(came))
+    return {
+        "reward": resolved if task["reward"] == "binary" else share,
+        "components": {"resolved": resolved, "as_expected": share},
+    }
 
 
 def kill_descendants() -> None:

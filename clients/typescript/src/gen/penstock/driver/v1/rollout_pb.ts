@@ -15,11 +15,11 @@ import { file_penstock_interception_v1_interception } from "../../interception/v
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
 import type { Command, Exit } from "../../sandbox/v1/process_service_pb.js";
 import { file_penstock_sandbox_v1_process_service } from "../../sandbox/v1/process_service_pb.js";
-import type { ForkKind, NetworkPolicy, Resources } from "../../sandbox/v1/sandbox_pb.js";
+import type { Allowlist, ForkKind, NetworkPolicy, Resources } from "../../sandbox/v1/sandbox_pb.js";
 import { file_penstock_sandbox_v1_sandbox } from "../../sandbox/v1/sandbox_pb.js";
 import type { SeedFile } from "../../sandbox/v1/sandbox_service_pb.js";
 import { file_penstock_sandbox_v1_sandbox_service } from "../../sandbox/v1/sandbox_service_pb.js";
-import type { Call, Reward } from "../../trajectory/v1/trajectory_pb.js";
+import type { BranchPoint, Call, Reward } from "../../trajectory/v1/trajectory_pb.js";
 import { file_penstock_trajectory_v1_trajectory } from "../../trajectory/v1/trajectory_pb.js";
 import type { JsonObject, Message } from "@bufbuild/protobuf";
 
@@ -27,7 +27,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/rollout.proto.
  */
 export const file_penstock_driver_v1_rollout: GenFile = /*@__PURE__*/
-  fileDesc("CiBwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dC5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIvcCCgRUYXNrEg8KB3Rhc2tfaWQYASABKAkSEwoLaW5zdHJ1Y3Rpb24YAiABKAkSLAoFZmlsZXMYAyADKAsyHS5wZW5zdG9jay5zYW5kYm94LnYxLlNlZWRGaWxlEisKBXNldHVwGAQgAygLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kEjMKCHZlcmlmaWVyGAUgASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLlZlcmlmaWVySACIAQESLgoDZW52GAYgAygLMiEucGVuc3RvY2suZHJpdmVyLnYxLlRhc2suRW52RW50cnkSKQoIbWV0YWRhdGEYByABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhEKCWtlZXBfZGlmZhgIIAEoCBISCgprZWVwX2ZpbGVzGAkgASgIGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX3ZlcmlmaWVyIt4ECghWZXJpZmllchIsCgVmaWxlcxgBIAMoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU2VlZEZpbGUSLgoIY29tbWFuZHMYAiADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQSNQoLcmV3YXJkX2ZpbGUYAyABKAsyHi5wZW5zdG9jay5kcml2ZXIudjEuUmV3YXJkRmlsZUgAEj0KDHBhc3NlZF9zaGFyZRgEIAEoCzIlLnBlbnN0b2NrLmRyaXZlci52MS5SZXdhcmRQYXNzZWRTaGFyZUgAEhYKCXJhbmdlX21pbhgFIAEoAUgBiAEBEhYKCXJhbmdlX21heBgGIAEoAUgCiAEBEjIKD2NvbW1hbmRfdGltZW91dBgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIXCgpmcmVzaF9mb3JrGAggASgISAOIAQESDwoHcmVzdG9yZRgJIAMoCRIVCg1jaGFuZ2VzX2JlbG93GAogAygJEksKEGNvbXBvbmVudF9yYW5nZXMYCyADKAsyMS5wZW5zdG9jay5kcml2ZXIudjEuVmVyaWZpZXIuQ29tcG9uZW50UmFuZ2VzRW50cnkaVwoUQ29tcG9uZW50UmFuZ2VzRW50cnkSCwoDa2V5GAEgASgJEi4KBXZhbHVlGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJld2FyZFJhbmdlOgI4AUIICgZyZXdhcmRCDAoKX3JhbmdlX21pbkIMCgpfcmFuZ2VfbWF4Qg0KC19mcmVzaF9mb3JrIicKC1Jld2FyZFJhbmdlEgsKA21pbhgBIAEoARILCgNtYXgYAiABKAEiDAoKUmV3YXJkRmlsZSITChFSZXdhcmRQYXNzZWRTaGFyZSKoAQoLQWdlbnRDaG9pY2USDAoEbmFtZRgBIAEoCRITCgtzcGVjX3NoYTI1NhgCIAEoCRIoCgdvcHRpb25zGAMgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIYChBza2lwX3Blcm1pc3Npb25zGAQgASgIEjIKC21jcF9zZXJ2ZXJzGAUgAygLMh0ucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlciLqAgoJTWNwU2VydmVyEgwKBG5hbWUYASABKAkSNAoFc3RkaW8YAiABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuTWNwU2VydmVyLlN0ZGlvSAASDQoDdXJsGAMgASgJSAAa/AEKBVN0ZGlvEgwKBGFyZ3MYASADKAkSOQoDZW52GAIgAygLMiwucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlci5TdGRpby5FbnZFbnRyeRJMCgpzZWNyZXRfZW52GAMgAygLMjIucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlci5TdGRpby5TZWNyZXRFbnZFbnRyeUIEqLsYARoqCghFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGjAKDlNlY3JldEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJdHJhbnNwb3J0Ir8BCg1TYW5kYm94Q2hvaWNlEg8KB2JhY2tlbmQYASABKAkSDQoFaW1hZ2UYAiABKAkSMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSOQoNc2V0dXBfbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRIMCgR1c2VyGAUgASgJEhIKCm93bl9rZXJuZWwYBiABKAgiswEKBkxpbWl0cxIqCgdwcmVwYXJlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBXNldHVwGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEigKBWFnZW50GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEikKBnZlcmlmeRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKDBwoLUm9sbG91dFNwZWMSJgoEdGFzaxgBIAEoCzIYLnBlbnN0b2NrLmRyaXZlci52MS5UYXNrEi4KBWFnZW50GAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50Q2hvaWNlEiwKBG1vZGUYAyABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI1CgZzb3VyY2UYBCABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USMgoHc2FuZGJveBgFIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5TYW5kYm94Q2hvaWNlEioKBmxpbWl0cxgGIAEoCzIaLnBlbnN0b2NrLmRyaXZlci52MS5MaW1pdHMSMgoHYnVkZ2V0cxgHIAEoCzIhLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5CdWRnZXRzEkEKBnBvbGljeRgIIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Qb2xpY3lWZXJzaW9uQ29uc3RyYWludBITCgZydW5faWQYCSABKAlIAIgBARI7CgZsYWJlbHMYCiADKAsyKy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMuTGFiZWxzRW50cnkSEQoEc2VlZBgLIAEoA0gBiAEBEjoKEXNhbXBsaW5nX292ZXJyaWRlGAwgASgLMhoucGVuc3RvY2suY2hhdC52MS5TYW1wbGluZ0gCiAEBEjkKC3J1bl9idWRnZXRzGA0gASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJ1bkJ1ZGdldHMSOQoLdG9rZW5fdGVybXMYDiABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5UZXJtcxIZCgxtYXhfYXR0ZW1wdHMYDyABKAVIA4gBARJECgZtb2RlbHMYECADKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUm9sbG91dE1vZGVsQgy6uxgIcG9saWNpZXMaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIJCgdfcnVuX2lkQgcKBV9zZWVkQhQKEl9zYW1wbGluZ19vdmVycmlkZUIPCg1fbWF4X2F0dGVtcHRzIsYBCgdGYWlsdXJlEi8KBWNhdXNlGAEgASgOMiAucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVDYXVzZRIOCgZyZWFzb24YAiABKAkSDwoHbWVzc2FnZRgDIAEoCRIRCglyZXRyaWFibGUYBCABKAgSKAoFcGhhc2UYBSABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2USLAoJY2F1c2VkX2J5GAYgASgOMhkucGVuc3RvY2suZHJpdmVyLnYxLlBhcnR5IkkKCUFnZW50RXhpdBInCgRleGl0GAEgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0EhMKC3N0ZGVycl90YWlsGAIgASgMIo4CCgdPdXRjb21lEjEKB2ZhaWx1cmUYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuRmFpbHVyZUgAiAEBEjMKBnJld2FyZBgCIAEoCzIeLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuUmV3YXJkSAGIAQESNgoKYWdlbnRfZXhpdBgDIAEoCzIdLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV4aXRIAogBARIxCgdncmFkaW5nGAQgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkdyYWRpbmdIA4gBAUIKCghfZmFpbHVyZUIJCgdfcmV3YXJkQg0KC19hZ2VudF9leGl0QgoKCF9ncmFkaW5nIrIDCgdHcmFkaW5nEi8KBXBsYWNlGAEgASgOMiAucGVuc3RvY2suZHJpdmVyLnYxLkdyYWRpbmdQbGFjZRIOCgZwYXNzZWQYAiABKAUSDQoFdG90YWwYAyABKAUSNQoIY29tbWFuZHMYBCADKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZy5Db21tYW5kEjkKB2NoYW5nZXMYBSABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZy5DaGFuZ2VzSACIAQESEAoIcmVzdG9yZWQYBiABKAUaXAoHQ29tbWFuZBInCgRleGl0GAEgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0EhMKC3N0ZG91dF90YWlsGAIgASgMEhMKC3N0ZGVycl90YWlsGAMgASgMGmkKB0NoYW5nZXMSDwoHZW50cmllcxgBIAEoBRISCgpzaXplX2J5dGVzGAIgASgDEg8KB3JlbW92ZWQYAyABKAUSEAoIbGVmdF9vdXQYBCABKAUSFgoObGVmdF9vdXRfcGF0aHMYBSADKAlCCgoIX2NoYW5nZXMimAUKB1JvbGxvdXQSEgoKcm9sbG91dF9pZBgBIAEoCRIVCghncm91cF9pZBgCIAEoCUgAiAEBEg0KBWluZGV4GAMgASgFEi0KBHNwZWMYBCABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMSKAoFcGhhc2UYBSABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2USMQoHb3V0Y29tZRgGIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5PdXRjb21lSAGIAQESLwoLY3JlYXRlX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIyCgtwaGFzZV90aW1lcxgJIAMoCzIdLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZVRpbWUSGQoRYWdlbnRfc3BlY19zaGEyNTYYCiABKAkSMAoJZm9ya19raW5kGAsgASgOMh0ucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrS2luZBIVCg1sYXN0X3NlcXVlbmNlGAwgASgDEhAKCGF0dGVtcHRzGA0gASgFEhEKCW5hbWVzcGFjZRgOIAEoCRImCgRob21lGA8gASgLMhgucGVuc3RvY2suZHJpdmVyLnYxLkhvbWUSIgoGcGF1c2VkGBAgASgIQhK6uxgOcm9sbG91dHMucGF1c2USRgoLZm9ya2VkX2Zyb20YESABKAsyHi5wZW5zdG9jay5kcml2ZXIudjEuRm9ya09yaWdpbkIRursYDXJvbGxvdXRzLmZvcmtCCwoJX2dyb3VwX2lkQgoKCF9vdXRjb21lIjEKCkZvcmtPcmlnaW4SEgoKcm9sbG91dF9pZBgBIAEoCRIPCgdjYWxsX2lkGAIgASgJIlEKBEhvbWUSDgoGZHJpdmVyGAEgASgJEgwKBGdhdGUYAiABKAkSFwoPc2FuZGJveF9zZXJ2aWNlGAMgASgJEhIKCnNhbmRib3hfaWQYBCABKAkiiAUKDlJvbGxvdXRTdW1tYXJ5EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARINCgVpbmRleBgDIAEoBRITCgZydW5faWQYBCABKAlIAYgBARIPCgd0YXNrX2lkGAUgASgJEg0KBWFnZW50GAYgASgJEj4KBmxhYmVscxgHIAMoCzIuLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeS5MYWJlbHNFbnRyeRIoCgVwaGFzZRgIIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRIvCgtjcmVhdGVfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGF0dGVtcHRzGAsgASgFEjEKB2ZhaWx1cmUYDCABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuRmFpbHVyZUgCiAEBEjMKBnJld2FyZBgNIAEoCzIeLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuUmV3YXJkSAOIAQESKwoFY2FsbHMYDiABKAsyHC5wZW5zdG9jay5kcml2ZXIudjEuQ2FsbFN1bXMSEQoJbmFtZXNwYWNlGA8gASgJEiYKBGhvbWUYECABKAsyGC5wZW5zdG9jay5kcml2ZXIudjEuSG9tZRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgoKCF9mYWlsdXJlQgkKB19yZXdhcmQixwEKCENhbGxTdW1zEg0KBWNhbGxzGAEgASgFEhUKDXByb21wdF90b2tlbnMYAiABKAMSGQoRY29tcGxldGlvbl90b2tlbnMYAyABKAMSIgoVb2xkZXN0X3BvbGljeV92ZXJzaW9uGAQgASgDSACIAQESIgoVbmV3ZXN0X3BvbGljeV92ZXJzaW9uGAUgASgDSAGIAQFCGAoWX29sZGVzdF9wb2xpY3lfdmVyc2lvbkIYChZfbmV3ZXN0X3BvbGljeV92ZXJzaW9uImIKCVBoYXNlVGltZRIoCgVwaGFzZRgBIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRIrCghkdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI7Cg9TdHJhZ2dsZXJQb2xpY3kSKAoFZ3JhY2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ilgMKBUdyb3VwEhAKCGdyb3VwX2lkGAEgASgJEi0KBHNwZWMYAiABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMSDAoEc2l6ZRgDIAEoBRIOCgZzcGFyZXMYBCABKAUSDgoGcXVvcnVtGAUgASgFEjcKCnN0cmFnZ2xlcnMYBiABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuU3RyYWdnbGVyUG9saWN5EhMKC3JvbGxvdXRfaWRzGAcgAygJEhMKC2VuZGVkX2NvdW50GAggASgFEg0KBWVuZGVkGAkgASgIEi8KC2NyZWF0ZV90aW1lGAogASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIQCghjb21wbGV0ZRgLIAEoCBIaChJyZXN1bHRfcm9sbG91dF9pZHMYDCADKAkSLAoIZW5kX3RpbWUYDSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCW5hbWVzcGFjZRgOIAEoCRIMCgRob21lGA8gASgJIuQECgxSb2xsb3V0RXZlbnQSEAoIc2VxdWVuY2UYASABKAMSEgoKcm9sbG91dF9pZBgCIAEoCRIoCgR0aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBI5Cg1waGFzZV9jaGFuZ2VkGAQgASgLMiAucGVuc3RvY2suZHJpdmVyLnYxLlBoYXNlQ2hhbmdlZEgAEj8KEGNvbW1hbmRfZmluaXNoZWQYBSABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuQ29tbWFuZEZpbmlzaGVkSAASNQoLYWdlbnRfZXZlbnQYBiABKAsyHi5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRFdmVudEgAEjkKDWNhbGxfZmluaXNoZWQYByABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuQ2FsbEZpbmlzaGVkSAASOQoIYXJ0aWZhY3QYCCABKAsyJS5wZW5zdG9jay5kcml2ZXIudjEuQXJ0aWZhY3RDb2xsZWN0ZWRIABIwCghwcm9ncmVzcxgJIAEoCzIcLnBlbnN0b2NrLmRyaXZlci52MS5Qcm9ncmVzc0gAEiwKBWVuZGVkGAogASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLk91dGNvbWVIABI1CgxhZ2VudF9leGl0ZWQYCyABKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRFeGl0SAASOwoOYXR0ZW1wdF9mYWlsZWQYDCABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuQXR0ZW1wdEZhaWxlZEgAQgcKBWV2ZW50Im4KDFBoYXNlQ2hhbmdlZBIoCgVwaGFzZRgBIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRI0ChFwcmV2aW91c19kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJOCg1BdHRlbXB0RmFpbGVkEg8KB2F0dGVtcHQYASABKAUSLAoHZmFpbHVyZRgCIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5GYWlsdXJlIswBCg9Db21tYW5kRmluaXNoZWQSKAoFcGhhc2UYASABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2USDQoFaW5kZXgYAiABKAUSLQoHY29tbWFuZBgDIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBInCgRleGl0GAQgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0EhMKC3N0ZG91dF90YWlsGAUgASgMEhMKC3N0ZGVycl90YWlsGAYgASgMIncKCkFnZW50RXZlbnQSMAoEa2luZBgBIAEoDjIiLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV2ZW50S2luZBIlCgRkYXRhGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIQCghyYXdfbGluZRgDIAEoDCI6CgxDYWxsRmluaXNoZWQSKgoEY2FsbBgBIAEoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbCJZChFBcnRpZmFjdENvbGxlY3RlZBIMCgRuYW1lGAEgASgJEg8KB2NvbnRlbnQYAiABKAwSEQoJdHJ1bmNhdGVkGAMgASgIEhIKCnNpemVfYnl0ZXMYBCABKAMiGwoIUHJvZ3Jlc3MSDwoHbWVzc2FnZRgBIAEoCSrBAQoFUGhhc2USFQoRUEhBU0VfVU5TUEVDSUZJRUQQABIQCgxQSEFTRV9RVUVVRUQQARITCg9QSEFTRV9QUkVQQVJJTkcQAhIVChFQSEFTRV9DT05GSUdVUklORxADEhQKEFBIQVNFX1NFVFRJTkdfVVAQBBIRCg1QSEFTRV9SVU5OSU5HEAUSEwoPUEhBU0VfVkVSSUZZSU5HEAYSFAoQUEhBU0VfQ09MTEVDVElORxAHEg8KC1BIQVNFX0VOREVEEAgqhwIKDEZhaWx1cmVDYXVzZRIdChlGQUlMVVJFX0NBVVNFX1VOU1BFQ0lGSUVEEAASIAocRkFJTFVSRV9DQVVTRV9JTkZSQVNUUlVDVFVSRRABEhYKEkZBSUxVUkVfQ0FVU0VfVEFTSxACEhcKE0ZBSUxVUkVfQ0FVU0VfQUdFTlQQAxIZChVGQUlMVVJFX0NBVVNFX1RJTUVPVVQQBBIYChRGQUlMVVJFX0NBVVNFX0JVREdFVBAFEhoKFkZBSUxVUkVfQ0FVU0VfVkVSSUZJRVIQBhIXChNGQUlMVVJFX0NBVVNFX01PREVMEAcSGwoXRkFJTFVSRV9DQVVTRV9DQU5DRUxMRUQQCCrAAQoFUGFydHkSFQoRUEFSVFlfVU5TUEVDSUZJRUQQABIPCgtQQVJUWV9BR0VOVBABEg4KClBBUlRZX1RBU0sQAhISCg5QQVJUWV9WRVJJRklFUhADEhEKDVBBUlRZX1NBTkRCT1gQBBIOCgpQQVJUWV9HQVRFEAUSEAoMUEFSVFlfRU5HSU5FEAYSEgoOUEFSVFlfT1BFUkFUT1IQBxIQCgxQQVJUWV9CVURHRVQQCBIQCgxQQVJUWV9EUklWRVIQCSpsCgxHcmFkaW5nUGxhY2USHQoZR1JBRElOR19QTEFDRV9VTlNQRUNJRklFRBAAEh8KG0dSQURJTkdfUExBQ0VfQUdFTlRfU0FOREJPWBABEhwKGEdSQURJTkdfUExBQ0VfRlJFU0hfRk9SSxACQpcBChJwZW5zdG9jay5kcml2ZXIudjFCDFJvbGxvdXRQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_driver_v1_agent, file_penstock_interception_v1_interception, file_penstock_options_v1_options, file_penstock_sandbox_v1_process_service, file_penstock_sandbox_v1_sandbox, file_penstock_sandbox_v1_sandbox_service, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CiBwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dC5wcm90bxIScGVuc3RvY2suZHJpdmVyLnYxIvcCCgRUYXNrEg8KB3Rhc2tfaWQYASABKAkSEwoLaW5zdHJ1Y3Rpb24YAiABKAkSLAoFZmlsZXMYAyADKAsyHS5wZW5zdG9jay5zYW5kYm94LnYxLlNlZWRGaWxlEisKBXNldHVwGAQgAygLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kEjMKCHZlcmlmaWVyGAUgASgLMhwucGVuc3RvY2suZHJpdmVyLnYxLlZlcmlmaWVySACIAQESLgoDZW52GAYgAygLMiEucGVuc3RvY2suZHJpdmVyLnYxLlRhc2suRW52RW50cnkSKQoIbWV0YWRhdGEYByABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhEKCWtlZXBfZGlmZhgIIAEoCBISCgprZWVwX2ZpbGVzGAkgASgIGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX3ZlcmlmaWVyIt4ECghWZXJpZmllchIsCgVmaWxlcxgBIAMoCzIdLnBlbnN0b2NrLnNhbmRib3gudjEuU2VlZEZpbGUSLgoIY29tbWFuZHMYAiADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQSNQoLcmV3YXJkX2ZpbGUYAyABKAsyHi5wZW5zdG9jay5kcml2ZXIudjEuUmV3YXJkRmlsZUgAEj0KDHBhc3NlZF9zaGFyZRgEIAEoCzIlLnBlbnN0b2NrLmRyaXZlci52MS5SZXdhcmRQYXNzZWRTaGFyZUgAEhYKCXJhbmdlX21pbhgFIAEoAUgBiAEBEhYKCXJhbmdlX21heBgGIAEoAUgCiAEBEjIKD2NvbW1hbmRfdGltZW91dBgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIXCgpmcmVzaF9mb3JrGAggASgISAOIAQESDwoHcmVzdG9yZRgJIAMoCRIVCg1jaGFuZ2VzX2JlbG93GAogAygJEksKEGNvbXBvbmVudF9yYW5nZXMYCyADKAsyMS5wZW5zdG9jay5kcml2ZXIudjEuVmVyaWZpZXIuQ29tcG9uZW50UmFuZ2VzRW50cnkaVwoUQ29tcG9uZW50UmFuZ2VzRW50cnkSCwoDa2V5GAEgASgJEi4KBXZhbHVlGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJld2FyZFJhbmdlOgI4AUIICgZyZXdhcmRCDAoKX3JhbmdlX21pbkIMCgpfcmFuZ2VfbWF4Qg0KC19mcmVzaF9mb3JrIicKC1Jld2FyZFJhbmdlEgsKA21pbhgBIAEoARILCgNtYXgYAiABKAEiDAoKUmV3YXJkRmlsZSITChFSZXdhcmRQYXNzZWRTaGFyZSKoAQoLQWdlbnRDaG9pY2USDAoEbmFtZRgBIAEoCRITCgtzcGVjX3NoYTI1NhgCIAEoCRIoCgdvcHRpb25zGAMgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIYChBza2lwX3Blcm1pc3Npb25zGAQgASgIEjIKC21jcF9zZXJ2ZXJzGAUgAygLMh0ucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlciLqAgoJTWNwU2VydmVyEgwKBG5hbWUYASABKAkSNAoFc3RkaW8YAiABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuTWNwU2VydmVyLlN0ZGlvSAASDQoDdXJsGAMgASgJSAAa/AEKBVN0ZGlvEgwKBGFyZ3MYASADKAkSOQoDZW52GAIgAygLMiwucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlci5TdGRpby5FbnZFbnRyeRJMCgpzZWNyZXRfZW52GAMgAygLMjIucGVuc3RvY2suZHJpdmVyLnYxLk1jcFNlcnZlci5TdGRpby5TZWNyZXRFbnZFbnRyeUIEqLsYARoqCghFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGjAKDlNlY3JldEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJdHJhbnNwb3J0IicKCFBhY2thZ2VzEg4KBnB5dGhvbhgBIAEoCRILCgNucG0YAiABKAkiiAMKDVNhbmRib3hDaG9pY2USDwoHYmFja2VuZBgBIAEoCRINCgVpbWFnZRgCIAEoCRIxCglyZXNvdXJjZXMYAyABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLlJlc291cmNlcxI5Cg1zZXR1cF9uZXR3b3JrGAQgASgLMiIucGVuc3RvY2suc2FuZGJveC52MS5OZXR3b3JrUG9saWN5EgwKBHVzZXIYBSABKAkSEgoKb3duX2tlcm5lbBgGIAEoCBIXCgpyZXBlYXRhYmxlGAcgASgISACIAQESLgoIcGFja2FnZXMYCCABKAsyHC5wZW5zdG9jay5kcml2ZXIudjEuUGFja2FnZXMSNQoNYWdlbnRfbmV0d29yaxgJIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0EjgKEHZlcmlmaWVyX25ldHdvcmsYCiABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLkFsbG93bGlzdEINCgtfcmVwZWF0YWJsZSKzAQoGTGltaXRzEioKB3ByZXBhcmUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKAoFc2V0dXAYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKAoFYWdlbnQYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKQoGdmVyaWZ5GAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIt8HCgtSb2xsb3V0U3BlYxImCgR0YXNrGAEgASgLMhgucGVuc3RvY2suZHJpdmVyLnYxLlRhc2sSLgoFYWdlbnQYAiABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRDaG9pY2USLAoEbW9kZRgDIAEoDjIeLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlEjUKBnNvdXJjZRgEIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZRIyCgdzYW5kYm94GAUgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlNhbmRib3hDaG9pY2USKgoGbGltaXRzGAYgASgLMhoucGVuc3RvY2suZHJpdmVyLnYxLkxpbWl0cxIyCgdidWRnZXRzGAcgASgLMiEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkJ1ZGdldHMSQQoGcG9saWN5GAggASgLMjEucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlBvbGljeVZlcnNpb25Db25zdHJhaW50EhMKBnJ1bl9pZBgJIAEoCUgAiAEBEjsKBmxhYmVscxgKIAMoCzIrLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3BlYy5MYWJlbHNFbnRyeRIRCgRzZWVkGAsgASgDSAGIAQESOgoRc2FtcGxpbmdfb3ZlcnJpZGUYDCABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSAKIAQESOQoLcnVuX2J1ZGdldHMYDSABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxI5Cgt0b2tlbl90ZXJtcxgOIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblRlcm1zEhkKDG1heF9hdHRlbXB0cxgPIAEoBUgDiAEBEkQKBm1vZGVscxgQIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0TW9kZWxCDLq7GAhwb2xpY2llcxIqCgZyZXBsYXkYESABKA4yGi5wZW5zdG9jay5kcml2ZXIudjEuUmVwbGF5EhsKDmtlZXBfZW5kX3N0YXRlGBIgASgISASIAQEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIJCgdfcnVuX2lkQgcKBV9zZWVkQhQKEl9zYW1wbGluZ19vdmVycmlkZUIPCg1fbWF4X2F0dGVtcHRzQhEKD19rZWVwX2VuZF9zdGF0ZSLGAQoHRmFpbHVyZRIvCgVjYXVzZRgBIAEoDjIgLnBlbnN0b2NrLmRyaXZlci52MS5GYWlsdXJlQ2F1c2USDgoGcmVhc29uGAIgASgJEg8KB21lc3NhZ2UYAyABKAkSEQoJcmV0cmlhYmxlGAQgASgIEigKBXBoYXNlGAUgASgOMhkucGVuc3RvY2suZHJpdmVyLnYxLlBoYXNlEiwKCWNhdXNlZF9ieRgGIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QYXJ0eSJJCglBZ2VudEV4aXQSJwoEZXhpdBgBIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdBITCgtzdGRlcnJfdGFpbBgCIAEoDCKOAgoHT3V0Y29tZRIxCgdmYWlsdXJlGAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLkZhaWx1cmVIAIgBARIzCgZyZXdhcmQYAiABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgBiAEBEjYKCmFnZW50X2V4aXQYAyABKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuQWdlbnRFeGl0SAKIAQESMQoHZ3JhZGluZxgEIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5HcmFkaW5nSAOIAQFCCgoIX2ZhaWx1cmVCCQoHX3Jld2FyZEINCgtfYWdlbnRfZXhpdEIKCghfZ3JhZGluZyLsAQoFR3JhZGUSDAoEbmFtZRgBIAEoCRIoCgR0aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIzCgZyZXdhcmQYAyABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgAiAEBEjEKB2ZhaWx1cmUYBCABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuRmFpbHVyZUgBiAEBEiwKB2dyYWRpbmcYBSABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZ0IJCgdfcmV3YXJkQgoKCF9mYWlsdXJlIssDCgdHcmFkaW5nEi8KBXBsYWNlGAEgASgOMiAucGVuc3RvY2suZHJpdmVyLnYxLkdyYWRpbmdQbGFjZRIOCgZwYXNzZWQYAiABKAUSDQoFdG90YWwYAyABKAUSNQoIY29tbWFuZHMYBCADKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZy5Db21tYW5kEjkKB2NoYW5nZXMYBSABKAsyIy5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGluZy5DaGFuZ2VzSACIAQESEAoIcmVzdG9yZWQYBiABKAUSFwoPdmVyaWZpZXJfc2hhMjU2GAcgASgJGlwKB0NvbW1hbmQSJwoEZXhpdBgBIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdBITCgtzdGRvdXRfdGFpbBgCIAEoDBITCgtzdGRlcnJfdGFpbBgDIAEoDBppCgdDaGFuZ2VzEg8KB2VudHJpZXMYASABKAUSEgoKc2l6ZV9ieXRlcxgCIAEoAxIPCgdyZW1vdmVkGAMgASgFEhAKCGxlZnRfb3V0GAQgASgFEhYKDmxlZnRfb3V0X3BhdGhzGAUgAygJQgoKCF9jaGFuZ2VzIugGCgdSb2xsb3V0EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARINCgVpbmRleBgDIAEoBRItCgRzcGVjGAQgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEigKBXBoYXNlGAUgASgOMhkucGVuc3RvY2suZHJpdmVyLnYxLlBoYXNlEjEKB291dGNvbWUYBiABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuT3V0Y29tZUgBiAEBEi8KC2NyZWF0ZV90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASMgoLcGhhc2VfdGltZXMYCSADKAsyHS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2VUaW1lEhkKEWFnZW50X3NwZWNfc2hhMjU2GAogASgJEjAKCWZvcmtfa2luZBgLIAEoDjIdLnBlbnN0b2NrLnNhbmRib3gudjEuRm9ya0tpbmQSFQoNbGFzdF9zZXF1ZW5jZRgMIAEoAxIQCghhdHRlbXB0cxgNIAEoBRIRCgluYW1lc3BhY2UYDiABKAkSJgoEaG9tZRgPIAEoCzIYLnBlbnN0b2NrLmRyaXZlci52MS5Ib21lEg4KBnBhdXNlZBgQIAEoCBJGCgtmb3JrZWRfZnJvbRgRIAEoCzIeLnBlbnN0b2NrLmRyaXZlci52MS5Gb3JrT3JpZ2luQhG6uxgNcm9sbG91dHMuZm9yaxIvCgZleHBvcnQYEiABKAsyGi5wZW5zdG9jay5kcml2ZXIudjEuRXhwb3J0SAKIAQESPwoNYnJhbmNoZWRfZnJvbRgUIAEoCzIjLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQnJhbmNoUG9pbnRIA4gBARIoCgVwYXVzZRgTIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5QYXVzZRIpCgZncmFkZXMYFSADKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGVCCwoJX2dyb3VwX2lkQgoKCF9vdXRjb21lQgkKB19leHBvcnRCEAoOX2JyYW5jaGVkX2Zyb20ijQEKBVBhdXNlEg4KBnJlYXNvbhgBIAEoCRIuCgpzdGFydF90aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFgoOc2FuZGJveF9mcm96ZW4YBCABKAgiRAoGRXhwb3J0EhAKCGxvY2F0aW9uGAEgASgJEigKBHRpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIjEKCkZvcmtPcmlnaW4SEgoKcm9sbG91dF9pZBgBIAEoCRIPCgdjYWxsX2lkGAIgASgJIlEKBEhvbWUSDgoGZHJpdmVyGAEgASgJEgwKBGdhdGUYAiABKAkSFwoPc2FuZGJveF9zZXJ2aWNlGAMgASgJEhIKCnNhbmRib3hfaWQYBCABKAki1AUKDlJvbGxvdXRTdW1tYXJ5EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARINCgVpbmRleBgDIAEoBRITCgZydW5faWQYBCABKAlIAYgBARIPCgd0YXNrX2lkGAUgASgJEg0KBWFnZW50GAYgASgJEj4KBmxhYmVscxgHIAMoCzIuLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeS5MYWJlbHNFbnRyeRIoCgVwaGFzZRgIIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRIvCgtjcmVhdGVfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGF0dGVtcHRzGAsgASgFEjEKB2ZhaWx1cmUYDCABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuRmFpbHVyZUgCiAEBEjMKBnJld2FyZBgNIAEoCzIeLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuUmV3YXJkSAOIAQESKwoFY2FsbHMYDiABKAsyHC5wZW5zdG9jay5kcml2ZXIudjEuQ2FsbFN1bXMSEQoJbmFtZXNwYWNlGA8gASgJEiYKBGhvbWUYECABKAsyGC5wZW5zdG9jay5kcml2ZXIudjEuSG9tZRIvCgZleHBvcnQYESABKAsyGi5wZW5zdG9jay5kcml2ZXIudjEuRXhwb3J0SASIAQESDgoGcGF1c2VkGBIgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCgoIX2ZhaWx1cmVCCQoHX3Jld2FyZEIJCgdfZXhwb3J0IscBCghDYWxsU3VtcxINCgVjYWxscxgBIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAIgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAMgASgDEiIKFW9sZGVzdF9wb2xpY3lfdmVyc2lvbhgEIAEoA0gAiAEBEiIKFW5ld2VzdF9wb2xpY3lfdmVyc2lvbhgFIAEoA0gBiAEBQhgKFl9vbGRlc3RfcG9saWN5X3ZlcnNpb25CGAoWX25ld2VzdF9wb2xpY3lfdmVyc2lvbiJiCglQaGFzZVRpbWUSKAoFcGhhc2UYASABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2USKwoIZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iOwoPU3RyYWdnbGVyUG9saWN5EigKBWdyYWNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIv8DCgVHcm91cBIQCghncm91cF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEgwKBHNpemUYAyABKAUSDgoGc3BhcmVzGAQgASgFEg4KBnF1b3J1bRgFIAEoBRI3CgpzdHJhZ2dsZXJzGAYgASgLMiMucGVuc3RvY2suZHJpdmVyLnYxLlN0cmFnZ2xlclBvbGljeRITCgtyb2xsb3V0X2lkcxgHIAMoCRITCgtlbmRlZF9jb3VudBgIIAEoBRINCgVlbmRlZBgJIAEoCBIvCgtjcmVhdGVfdGltZRgKIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEAoIY29tcGxldGUYCyABKAgSGgoScmVzdWx0X3JvbGxvdXRfaWRzGAwgAygJEiwKCGVuZF90aW1lGA0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIRCgluYW1lc3BhY2UYDiABKAkSDAoEaG9tZRgPIAEoCRIUCgxwYXVzZWRfY291bnQYECABKAUSPwoNYnJhbmNoZWRfZnJvbRgRIAEoCzIjLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQnJhbmNoUG9pbnRIAIgBAUIQCg5fYnJhbmNoZWRfZnJvbSLQBQoMUm9sbG91dEV2ZW50EhAKCHNlcXVlbmNlGAEgASgDEhIKCnJvbGxvdXRfaWQYAiABKAkSKAoEdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOQoNcGhhc2VfY2hhbmdlZBgEIAEoCzIgLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZUNoYW5nZWRIABI/ChBjb21tYW5kX2ZpbmlzaGVkGAUgASgLMiMucGVuc3RvY2suZHJpdmVyLnYxLkNvbW1hbmRGaW5pc2hlZEgAEjUKC2FnZW50X2V2ZW50GAYgASgLMh4ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50RXZlbnRIABI5Cg1jYWxsX2ZpbmlzaGVkGAcgASgLMiAucGVuc3RvY2suZHJpdmVyLnYxLkNhbGxGaW5pc2hlZEgAEjkKCGFydGlmYWN0GAggASgLMiUucGVuc3RvY2suZHJpdmVyLnYxLkFydGlmYWN0Q29sbGVjdGVkSAASMAoIcHJvZ3Jlc3MYCSABKAsyHC5wZW5zdG9jay5kcml2ZXIudjEuUHJvZ3Jlc3NIABIsCgVlbmRlZBgKIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5PdXRjb21lSAASNQoMYWdlbnRfZXhpdGVkGAsgASgLMh0ucGVuc3RvY2suZHJpdmVyLnYxLkFnZW50RXhpdEgAEjsKDmF0dGVtcHRfZmFpbGVkGAwgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLkF0dGVtcHRGYWlsZWRIABIzCgZwYXVzZWQYDSABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFBhdXNlZEgAEjUKB3Jlc3VtZWQYDiABKAsyIi5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFJlc3VtZWRIAEIHCgVldmVudCJQCg1Sb2xsb3V0UGF1c2VkEg4KBnJlYXNvbhgBIAEoCRIvCgxtYXhfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iUAoOUm9sbG91dFJlc3VtZWQSLgoLcGF1c2VkX3RpbWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDgoGcmVhc29uGAIgASgJIm4KDFBoYXNlQ2hhbmdlZBIoCgVwaGFzZRgBIAEoDjIZLnBlbnN0b2NrLmRyaXZlci52MS5QaGFzZRI0ChFwcmV2aW91c19kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJOCg1BdHRlbXB0RmFpbGVkEg8KB2F0dGVtcHQYASABKAUSLAoHZmFpbHVyZRgCIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5GYWlsdXJlIswBCg9Db21tYW5kRmluaXNoZWQSKAoFcGhhc2UYASABKA4yGS5wZW5zdG9jay5kcml2ZXIudjEuUGhhc2USDQoFaW5kZXgYAiABKAUSLQoHY29tbWFuZBgDIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBInCgRleGl0GAQgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0EhMKC3N0ZG91dF90YWlsGAUgASgMEhMKC3N0ZGVycl90YWlsGAYgASgMIncKCkFnZW50RXZlbnQSMAoEa2luZBgBIAEoDjIiLnBlbnN0b2NrLmRyaXZlci52MS5BZ2VudEV2ZW50S2luZBIlCgRkYXRhGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIQCghyYXdfbGluZRgDIAEoDCJqCgxDYWxsRmluaXNoZWQSKgoEY2FsbBgBIAEoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBIWCg5yZWNvcmRlZF9jb3VudBgCIAEoBRIWCg5yZXBsYXllZF9jb3VudBgDIAEoBSJZChFBcnRpZmFjdENvbGxlY3RlZBIMCgRuYW1lGAEgASgJEg8KB2NvbnRlbnQYAiABKAwSEQoJdHJ1bmNhdGVkGAMgASgIEhIKCnNpemVfYnl0ZXMYBCABKAMiGwoIUHJvZ3Jlc3MSDwoHbWVzc2FnZRgBIAEoCSpfCgZSZXBsYXkSFgoSUkVQTEFZX1VOU1BFQ0lGSUVEEAASDgoKUkVQTEFZX09GRhABEhsKF1JFUExBWV9VTlRJTF9ESVZFUkdFTkNFEAISEAoMUkVQTEFZX0VYQUNUEAMqwQEKBVBoYXNlEhUKEVBIQVNFX1VOU1BFQ0lGSUVEEAASEAoMUEhBU0VfUVVFVUVEEAESEwoPUEhBU0VfUFJFUEFSSU5HEAISFQoRUEhBU0VfQ09ORklHVVJJTkcQAxIUChBQSEFTRV9TRVRUSU5HX1VQEAQSEQoNUEhBU0VfUlVOTklORxAFEhMKD1BIQVNFX1ZFUklGWUlORxAGEhQKEFBIQVNFX0NPTExFQ1RJTkcQBxIPCgtQSEFTRV9FTkRFRBAIKocCCgxGYWlsdXJlQ2F1c2USHQoZRkFJTFVSRV9DQVVTRV9VTlNQRUNJRklFRBAAEiAKHEZBSUxVUkVfQ0FVU0VfSU5GUkFTVFJVQ1RVUkUQARIWChJGQUlMVVJFX0NBVVNFX1RBU0sQAhIXChNGQUlMVVJFX0NBVVNFX0FHRU5UEAMSGQoVRkFJTFVSRV9DQVVTRV9USU1FT1VUEAQSGAoURkFJTFVSRV9DQVVTRV9CVURHRVQQBRIaChZGQUlMVVJFX0NBVVNFX1ZFUklGSUVSEAYSFwoTRkFJTFVSRV9DQVVTRV9NT0RFTBAHEhsKF0ZBSUxVUkVfQ0FVU0VfQ0FOQ0VMTEVEEAgqwAEKBVBhcnR5EhUKEVBBUlRZX1VOU1BFQ0lGSUVEEAASDwoLUEFSVFlfQUdFTlQQARIOCgpQQVJUWV9UQVNLEAISEgoOUEFSVFlfVkVSSUZJRVIQAxIRCg1QQVJUWV9TQU5EQk9YEAQSDgoKUEFSVFlfR0FURRAFEhAKDFBBUlRZX0VOR0lORRAGEhIKDlBBUlRZX09QRVJBVE9SEAcSEAoMUEFSVFlfQlVER0VUEAgSEAoMUEFSVFlfRFJJVkVSEAkqbAoMR3JhZGluZ1BsYWNlEh0KGUdSQURJTkdfUExBQ0VfVU5TUEVDSUZJRUQQABIfChtHUkFESU5HX1BMQUNFX0FHRU5UX1NBTkRCT1gQARIcChhHUkFESU5HX1BMQUNFX0ZSRVNIX0ZPUksQAkKXAQoScGVuc3RvY2suZHJpdmVyLnYxQgxSb2xsb3V0UHJvdG9QAVowcGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vZHJpdmVyL3YxO2RyaXZlcnYxqgISUGVuc3RvY2suRHJpdmVyLlYxygISUGVuc3RvY2tcRHJpdmVyXFYx6gIUUGVuc3RvY2s6OkRyaXZlcjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_driver_v1_agent, file_penstock_interception_v1_interception, file_penstock_options_v1_options, file_penstock_sandbox_v1_process_service, file_penstock_sandbox_v1_sandbox, file_penstock_sandbox_v1_sandbox_service, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * Task is what an agent shall do, and how the result is graded.
@@ -392,8 +392,40 @@ export const McpServer_StdioSchema: GenMessage<McpServer_Stdio> = /*@__PURE__*/
   messageDesc(file_penstock_driver_v1_rollout, 6, 0);
 
 /**
- * SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy. Whatever it chooses,
- * a running agent reaches its model endpoint only.
+ * Packages are the tools of a task. The sandbox service installs them once, outside of sandboxes, and mounts them read-only
+ * in each sandbox of the task: for setup, the agent and the verifier alike. Only what a lock names is installed, each file by
+ * its hash. No package's code runs during the installation. The indexes are those of the sandbox service's settings.
+ *
+ * @generated from message penstock.driver.v1.Packages
+ */
+export type Packages = Message<"penstock.driver.v1.Packages"> & {
+  /**
+   * Content of a requirements file as `pip install --require-hashes` reads it, at most 2 MiB. It names all dependencies. Only
+   * wheels are installed, for the python3 in the sandbox's PATH, which finds them; their programs are in PATH. Empty = none.
+   *
+   * @generated from field: string python = 1;
+   */
+  python: string;
+
+  /**
+   * Content of a package-lock.json of lockfileVersion 2 or 3, at most 2 MiB. Programs of the packages are in PATH, and
+   * `require` finds the packages. Addresses in it are not used. Empty = none.
+   *
+   * @generated from field: string npm = 2;
+   */
+  npm: string;
+};
+
+/**
+ * Describes the message penstock.driver.v1.Packages.
+ * Use `create(PackagesSchema)` to create a new message.
+ */
+export const PackagesSchema: GenMessage<Packages> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout, 7);
+
+/**
+ * SandboxChoice is what the rollout may choose about its sandbox, within the operator's policy. A running agent reaches
+ * its model endpoint, and beside it what agent_network names.
  *
  * @generated from message penstock.driver.v1.SandboxChoice
  */
@@ -439,6 +471,38 @@ export type SandboxChoice = Message<"penstock.driver.v1.SandboxChoice"> & {
    * @generated from field: bool own_kernel = 6;
    */
   ownKernel: boolean;
+
+  /**
+   * Whether the agent's sandbox is repeatable, as in SandboxSpec.repeatable. Unset = unless `replay` is off. Of the sandbox
+   * in which the agent works only: setup and verifier are never replayed.
+   *
+   * @generated from field: optional bool repeatable = 7;
+   */
+  repeatable?: boolean | undefined;
+
+  /**
+   * Unset = none. Of a stored spec, each lock is "sha256:" and the digest of its content.
+   *
+   * @generated from field: penstock.driver.v1.Packages packages = 8;
+   */
+  packages?: Packages | undefined;
+
+  /**
+   * What the agent may reach beside its model endpoint; the driver sets one_endpoint. With an empty `recording`, all
+   * rollouts of a group, or all attempts of a rollout without one, share one. Unset = nothing. A backend without
+   * ALLOWLIST refuses it (CAPABILITY_MISSING). Not in a terminal episode.
+   *
+   * @generated from field: penstock.sandbox.v1.Allowlist agent_network = 9;
+   */
+  agentNetwork?: Allowlist | undefined;
+
+  /**
+   * What the verifier may reach, after the agent's sandbox is dead, from a fresh fork: it needs Verifier.fresh_fork.
+   * Otherwise as agent_network, with a recording of its own.
+   *
+   * @generated from field: penstock.sandbox.v1.Allowlist verifier_network = 10;
+   */
+  verifierNetwork?: Allowlist | undefined;
 };
 
 /**
@@ -446,7 +510,7 @@ export type SandboxChoice = Message<"penstock.driver.v1.SandboxChoice"> & {
  * Use `create(SandboxChoiceSchema)` to create a new message.
  */
 export const SandboxChoiceSchema: GenMessage<SandboxChoice> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 7);
+  messageDesc(file_penstock_driver_v1_rollout, 8);
 
 /**
  * Limits are time limits of the parts of a rollout. Unset = the driver's default, which GetRollout returns.
@@ -488,7 +552,7 @@ export type Limits = Message<"penstock.driver.v1.Limits"> & {
  * Use `create(LimitsSchema)` to create a new message.
  */
 export const LimitsSchema: GenMessage<Limits> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 8);
+  messageDesc(file_penstock_driver_v1_rollout, 9);
 
 /**
  * RolloutSpec defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's.
@@ -580,8 +644,8 @@ export type RolloutSpec = Message<"penstock.driver.v1.RolloutSpec"> & {
   tokenTerms?: TokenTerms | undefined;
 
   /**
-   * The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with an
-   * empty capture, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
+   * The most attempts, 1 to 10; unset = 1. After a retriable failure, the rollout starts again in a new sandbox with a
+   * capture of its own, under the same id and place in the group. Only failures of cause INFRASTRUCTURE and MODEL are retriable:
    * what the policy did is never retried.
    *
    * @generated from field: optional int32 max_attempts = 15;
@@ -594,6 +658,22 @@ export type RolloutSpec = Message<"penstock.driver.v1.RolloutSpec"> & {
    * @generated from field: repeated penstock.interception.v1.RolloutModel models = 16;
    */
   models: RolloutModel[];
+
+  /**
+   * What a further attempt does with the answers of the last one. Unset = REPLAY_UNTIL_DIVERGENCE.
+   *
+   * @generated from field: penstock.driver.v1.Replay replay = 17;
+   */
+  replay: Replay;
+
+  /**
+   * Whether the end state is kept, for RegradeRollout: the agent's changes below Verifier.changes_below, as they were before a
+   * verifier ran. True needs the capability diff (CAPABILITY_MISSING). Unset = if the rollout is graded in a fresh fork, since
+   * its changes are read for that anyway.
+   *
+   * @generated from field: optional bool keep_end_state = 18;
+   */
+  keepEndState?: boolean | undefined;
 };
 
 /**
@@ -601,7 +681,7 @@ export type RolloutSpec = Message<"penstock.driver.v1.RolloutSpec"> & {
  * Use `create(RolloutSpecSchema)` to create a new message.
  */
 export const RolloutSpecSchema: GenMessage<RolloutSpec> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 9);
+  messageDesc(file_penstock_driver_v1_rollout, 10);
 
 /**
  * Failure is why a rollout did not complete.
@@ -651,7 +731,7 @@ export type Failure = Message<"penstock.driver.v1.Failure"> & {
  * Use `create(FailureSchema)` to create a new message.
  */
 export const FailureSchema: GenMessage<Failure> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 10);
+  messageDesc(file_penstock_driver_v1_rollout, 11);
 
 /**
  * AgentExit is the end of an agent's process, as observed by the sandbox.
@@ -677,7 +757,7 @@ export type AgentExit = Message<"penstock.driver.v1.AgentExit"> & {
  * Use `create(AgentExitSchema)` to create a new message.
  */
 export const AgentExitSchema: GenMessage<AgentExit> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 11);
+  messageDesc(file_penstock_driver_v1_rollout, 12);
 
 /**
  * Outcome is how a rollout ended.
@@ -717,7 +797,56 @@ export type Outcome = Message<"penstock.driver.v1.Outcome"> & {
  * Use `create(OutcomeSchema)` to create a new message.
  */
 export const OutcomeSchema: GenMessage<Outcome> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 12);
+  messageDesc(file_penstock_driver_v1_rollout, 13);
+
+/**
+ * Grade is what RegradeRollout adds to an ended rollout. It never changes, and neither does the first grade, in Outcome.
+ *
+ * @generated from message penstock.driver.v1.Grade
+ */
+export type Grade = Message<"penstock.driver.v1.Grade"> & {
+  /**
+   * Unique in its rollout.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * When the verifier ended.
+   *
+   * @generated from field: google.protobuf.Timestamp time = 2;
+   */
+  time?: Timestamp | undefined;
+
+  /**
+   * Unset = the verifier gave none; `failure` says why.
+   *
+   * @generated from field: optional penstock.trajectory.v1.Reward reward = 3;
+   */
+  reward?: Reward | undefined;
+
+  /**
+   * Of cause VERIFIER, AGENT or TASK. What other causes have is no grade, and is not kept.
+   *
+   * @generated from field: optional penstock.driver.v1.Failure failure = 4;
+   */
+  failure?: Failure | undefined;
+
+  /**
+   * With at most 32 KiB of output of all commands, and 4 KiB of left_out_paths.
+   *
+   * @generated from field: penstock.driver.v1.Grading grading = 5;
+   */
+  grading?: Grading | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.Grade.
+ * Use `create(GradeSchema)` to create a new message.
+ */
+export const GradeSchema: GenMessage<Grade> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout, 14);
 
 /**
  * Grading is how a rollout was graded, with the verifier's output.
@@ -762,6 +891,14 @@ export type Grading = Message<"penstock.driver.v1.Grading"> & {
    * @generated from field: int32 restored = 6;
    */
   restored: number;
+
+  /**
+   * SHA-256 of the verifier, in hex: equal verifiers have equal ones, whatever fresh_fork says. Empty = an earlier version of
+   * the driver graded.
+   *
+   * @generated from field: string verifier_sha256 = 7;
+   */
+  verifierSha256: string;
 };
 
 /**
@@ -769,7 +906,7 @@ export type Grading = Message<"penstock.driver.v1.Grading"> & {
  * Use `create(GradingSchema)` to create a new message.
  */
 export const GradingSchema: GenMessage<Grading> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 13);
+  messageDesc(file_penstock_driver_v1_rollout, 15);
 
 /**
  * Command is a verifier command that ran.
@@ -800,7 +937,7 @@ export type Grading_Command = Message<"penstock.driver.v1.Grading.Command"> & {
  * Use `create(Grading_CommandSchema)` to create a new message.
  */
 export const Grading_CommandSchema: GenMessage<Grading_Command> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 13, 0);
+  messageDesc(file_penstock_driver_v1_rollout, 15, 0);
 
 /**
  * Changes are what was copied from the agent's sandbox.
@@ -848,7 +985,7 @@ export type Grading_Changes = Message<"penstock.driver.v1.Grading.Changes"> & {
  * Use `create(Grading_ChangesSchema)` to create a new message.
  */
 export const Grading_ChangesSchema: GenMessage<Grading_Changes> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 13, 1);
+  messageDesc(file_penstock_driver_v1_rollout, 15, 1);
 
 /**
  * Rollout is one run of an agent on a task.
@@ -964,6 +1101,35 @@ export type Rollout = Message<"penstock.driver.v1.Rollout"> & {
    * @generated from field: penstock.driver.v1.ForkOrigin forked_from = 17;
    */
   forkedFrom?: ForkOrigin | undefined;
+
+  /**
+   * Where its trajectory was stored. Unset = it has not been stored: the rollout runs, its export is pending, or the driver
+   * exports nothing.
+   *
+   * @generated from field: optional penstock.driver.v1.Export export = 18;
+   */
+  export?: Export | undefined;
+
+  /**
+   * The call of another rollout at which BranchRollout began it. Unset = it is no branch.
+   *
+   * @generated from field: optional penstock.trajectory.v1.BranchPoint branched_from = 20;
+   */
+  branchedFrom?: BranchPoint | undefined;
+
+  /**
+   * Set while it is paused.
+   *
+   * @generated from field: penstock.driver.v1.Pause pause = 19;
+   */
+  pause?: Pause | undefined;
+
+  /**
+   * What RegradeRollout added, oldest first. Lists leave out `commands` and `left_out_paths` of their gradings.
+   *
+   * @generated from field: repeated penstock.driver.v1.Grade grades = 21;
+   */
+  grades: Grade[];
 };
 
 /**
@@ -971,7 +1137,74 @@ export type Rollout = Message<"penstock.driver.v1.Rollout"> & {
  * Use `create(RolloutSchema)` to create a new message.
  */
 export const RolloutSchema: GenMessage<Rollout> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 14);
+  messageDesc(file_penstock_driver_v1_rollout, 16);
+
+/**
+ * Pause is how a rollout is held.
+ *
+ * @generated from message penstock.driver.v1.Pause
+ */
+export type Pause = Message<"penstock.driver.v1.Pause"> & {
+  /**
+   * PauseRolloutRequest.reason.
+   *
+   * @generated from field: string reason = 1;
+   */
+  reason: string;
+
+  /**
+   * @generated from field: google.protobuf.Timestamp start_time = 2;
+   */
+  startTime?: Timestamp | undefined;
+
+  /**
+   * When it ends by itself.
+   *
+   * @generated from field: google.protobuf.Timestamp end_time = 3;
+   */
+  endTime?: Timestamp | undefined;
+
+  /**
+   * Whether the agent's sandbox is frozen. False = its agent does not run, it is not held yet, or the backend cannot freeze:
+   * then the agent runs on, up to its next model call.
+   *
+   * @generated from field: bool sandbox_frozen = 4;
+   */
+  sandboxFrozen: boolean;
+};
+
+/**
+ * Describes the message penstock.driver.v1.Pause.
+ * Use `create(PauseSchema)` to create a new message.
+ */
+export const PauseSchema: GenMessage<Pause> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout, 17);
+
+/**
+ * Export is where a driver stored an ended rollout (setting `export_url`), with other rollouts of its run.
+ *
+ * @generated from message penstock.driver.v1.Export
+ */
+export type Export = Message<"penstock.driver.v1.Export"> & {
+  /**
+   * The URL of the files, without the end of their names: ".TABLE.parquet", for each table of docs/exports.md that has rows.
+   *
+   * @generated from field: string location = 1;
+   */
+  location: string;
+
+  /**
+   * @generated from field: google.protobuf.Timestamp time = 2;
+   */
+  time?: Timestamp | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.Export.
+ * Use `create(ExportSchema)` to create a new message.
+ */
+export const ExportSchema: GenMessage<Export> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout, 18);
 
 /**
  * ForkOrigin is the point of another rollout at which a rollout began.
@@ -997,7 +1230,7 @@ export type ForkOrigin = Message<"penstock.driver.v1.ForkOrigin"> & {
  * Use `create(ForkOriginSchema)` to create a new message.
  */
 export const ForkOriginSchema: GenMessage<ForkOrigin> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 15);
+  messageDesc(file_penstock_driver_v1_rollout, 19);
 
 /**
  * Home names the services that have a rollout or an episode: their `name` settings, not addresses. A field is empty until it
@@ -1034,7 +1267,7 @@ export type Home = Message<"penstock.driver.v1.Home"> & {
  * Use `create(HomeSchema)` to create a new message.
  */
 export const HomeSchema: GenMessage<Home> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 16);
+  messageDesc(file_penstock_driver_v1_rollout, 20);
 
 /**
  * RolloutSummary is a rollout in one row, for tables and curves of many rollouts, without its spec.
@@ -1137,6 +1370,20 @@ export type RolloutSummary = Message<"penstock.driver.v1.RolloutSummary"> & {
    * @generated from field: penstock.driver.v1.Home home = 16;
    */
   home?: Home | undefined;
+
+  /**
+   * See Rollout.export.
+   *
+   * @generated from field: optional penstock.driver.v1.Export export = 17;
+   */
+  export?: Export | undefined;
+
+  /**
+   * See Rollout.paused.
+   *
+   * @generated from field: bool paused = 18;
+   */
+  paused: boolean;
 };
 
 /**
@@ -1144,7 +1391,7 @@ export type RolloutSummary = Message<"penstock.driver.v1.RolloutSummary"> & {
  * Use `create(RolloutSummarySchema)` to create a new message.
  */
 export const RolloutSummarySchema: GenMessage<RolloutSummary> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 17);
+  messageDesc(file_penstock_driver_v1_rollout, 21);
 
 /**
  * CallSums are sums over the ended model calls of a rollout, of all attempts. The driver counts them while the rollout
@@ -1188,7 +1435,7 @@ export type CallSums = Message<"penstock.driver.v1.CallSums"> & {
  * Use `create(CallSumsSchema)` to create a new message.
  */
 export const CallSumsSchema: GenMessage<CallSums> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 18);
+  messageDesc(file_penstock_driver_v1_rollout, 22);
 
 /**
  * Time spent in a phase.
@@ -1212,7 +1459,7 @@ export type PhaseTime = Message<"penstock.driver.v1.PhaseTime"> & {
  * Use `create(PhaseTimeSchema)` to create a new message.
  */
 export const PhaseTimeSchema: GenMessage<PhaseTime> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 19);
+  messageDesc(file_penstock_driver_v1_rollout, 23);
 
 /**
  * StragglerPolicy is what a group does with slow rollouts.
@@ -1233,7 +1480,7 @@ export type StragglerPolicy = Message<"penstock.driver.v1.StragglerPolicy"> & {
  * Use `create(StragglerPolicySchema)` to create a new message.
  */
 export const StragglerPolicySchema: GenMessage<StragglerPolicy> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 20);
+  messageDesc(file_penstock_driver_v1_rollout, 24);
 
 /**
  * Group is a set of rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or,
@@ -1334,6 +1581,20 @@ export type Group = Message<"penstock.driver.v1.Group"> & {
    * @generated from field: string home = 15;
    */
   home: string;
+
+  /**
+   * How many of its rollouts are paused.
+   *
+   * @generated from field: int32 paused_count = 16;
+   */
+  pausedCount: number;
+
+  /**
+   * The call of which its rollouts are branches. Unset = CreateGroup made it.
+   *
+   * @generated from field: optional penstock.trajectory.v1.BranchPoint branched_from = 17;
+   */
+  branchedFrom?: BranchPoint | undefined;
 };
 
 /**
@@ -1341,7 +1602,7 @@ export type Group = Message<"penstock.driver.v1.Group"> & {
  * Use `create(GroupSchema)` to create a new message.
  */
 export const GroupSchema: GenMessage<Group> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 21);
+  messageDesc(file_penstock_driver_v1_rollout, 25);
 
 /**
  * RolloutEvent is an event of a rollout.
@@ -1429,6 +1690,18 @@ export type RolloutEvent = Message<"penstock.driver.v1.RolloutEvent"> & {
      */
     value: AttemptFailed;
     case: "attemptFailed";
+  } | {
+    /**
+     * @generated from field: penstock.driver.v1.RolloutPaused paused = 13;
+     */
+    value: RolloutPaused;
+    case: "paused";
+  } | {
+    /**
+     * @generated from field: penstock.driver.v1.RolloutResumed resumed = 14;
+     */
+    value: RolloutResumed;
+    case: "resumed";
   } | { case: undefined; value?: undefined };
 };
 
@@ -1437,7 +1710,63 @@ export type RolloutEvent = Message<"penstock.driver.v1.RolloutEvent"> & {
  * Use `create(RolloutEventSchema)` to create a new message.
  */
 export const RolloutEventSchema: GenMessage<RolloutEvent> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 22);
+  messageDesc(file_penstock_driver_v1_rollout, 26);
+
+/**
+ * RolloutPaused states that a rollout is paused from now on. A repeated PauseRollout is no event.
+ *
+ * @generated from message penstock.driver.v1.RolloutPaused
+ */
+export type RolloutPaused = Message<"penstock.driver.v1.RolloutPaused"> & {
+  /**
+   * PauseRolloutRequest.reason.
+   *
+   * @generated from field: string reason = 1;
+   */
+  reason: string;
+
+  /**
+   * How long it lasts at most.
+   *
+   * @generated from field: google.protobuf.Duration max_duration = 2;
+   */
+  maxDuration?: Duration | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.RolloutPaused.
+ * Use `create(RolloutPausedSchema)` to create a new message.
+ */
+export const RolloutPausedSchema: GenMessage<RolloutPaused> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout, 27);
+
+/**
+ * RolloutResumed states that a pause ended, by ResumeRollout or otherwise. A rollout that ends while it is paused has none.
+ *
+ * @generated from message penstock.driver.v1.RolloutResumed
+ */
+export type RolloutResumed = Message<"penstock.driver.v1.RolloutResumed"> & {
+  /**
+   * How long it was paused.
+   *
+   * @generated from field: google.protobuf.Duration paused_time = 1;
+   */
+  pausedTime?: Duration | undefined;
+
+  /**
+   * Why: "RESUMED", "PAUSE_EXPIRED" (after max_duration), "DRAINING".
+   *
+   * @generated from field: string reason = 2;
+   */
+  reason: string;
+};
+
+/**
+ * Describes the message penstock.driver.v1.RolloutResumed.
+ * Use `create(RolloutResumedSchema)` to create a new message.
+ */
+export const RolloutResumedSchema: GenMessage<RolloutResumed> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout, 28);
 
 /**
  * PhaseChanged states that a rollout entered a phase.
@@ -1463,7 +1792,7 @@ export type PhaseChanged = Message<"penstock.driver.v1.PhaseChanged"> & {
  * Use `create(PhaseChangedSchema)` to create a new message.
  */
 export const PhaseChangedSchema: GenMessage<PhaseChanged> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 23);
+  messageDesc(file_penstock_driver_v1_rollout, 29);
 
 /**
  * AttemptFailed states that an attempt failed for a transient reason, and the rollout starts again
@@ -1490,7 +1819,7 @@ export type AttemptFailed = Message<"penstock.driver.v1.AttemptFailed"> & {
  * Use `create(AttemptFailedSchema)` to create a new message.
  */
 export const AttemptFailedSchema: GenMessage<AttemptFailed> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 24);
+  messageDesc(file_penstock_driver_v1_rollout, 30);
 
 /**
  * CommandFinished states that a setup or verifier command ended.
@@ -1538,7 +1867,7 @@ export type CommandFinished = Message<"penstock.driver.v1.CommandFinished"> & {
  * Use `create(CommandFinishedSchema)` to create a new message.
  */
 export const CommandFinishedSchema: GenMessage<CommandFinished> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 25);
+  messageDesc(file_penstock_driver_v1_rollout, 31);
 
 /**
  * AgentEvent is an event that an agent reported, parsed by its spec while it runs.
@@ -1569,7 +1898,7 @@ export type AgentEvent = Message<"penstock.driver.v1.AgentEvent"> & {
  * Use `create(AgentEventSchema)` to create a new message.
  */
 export const AgentEventSchema: GenMessage<AgentEvent> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 26);
+  messageDesc(file_penstock_driver_v1_rollout, 32);
 
 /**
  * CallFinished states that a model call ended.
@@ -1583,6 +1912,19 @@ export type CallFinished = Message<"penstock.driver.v1.CallFinished"> & {
    * @generated from field: penstock.trajectory.v1.Call call = 1;
    */
   call?: Call | undefined;
+
+  /**
+   * Of the attempt, if it replays (RolloutSpec.replay, BranchRollout): how many calls are recorded, and how many of those that
+   * have ended until this one a recorded answer answered. 0 = nothing is recorded, or the driver was restarted meanwhile.
+   *
+   * @generated from field: int32 recorded_count = 2;
+   */
+  recordedCount: number;
+
+  /**
+   * @generated from field: int32 replayed_count = 3;
+   */
+  replayedCount: number;
 };
 
 /**
@@ -1590,7 +1932,7 @@ export type CallFinished = Message<"penstock.driver.v1.CallFinished"> & {
  * Use `create(CallFinishedSchema)` to create a new message.
  */
 export const CallFinishedSchema: GenMessage<CallFinished> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 27);
+  messageDesc(file_penstock_driver_v1_rollout, 33);
 
 /**
  * ArtifactCollected is a file that was fetched.
@@ -1626,7 +1968,7 @@ export type ArtifactCollected = Message<"penstock.driver.v1.ArtifactCollected"> 
  * Use `create(ArtifactCollectedSchema)` to create a new message.
  */
 export const ArtifactCollectedSchema: GenMessage<ArtifactCollected> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 28);
+  messageDesc(file_penstock_driver_v1_rollout, 34);
 
 /**
  * See RolloutEvent.progress.
@@ -1645,7 +1987,48 @@ export type Progress = Message<"penstock.driver.v1.Progress"> & {
  * Use `create(ProgressSchema)` to create a new message.
  */
 export const ProgressSchema: GenMessage<Progress> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout, 29);
+  messageDesc(file_penstock_driver_v1_rollout, 35);
+
+/**
+ * Replay is what a further attempt at a rollout does with the completions of the attempt before.
+ *
+ * @generated from enum penstock.driver.v1.Replay
+ */
+export enum Replay {
+  /**
+   * @generated from enum value: REPLAY_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Everything is sampled again.
+   *
+   * @generated from enum value: REPLAY_OFF = 1;
+   */
+  OFF = 1,
+
+  /**
+   * A call whose prompt has the same token ids as a recorded call's is answered with the recorded completion, at once and
+   * without sampling (RolloutGateService.LoadRecording). What differs is sampled. Nothing is replayed where the gate with the
+   * recording is lost.
+   *
+   * @generated from enum value: REPLAY_UNTIL_DIVERGENCE = 2;
+   */
+  UNTIL_DIVERGENCE = 2,
+
+  /**
+   * As before, and the first call that differs from what was recorded at its place fails (REPLAY_DIVERGED).
+   *
+   * @generated from enum value: REPLAY_EXACT = 3;
+   */
+  EXACT = 3,
+}
+
+/**
+ * Describes the enum penstock.driver.v1.Replay.
+ */
+export const ReplaySchema: GenEnum<Replay> = /*@__PURE__*/
+  enumDesc(file_penstock_driver_v1_rollout, 0);
 
 /**
  * Phase is a rollout's stage. Phases may be skipped; ENDED is terminal.
@@ -1709,7 +2092,7 @@ export enum Phase {
  * Describes the enum penstock.driver.v1.Phase.
  */
 export const PhaseSchema: GenEnum<Phase> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_rollout, 0);
+  enumDesc(file_penstock_driver_v1_rollout, 1);
 
 /**
  * FailureCause is the kind of a failure, by which a trainer decides what to do. Failure.caused_by is the component at
@@ -1782,7 +2165,7 @@ export enum FailureCause {
  * Describes the enum penstock.driver.v1.FailureCause.
  */
 export const FailureCauseSchema: GenEnum<FailureCause> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_rollout, 1);
+  enumDesc(file_penstock_driver_v1_rollout, 2);
 
 /**
  * Party is the component at fault for a failure. docs/errors.md lists the party of every reason.
@@ -1862,7 +2245,7 @@ export enum Party {
  * Describes the enum penstock.driver.v1.Party.
  */
 export const PartySchema: GenEnum<Party> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_rollout, 2);
+  enumDesc(file_penstock_driver_v1_rollout, 3);
 
 /**
  * GradingPlace is where a verifier ran.
@@ -1894,5 +2277,5 @@ export enum GradingPlace {
  * Describes the enum penstock.driver.v1.GradingPlace.
  */
 export const GradingPlaceSchema: GenEnum<GradingPlace> = /*@__PURE__*/
-  enumDesc(file_penstock_driver_v1_rollout, 3);
+  enumDesc(file_penstock_driver_v1_rollout, 4);
 

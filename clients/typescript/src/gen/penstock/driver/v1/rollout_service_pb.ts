@@ -6,9 +6,11 @@ import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegen
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
+import type { Message as Message$1 } from "../../chat/v1/chat_pb.js";
+import { file_penstock_chat_v1_chat } from "../../chat/v1/chat_pb.js";
 import type { TokenTensor } from "../../chat/v1/completion_pb.js";
 import { file_penstock_chat_v1_completion } from "../../chat/v1/completion_pb.js";
-import type { Group, Outcome, Rollout, RolloutEvent, RolloutSpec, RolloutSummary, StragglerPolicy } from "./rollout_pb.js";
+import type { Grade, Group, Outcome, Replay, Rollout, RolloutEvent, RolloutSpec, RolloutSummary, StragglerPolicy, Verifier } from "./rollout_pb.js";
 import { file_penstock_driver_v1_rollout } from "./rollout_pb.js";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
 import type { Annotation, Trajectory } from "../../trajectory/v1/trajectory_pb.js";
@@ -19,7 +21,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/driver/v1/rollout_service.proto.
  */
 export const file_penstock_driver_v1_rollout_service: GenFile = /*@__PURE__*/
-  fileDesc("CihwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dF9zZXJ2aWNlLnByb3RvEhJwZW5zdG9jay5kcml2ZXIudjEibQoUQ3JlYXRlUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEhIKCnJvbGxvdXRfaWQYAyABKAkiRQoVQ3JlYXRlUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCInChFHZXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkIKEkdldFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQitwIKDVJvbGxvdXRGaWx0ZXISEwoGcnVuX2lkGAEgASgJSACIAQESFQoIZ3JvdXBfaWQYAiABKAlIAYgBARI9CgZsYWJlbHMYAyADKAsyLS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlci5MYWJlbHNFbnRyeRISCgVlbmRlZBgEIAEoCEgCiAEBEhQKB3Rhc2tfaWQYBSABKAlIA4gBARISCgVhZ2VudBgGIAEoCUgEiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAcgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWRCCAoGX2VuZGVkQgoKCF90YXNrX2lkQggKBl9hZ2VudCJvChNMaXN0Um9sbG91dHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEjEKBmZpbHRlchgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyIl4KFExpc3RSb2xsb3V0c1Jlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIkEKE1dhdGNoUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIWCg5hZnRlcl9zZXF1ZW5jZRgCIAEoAyKNAQoUV2F0Y2hSb2xsb3V0UmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SABCCQoHbWVzc2FnZSIQCg5XYXRjaEhlYXJ0YmVhdCKgAQoUV2F0Y2hSb2xsb3V0c1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISGAoLZW5kZWRfbGltaXQYAiABKAVIAIgBARIrCghpbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIOCgxfZW5kZWRfbGltaXQiggEKFVdhdGNoUm9sbG91dHNSZXNwb25zZRI0Cghyb2xsb3V0cxgBIAMoCzIiLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeRIYChBnb25lX3JvbGxvdXRfaWRzGAIgAygJEhkKEXNuYXBzaG90X2NvbXBsZXRlGAMgASgIIigKEldhaXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkMKE1dhaXRSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IjoKFENhbmNlbFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIkUKFUNhbmNlbFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoURGVsZXRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSIXChVEZWxldGVSb2xsb3V0UmVzcG9uc2UiagoTUGF1c2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCRIvCgxtYXhfZHVyYXRpb24YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iXAoUUGF1c2VSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0EhYKDnNhbmRib3hfcGF1c2VkGAIgASgIIioKFFJlc3VtZVJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiRQoVUmVzdW1lUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCKHAQoSRm9ya1JvbGxvdXRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRIUCgdjYWxsX2lkGAMgASgJSACIAQESDQoFY291bnQYBCABKAUSGAoQZm9ya19yb2xsb3V0X2lkcxgFIAMoCUIKCghfY2FsbF9pZCJEChNGb3JrUm9sbG91dFJlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQi4AEKEkNyZWF0ZUdyb3VwUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEi0KBHNwZWMYAiABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMSDAoEc2l6ZRgDIAEoBRIOCgZzcGFyZXMYBCABKAUSEwoGcXVvcnVtGAUgASgFSACIAQESNwoKc3RyYWdnbGVycxgGIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5TdHJhZ2dsZXJQb2xpY3kSEAoIZ3JvdXBfaWQYByABKAlCCQoHX3F1b3J1bSI/ChNDcmVhdGVHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIiMKD0dldEdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSI8ChBHZXRHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwInIKEUxpc3RHcm91cHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhMKBnJ1bl9pZBgDIAEoCUgAiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAQgASgIQgkKB19ydW5faWQiWAoSTGlzdEdyb3Vwc1Jlc3BvbnNlEikKBmdyb3VwcxgBIAMoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiwQEKEVdhdGNoR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJElIKD2FmdGVyX3NlcXVlbmNlcxgCIAMoCzI5LnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdC5BZnRlclNlcXVlbmNlc0VudHJ5Eg8KB3N1bW1hcnkYAyABKAgaNQoTQWZ0ZXJTZXF1ZW5jZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBIrcBChJXYXRjaEdyb3VwUmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SAASKgoFZ3JvdXAYAyABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXBIAEIJCgdtZXNzYWdlIiQKEFdhaXRHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkiPQoRV2FpdEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiNgoSQ2FuY2VsR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSI/ChNDYW5jZWxHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIiYKEkRlbGV0ZUdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSIVChNEZWxldGVHcm91cFJlc3BvbnNlIo8BChRHZXRUcmFqZWN0b3J5UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEhYKDmluY2x1ZGVfYm9kaWVzGAIgASgIEhQKDHNhbXBsZXNfb25seRgDIAEoCBITCgtpbmNsdWRlX3RvcBgEIAEoCBIgCg1pbmNsdWRlX21lZGlhGAUgASgIQgm6uxgFbWVkaWEiTwoVR2V0VHJhamVjdG9yeVJlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkiaAoZQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEjcKC2Fubm90YXRpb25zGAIgAygLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5Bbm5vdGF0aW9uIhwKGkFubm90YXRlVHJhamVjdG9yeVJlc3BvbnNlInUKEEdldFRlbnNvclJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIRCgdjYWxsX2lkGAIgASgJSAASEwoJc2FtcGxlX2lkGAMgASgJSAASDAoEbmFtZRgEIAEoCRINCgVzdGFydBgFIAEoDUIICgZob2xkZXIiQgoRR2V0VGVuc29yUmVzcG9uc2USLQoGdGVuc29yGAEgASgLMh0ucGVuc3RvY2suY2hhdC52MS5Ub2tlblRlbnNvciI1Cg9HZXRNZWRpYVJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIOCgZzaGEyNTYYAiABKAwiIQoQR2V0TWVkaWFSZXNwb25zZRINCgVjaHVuaxgBIAEoDCKdAQoZRXhwb3J0VHJhamVjdG9yaWVzUmVxdWVzdBIxCgZmaWx0ZXIYASABKAsyIS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlchIWCg5pbmNsdWRlX2JvZGllcxgCIAEoCBITCgtpbmNsdWRlX3RvcBgDIAEoCBIgCg1pbmNsdWRlX21lZGlhGAQgASgIQgm6uxgFbWVkaWEiggEKGkV4cG9ydFRyYWplY3Rvcmllc1Jlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkSLAoHb3V0Y29tZRgCIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5PdXRjb21lMtAYCg5Sb2xsb3V0U2VydmljZRKNAQoNQ3JlYXRlUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKEAQoKR2V0Um9sbG91dBIlLnBlbnN0b2NrLmRyaXZlci52MS5HZXRSb2xsb3V0UmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5HZXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBJhCgxMaXN0Um9sbG91dHMSJy5wZW5zdG9jay5kcml2ZXIudjEuTGlzdFJvbGxvdXRzUmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0Um9sbG91dHNSZXNwb25zZRKMAQoMV2F0Y2hSb2xsb3V0EicucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoUm9sbG91dFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEmYKDVdhdGNoUm9sbG91dHMSKC5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0c1JlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0c1Jlc3BvbnNlMAEShwEKC1dhaXRSb2xsb3V0EiYucGVuc3RvY2suZHJpdmVyLnYxLldhaXRSb2xsb3V0UmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5XYWl0Um9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSjQEKDUNhbmNlbFJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSjQEKDURlbGV0ZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuRGVsZXRlUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSnAEKDFBhdXNlUm9sbG91dBInLnBlbnN0b2NrLmRyaXZlci52MS5QYXVzZVJvbGxvdXRSZXF1ZXN0GigucGVuc3RvY2suZHJpdmVyLnYxLlBhdXNlUm9sbG91dFJlc3BvbnNlIjmyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS6uxgOcm9sbG91dHMucGF1c2USnwEKDVJlc3VtZVJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lUm9sbG91dFJlc3BvbnNlIjmyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS6uxgOcm9sbG91dHMucGF1c2USmAEKC0ZvcmtSb2xsb3V0EiYucGVuc3RvY2suZHJpdmVyLnYxLkZvcmtSb2xsb3V0UmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5Gb3JrUm9sbG91dFJlc3BvbnNlIjiyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWS6uxgNcm9sbG91dHMuZm9yaxKDAQoLQ3JlYXRlR3JvdXASJi5wZW5zdG9jay5kcml2ZXIudjEuQ3JlYXRlR3JvdXBSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZUdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEnoKCEdldEdyb3VwEiMucGVuc3RvY2suZHJpdmVyLnYxLkdldEdyb3VwUmVxdWVzdBokLnBlbnN0b2NrLmRyaXZlci52MS5HZXRHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBJbCgpMaXN0R3JvdXBzEiUucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RHcm91cHNSZXNwb25zZRKCAQoKV2F0Y2hHcm91cBIlLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkMAESfQoJV2FpdEdyb3VwEiQucGVuc3RvY2suZHJpdmVyLnYxLldhaXRHcm91cFJlcXVlc3QaJS5wZW5zdG9jay5kcml2ZXIudjEuV2FpdEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEoMBCgtDYW5jZWxHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuQ2FuY2VsR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSgwEKC0RlbGV0ZUdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkRlbGV0ZUdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKPAQoNR2V0VHJhamVjdG9yeRIoLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEqsBChJBbm5vdGF0ZVRyYWplY3RvcnkSLS5wZW5zdG9jay5kcml2ZXIudjEuQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5Bbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSI2srsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkursYC2Fubm90YXRpb25zEpQBCglHZXRUZW5zb3ISJC5wZW5zdG9jay5kcml2ZXIudjEuR2V0VGVuc29yUmVxdWVzdBolLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUZW5zb3JSZXNwb25zZSI4srsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkursYDXRva2VuX3RlbnNvcnMwARKJAQoIR2V0TWVkaWESIy5wZW5zdG9jay5kcml2ZXIudjEuR2V0TWVkaWFSZXF1ZXN0GiQucGVuc3RvY2suZHJpdmVyLnYxLkdldE1lZGlhUmVzcG9uc2UiMLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLq7GAVtZWRpYTABEnUKEkV4cG9ydFRyYWplY3RvcmllcxItLnBlbnN0b2NrLmRyaXZlci52MS5FeHBvcnRUcmFqZWN0b3JpZXNSZXF1ZXN0Gi4ucGVuc3RvY2suZHJpdmVyLnYxLkV4cG9ydFRyYWplY3Rvcmllc1Jlc3BvbnNlMAFCngEKEnBlbnN0b2NrLmRyaXZlci52MUITUm9sbG91dFNlcnZpY2VQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_chat_v1_completion, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CihwZW5zdG9jay9kcml2ZXIvdjEvcm9sbG91dF9zZXJ2aWNlLnByb3RvEhJwZW5zdG9jay5kcml2ZXIudjEibQoUQ3JlYXRlUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRItCgRzcGVjGAIgASgLMh8ucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRTcGVjEhIKCnJvbGxvdXRfaWQYAyABKAkiRQoVQ3JlYXRlUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCInChFHZXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkIKEkdldFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQitwIKDVJvbGxvdXRGaWx0ZXISEwoGcnVuX2lkGAEgASgJSACIAQESFQoIZ3JvdXBfaWQYAiABKAlIAYgBARI9CgZsYWJlbHMYAyADKAsyLS5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEZpbHRlci5MYWJlbHNFbnRyeRISCgVlbmRlZBgEIAEoCEgCiAEBEhQKB3Rhc2tfaWQYBSABKAlIA4gBARISCgVhZ2VudBgGIAEoCUgEiAEBEhYKDmFsbF9uYW1lc3BhY2VzGAcgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCQoHX3J1bl9pZEILCglfZ3JvdXBfaWRCCAoGX2VuZGVkQgoKCF90YXNrX2lkQggKBl9hZ2VudCJvChNMaXN0Um9sbG91dHNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEjEKBmZpbHRlchgDIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyIl4KFExpc3RSb2xsb3V0c1Jlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIkEKE1dhdGNoUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIWCg5hZnRlcl9zZXF1ZW5jZRgCIAEoAyKNAQoUV2F0Y2hSb2xsb3V0UmVzcG9uc2USMQoFZXZlbnQYASABKAsyIC5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dEV2ZW50SAASNwoJaGVhcnRiZWF0GAIgASgLMiIucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoSGVhcnRiZWF0SABCCQoHbWVzc2FnZSIQCg5XYXRjaEhlYXJ0YmVhdCKgAQoUV2F0Y2hSb2xsb3V0c1JlcXVlc3QSMQoGZmlsdGVyGAEgASgLMiEucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXRGaWx0ZXISGAoLZW5kZWRfbGltaXQYAiABKAVIAIgBARIrCghpbnRlcnZhbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIOCgxfZW5kZWRfbGltaXQiggEKFVdhdGNoUm9sbG91dHNSZXNwb25zZRI0Cghyb2xsb3V0cxgBIAMoCzIiLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0U3VtbWFyeRIYChBnb25lX3JvbGxvdXRfaWRzGAIgAygJEhkKEXNuYXBzaG90X2NvbXBsZXRlGAMgASgIIigKEldhaXRSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJIkMKE1dhaXRSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0IjoKFENhbmNlbFJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIkUKFUNhbmNlbFJvbGxvdXRSZXNwb25zZRIsCgdyb2xsb3V0GAEgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQiKgoURGVsZXRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSIXChVEZWxldGVSb2xsb3V0UmVzcG9uc2UiagoTUGF1c2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCRIvCgxtYXhfZHVyYXRpb24YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iXAoUUGF1c2VSb2xsb3V0UmVzcG9uc2USLAoHcm9sbG91dBgBIAEoCzIbLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0EhYKDnNhbmRib3hfcGF1c2VkGAIgASgIIioKFFJlc3VtZVJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiRQoVUmVzdW1lUm9sbG91dFJlc3BvbnNlEiwKB3JvbGxvdXQYASABKAsyGy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dCKHAQoSRm9ya1JvbGxvdXRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRIUCgdjYWxsX2lkGAMgASgJSACIAQESDQoFY291bnQYBCABKAUSGAoQZm9ya19yb2xsb3V0X2lkcxgFIAMoCUIKCghfY2FsbF9pZCJEChNGb3JrUm9sbG91dFJlc3BvbnNlEi0KCHJvbGxvdXRzGAEgAygLMhsucGVuc3RvY2suZHJpdmVyLnYxLlJvbGxvdXQi4AEKEkNyZWF0ZUdyb3VwUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEi0KBHNwZWMYAiABKAsyHy5wZW5zdG9jay5kcml2ZXIudjEuUm9sbG91dFNwZWMSDAoEc2l6ZRgDIAEoBRIOCgZzcGFyZXMYBCABKAUSEwoGcXVvcnVtGAUgASgFSACIAQESNwoKc3RyYWdnbGVycxgGIAEoCzIjLnBlbnN0b2NrLmRyaXZlci52MS5TdHJhZ2dsZXJQb2xpY3kSEAoIZ3JvdXBfaWQYByABKAlCCQoHX3F1b3J1bSI/ChNDcmVhdGVHcm91cFJlc3BvbnNlEigKBWdyb3VwGAEgASgLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwIqkCChRCcmFuY2hSb2xsb3V0UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhIKCnJvbGxvdXRfaWQYAiABKAkSEQoHY2FsbF9pZBgDIAEoCUgAEhQKCmNhbGxfaW5kZXgYBCABKAVIABINCgVjb3VudBgFIAEoBRIuCgZhbnN3ZXIYBiABKAsyGS5wZW5zdG9jay5jaGF0LnYxLk1lc3NhZ2VIAYgBARIQCghncm91cF9pZBgHIAEoCRIUCgx0cmFpbl9wcmVmaXgYCCABKAgSKgoGcmVwbGF5GAkgASgOMhoucGVuc3RvY2suZHJpdmVyLnYxLlJlcGxheRIRCgRzZWVkGAogASgDSAKIAQFCBgoEY2FsbEIJCgdfYW5zd2VyQgcKBV9zZWVkIkEKFUJyYW5jaFJvbGxvdXRSZXNwb25zZRIoCgVncm91cBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cCJ7ChVSZWdyYWRlUm9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCRIzCgh2ZXJpZmllchgCIAEoCzIcLnBlbnN0b2NrLmRyaXZlci52MS5WZXJpZmllckgAiAEBEgwKBG5hbWUYAyABKAlCCwoJX3ZlcmlmaWVyIkIKFlJlZ3JhZGVSb2xsb3V0UmVzcG9uc2USKAoFZ3JhZGUYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JhZGUiIwoPR2V0R3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIjwKEEdldEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAicgoRTGlzdEdyb3Vwc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSEwoGcnVuX2lkGAMgASgJSACIAQESFgoOYWxsX25hbWVzcGFjZXMYBCABKAhCCQoHX3J1bl9pZCJYChJMaXN0R3JvdXBzUmVzcG9uc2USKQoGZ3JvdXBzGAEgAygLMhkucGVuc3RvY2suZHJpdmVyLnYxLkdyb3VwEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSLBAQoRV2F0Y2hHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSUgoPYWZ0ZXJfc2VxdWVuY2VzGAIgAygLMjkucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoR3JvdXBSZXF1ZXN0LkFmdGVyU2VxdWVuY2VzRW50cnkSDwoHc3VtbWFyeRgDIAEoCBo1ChNBZnRlclNlcXVlbmNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEitwEKEldhdGNoR3JvdXBSZXNwb25zZRIxCgVldmVudBgBIAEoCzIgLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RXZlbnRIABI3CgloZWFydGJlYXQYAiABKAsyIi5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hIZWFydGJlYXRIABIqCgVncm91cBgDIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cEgAQgkKB21lc3NhZ2UiJAoQV2FpdEdyb3VwUmVxdWVzdBIQCghncm91cF9pZBgBIAEoCSI9ChFXYWl0R3JvdXBSZXNwb25zZRIoCgVncm91cBgBIAEoCzIZLnBlbnN0b2NrLmRyaXZlci52MS5Hcm91cCI2ChJDYW5jZWxHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIj8KE0NhbmNlbEdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiZgoRUGF1c2VHcm91cFJlcXVlc3QSEAoIZ3JvdXBfaWQYASABKAkSDgoGcmVhc29uGAIgASgJEi8KDG1heF9kdXJhdGlvbhgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI+ChJQYXVzZUdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiJgoSUmVzdW1lR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIj8KE1Jlc3VtZUdyb3VwUmVzcG9uc2USKAoFZ3JvdXAYASABKAsyGS5wZW5zdG9jay5kcml2ZXIudjEuR3JvdXAiJgoSRGVsZXRlR3JvdXBSZXF1ZXN0EhAKCGdyb3VwX2lkGAEgASgJIhUKE0RlbGV0ZUdyb3VwUmVzcG9uc2UingEKFEdldFRyYWplY3RvcnlSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSFAoMc2FtcGxlc19vbmx5GAMgASgIEhMKC2luY2x1ZGVfdG9wGAQgASgIEiAKDWluY2x1ZGVfbWVkaWEYBSABKAhCCbq7GAVtZWRpYRINCgVncmFkZRgGIAEoCSJPChVHZXRUcmFqZWN0b3J5UmVzcG9uc2USNgoKdHJhamVjdG9yeRgBIAEoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeSJoChlBbm5vdGF0ZVRyYWplY3RvcnlSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSNwoLYW5ub3RhdGlvbnMYAiADKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkFubm90YXRpb24iHAoaQW5ub3RhdGVUcmFqZWN0b3J5UmVzcG9uc2UidQoQR2V0VGVuc29yUmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEhEKB2NhbGxfaWQYAiABKAlIABITCglzYW1wbGVfaWQYAyABKAlIABIMCgRuYW1lGAQgASgJEg0KBXN0YXJ0GAUgASgNQggKBmhvbGRlciJCChFHZXRUZW5zb3JSZXNwb25zZRItCgZ0ZW5zb3IYASABKAsyHS5wZW5zdG9jay5jaGF0LnYxLlRva2VuVGVuc29yIjUKD0dldE1lZGlhUmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnNoYTI1NhgCIAEoDCIhChBHZXRNZWRpYVJlc3BvbnNlEg0KBWNodW5rGAEgASgMIqwBChlFeHBvcnRUcmFqZWN0b3JpZXNSZXF1ZXN0EjEKBmZpbHRlchgBIAEoCzIhLnBlbnN0b2NrLmRyaXZlci52MS5Sb2xsb3V0RmlsdGVyEhYKDmluY2x1ZGVfYm9kaWVzGAIgASgIEhMKC2luY2x1ZGVfdG9wGAMgASgIEiAKDWluY2x1ZGVfbWVkaWEYBCABKAhCCbq7GAVtZWRpYRINCgVncmFkZRgFIAEoCSKCAQoaRXhwb3J0VHJhamVjdG9yaWVzUmVzcG9uc2USNgoKdHJhamVjdG9yeRgBIAEoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeRIsCgdvdXRjb21lGAIgASgLMhsucGVuc3RvY2suZHJpdmVyLnYxLk91dGNvbWUy2BwKDlJvbGxvdXRTZXJ2aWNlEo0BCg1DcmVhdGVSb2xsb3V0EigucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZVJvbGxvdXRSZXF1ZXN0GikucGVuc3RvY2suZHJpdmVyLnYxLkNyZWF0ZVJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEoQBCgpHZXRSb2xsb3V0EiUucGVuc3RvY2suZHJpdmVyLnYxLkdldFJvbGxvdXRSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLkdldFJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkEmEKDExpc3RSb2xsb3V0cxInLnBlbnN0b2NrLmRyaXZlci52MS5MaXN0Um9sbG91dHNSZXF1ZXN0GigucGVuc3RvY2suZHJpdmVyLnYxLkxpc3RSb2xsb3V0c1Jlc3BvbnNlEowBCgxXYXRjaFJvbGxvdXQSJy5wZW5zdG9jay5kcml2ZXIudjEuV2F0Y2hSb2xsb3V0UmVxdWVzdBooLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkMAESZgoNV2F0Y2hSb2xsb3V0cxIoLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRzUmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5XYXRjaFJvbGxvdXRzUmVzcG9uc2UwARKHAQoLV2FpdFJvbGxvdXQSJi5wZW5zdG9jay5kcml2ZXIudjEuV2FpdFJvbGxvdXRSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLldhaXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNQ2FuY2VsUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNRGVsZXRlUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKKAQoMUGF1c2VSb2xsb3V0EicucGVuc3RvY2suZHJpdmVyLnYxLlBhdXNlUm9sbG91dFJlcXVlc3QaKC5wZW5zdG9jay5kcml2ZXIudjEuUGF1c2VSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoNUmVzdW1lUm9sbG91dBIoLnBlbnN0b2NrLmRyaXZlci52MS5SZXN1bWVSb2xsb3V0UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5SZXN1bWVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKYAQoLRm9ya1JvbGxvdXQSJi5wZW5zdG9jay5kcml2ZXIudjEuRm9ya1JvbGxvdXRSZXF1ZXN0GicucGVuc3RvY2suZHJpdmVyLnYxLkZvcmtSb2xsb3V0UmVzcG9uc2UiOLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLq7GA1yb2xsb3V0cy5mb3JrEoMBCgtDcmVhdGVHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5DcmVhdGVHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuQ3JlYXRlR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSjQEKDUJyYW5jaFJvbGxvdXQSKC5wZW5zdG9jay5kcml2ZXIudjEuQnJhbmNoUm9sbG91dFJlcXVlc3QaKS5wZW5zdG9jay5kcml2ZXIudjEuQnJhbmNoUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSkAEKDlJlZ3JhZGVSb2xsb3V0EikucGVuc3RvY2suZHJpdmVyLnYxLlJlZ3JhZGVSb2xsb3V0UmVxdWVzdBoqLnBlbnN0b2NrLmRyaXZlci52MS5SZWdyYWRlUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSegoIR2V0R3JvdXASIy5wZW5zdG9jay5kcml2ZXIudjEuR2V0R3JvdXBSZXF1ZXN0GiQucGVuc3RvY2suZHJpdmVyLnYxLkdldEdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkElsKCkxpc3RHcm91cHMSJS5wZW5zdG9jay5kcml2ZXIudjEuTGlzdEdyb3Vwc1JlcXVlc3QaJi5wZW5zdG9jay5kcml2ZXIudjEuTGlzdEdyb3Vwc1Jlc3BvbnNlEoIBCgpXYXRjaEdyb3VwEiUucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoR3JvdXBSZXF1ZXN0GiYucGVuc3RvY2suZHJpdmVyLnYxLldhdGNoR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQwARJ9CglXYWl0R3JvdXASJC5wZW5zdG9jay5kcml2ZXIudjEuV2FpdEdyb3VwUmVxdWVzdBolLnBlbnN0b2NrLmRyaXZlci52MS5XYWl0R3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSgwEKC0NhbmNlbEdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkNhbmNlbEdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5DYW5jZWxHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKAAQoKUGF1c2VHcm91cBIlLnBlbnN0b2NrLmRyaXZlci52MS5QYXVzZUdyb3VwUmVxdWVzdBomLnBlbnN0b2NrLmRyaXZlci52MS5QYXVzZUdyb3VwUmVzcG9uc2UiI7K7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkEoMBCgtSZXN1bWVHcm91cBImLnBlbnN0b2NrLmRyaXZlci52MS5SZXN1bWVHcm91cFJlcXVlc3QaJy5wZW5zdG9jay5kcml2ZXIudjEuUmVzdW1lR3JvdXBSZXNwb25zZSIjsrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSgwEKC0RlbGV0ZUdyb3VwEiYucGVuc3RvY2suZHJpdmVyLnYxLkRlbGV0ZUdyb3VwUmVxdWVzdBonLnBlbnN0b2NrLmRyaXZlci52MS5EZWxldGVHcm91cFJlc3BvbnNlIiOyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKPAQoNR2V0VHJhamVjdG9yeRIoLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVxdWVzdBopLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUcmFqZWN0b3J5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEqsBChJBbm5vdGF0ZVRyYWplY3RvcnkSLS5wZW5zdG9jay5kcml2ZXIudjEuQW5ub3RhdGVUcmFqZWN0b3J5UmVxdWVzdBouLnBlbnN0b2NrLmRyaXZlci52MS5Bbm5vdGF0ZVRyYWplY3RvcnlSZXNwb25zZSI2srsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkursYC2Fubm90YXRpb25zEpQBCglHZXRUZW5zb3ISJC5wZW5zdG9jay5kcml2ZXIudjEuR2V0VGVuc29yUmVxdWVzdBolLnBlbnN0b2NrLmRyaXZlci52MS5HZXRUZW5zb3JSZXNwb25zZSI4srsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lkursYDXRva2VuX3RlbnNvcnMwARKJAQoIR2V0TWVkaWESIy5wZW5zdG9jay5kcml2ZXIudjEuR2V0TWVkaWFSZXF1ZXN0GiQucGVuc3RvY2suZHJpdmVyLnYxLkdldE1lZGlhUmVzcG9uc2UiMLK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLq7GAVtZWRpYTABEnUKEkV4cG9ydFRyYWplY3RvcmllcxItLnBlbnN0b2NrLmRyaXZlci52MS5FeHBvcnRUcmFqZWN0b3JpZXNSZXF1ZXN0Gi4ucGVuc3RvY2suZHJpdmVyLnYxLkV4cG9ydFRyYWplY3Rvcmllc1Jlc3BvbnNlMAFCngEKEnBlbnN0b2NrLmRyaXZlci52MUITUm9sbG91dFNlcnZpY2VQcm90b1ABWjBwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9kcml2ZXIvdjE7ZHJpdmVydjGqAhJQZW5zdG9jay5Ecml2ZXIuVjHKAhJQZW5zdG9ja1xEcml2ZXJcVjHqAhRQZW5zdG9jazo6RHJpdmVyOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_driver_v1_rollout, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * See CreateRollout.
@@ -493,14 +495,14 @@ export type PauseRolloutRequest = Message<"penstock.driver.v1.PauseRolloutReques
   rolloutId: string;
 
   /**
-   * For the record.
+   * For the record: at most 1000 characters.
    *
    * @generated from field: string reason = 2;
    */
   reason: string;
 
   /**
-   * Required: 1 s to 1 day. The pause ends after it.
+   * 1 s to 1 day. The pause ends after it. Unset, or longer than the operator still allows = as long as that.
    *
    * @generated from field: google.protobuf.Duration max_duration = 3;
    */
@@ -521,12 +523,15 @@ export const PauseRolloutRequestSchema: GenMessage<PauseRolloutRequest> = /*@__P
  */
 export type PauseRolloutResponse = Message<"penstock.driver.v1.PauseRolloutResponse"> & {
   /**
+   * With `pause`, unless it ended meanwhile.
+   *
    * @generated from field: penstock.driver.v1.Rollout rollout = 1;
    */
   rollout?: Rollout | undefined;
 
   /**
-   * Whether its sandbox is paused. False = the backend cannot pause: the agent runs on, up to its next model call.
+   * Whether its sandbox is frozen. False = its agent does not run, or the backend cannot freeze: the agent runs on, up to its
+   * next model call.
    *
    * @generated from field: bool sandbox_paused = 2;
    */
@@ -726,6 +731,171 @@ export const CreateGroupResponseSchema: GenMessage<CreateGroupResponse> = /*@__P
   messageDesc(file_penstock_driver_v1_rollout_service, 25);
 
 /**
+ * See BranchRollout.
+ *
+ * @generated from message penstock.driver.v1.BranchRolloutRequest
+ */
+export type BranchRolloutRequest = Message<"penstock.driver.v1.BranchRolloutRequest"> & {
+  /**
+   * Required, and remembered as in CreateRolloutRequest.
+   *
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * The parent.
+   *
+   * @generated from field: string rollout_id = 2;
+   */
+  rolloutId: string;
+
+  /**
+   * Exactly one must be set.
+   *
+   * @generated from oneof penstock.driver.v1.BranchRolloutRequest.call
+   */
+  call: {
+    /**
+     * @generated from field: string call_id = 3;
+     */
+    value: string;
+    case: "callId";
+  } | {
+    /**
+     * Call.index of the parent's call, from 0.
+     *
+     * @generated from field: int32 call_index = 4;
+     */
+    value: number;
+    case: "callIndex";
+  } | { case: undefined; value?: undefined };
+
+  /**
+   * How many branches: 1 to 256.
+   *
+   * @generated from field: int32 count = 5;
+   */
+  count: number;
+
+  /**
+   * The answer to that call in all branches: an assistant's message of text, reasoning and tool calls, at most 256 parts and 1 MiB.
+   * It is context and never trained. Unset = the call is sampled.
+   *
+   * @generated from field: optional penstock.chat.v1.Message answer = 6;
+   */
+  answer?: Message$1 | undefined;
+
+  /**
+   * As CreateGroupRequest.group_id.
+   *
+   * @generated from field: string group_id = 7;
+   */
+  groupId: string;
+
+  /**
+   * See BranchPoint.train_prefix.
+   *
+   * @generated from field: bool train_prefix = 8;
+   */
+  trainPrefix: boolean;
+
+  /**
+   * What a branch does whose agent asks something else before that call. Unset = REPLAY_EXACT: it fails (REPLAY_DIVERGED).
+   * REPLAY_UNTIL_DIVERGENCE: it goes on from there. REPLAY_OFF is refused.
+   *
+   * @generated from field: penstock.driver.v1.Replay replay = 9;
+   */
+  replay: Replay;
+
+  /**
+   * See BranchPoint.seed: 0 or more, and with it the branches sample other tokens than the parent, and than each other, where
+   * the parent has a seed.
+   *
+   * @generated from field: optional int64 seed = 10;
+   */
+  seed?: bigint | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.BranchRolloutRequest.
+ * Use `create(BranchRolloutRequestSchema)` to create a new message.
+ */
+export const BranchRolloutRequestSchema: GenMessage<BranchRolloutRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 26);
+
+/**
+ * See BranchRollout.
+ *
+ * @generated from message penstock.driver.v1.BranchRolloutResponse
+ */
+export type BranchRolloutResponse = Message<"penstock.driver.v1.BranchRolloutResponse"> & {
+  /**
+   * @generated from field: penstock.driver.v1.Group group = 1;
+   */
+  group?: Group | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.BranchRolloutResponse.
+ * Use `create(BranchRolloutResponseSchema)` to create a new message.
+ */
+export const BranchRolloutResponseSchema: GenMessage<BranchRolloutResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 27);
+
+/**
+ * See RegradeRollout.
+ *
+ * @generated from message penstock.driver.v1.RegradeRolloutRequest
+ */
+export type RegradeRolloutRequest = Message<"penstock.driver.v1.RegradeRolloutRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * Unset = the rollout's own.
+   *
+   * @generated from field: optional penstock.driver.v1.Verifier verifier = 2;
+   */
+  verifier?: Verifier | undefined;
+
+  /**
+   * Name of the grade: 1 to 64 letters, digits, "-", "_" and ".", but not "first". Empty = the first 12 digits of the verifier's SHA-256.
+   *
+   * @generated from field: string name = 3;
+   */
+  name: string;
+};
+
+/**
+ * Describes the message penstock.driver.v1.RegradeRolloutRequest.
+ * Use `create(RegradeRolloutRequestSchema)` to create a new message.
+ */
+export const RegradeRolloutRequestSchema: GenMessage<RegradeRolloutRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 28);
+
+/**
+ * See RegradeRollout.
+ *
+ * @generated from message penstock.driver.v1.RegradeRolloutResponse
+ */
+export type RegradeRolloutResponse = Message<"penstock.driver.v1.RegradeRolloutResponse"> & {
+  /**
+   * @generated from field: penstock.driver.v1.Grade grade = 1;
+   */
+  grade?: Grade | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.RegradeRolloutResponse.
+ * Use `create(RegradeRolloutResponseSchema)` to create a new message.
+ */
+export const RegradeRolloutResponseSchema: GenMessage<RegradeRolloutResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 29);
+
+/**
  * See GetGroup.
  *
  * @generated from message penstock.driver.v1.GetGroupRequest
@@ -742,7 +912,7 @@ export type GetGroupRequest = Message<"penstock.driver.v1.GetGroupRequest"> & {
  * Use `create(GetGroupRequestSchema)` to create a new message.
  */
 export const GetGroupRequestSchema: GenMessage<GetGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 26);
+  messageDesc(file_penstock_driver_v1_rollout_service, 30);
 
 /**
  * See GetGroup.
@@ -761,7 +931,7 @@ export type GetGroupResponse = Message<"penstock.driver.v1.GetGroupResponse"> & 
  * Use `create(GetGroupResponseSchema)` to create a new message.
  */
 export const GetGroupResponseSchema: GenMessage<GetGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 27);
+  messageDesc(file_penstock_driver_v1_rollout_service, 31);
 
 /**
  * See ListGroups.
@@ -799,7 +969,7 @@ export type ListGroupsRequest = Message<"penstock.driver.v1.ListGroupsRequest"> 
  * Use `create(ListGroupsRequestSchema)` to create a new message.
  */
 export const ListGroupsRequestSchema: GenMessage<ListGroupsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 28);
+  messageDesc(file_penstock_driver_v1_rollout_service, 32);
 
 /**
  * See ListGroups.
@@ -823,7 +993,7 @@ export type ListGroupsResponse = Message<"penstock.driver.v1.ListGroupsResponse"
  * Use `create(ListGroupsResponseSchema)` to create a new message.
  */
 export const ListGroupsResponseSchema: GenMessage<ListGroupsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 29);
+  messageDesc(file_penstock_driver_v1_rollout_service, 33);
 
 /**
  * See WatchGroup.
@@ -856,7 +1026,7 @@ export type WatchGroupRequest = Message<"penstock.driver.v1.WatchGroupRequest"> 
  * Use `create(WatchGroupRequestSchema)` to create a new message.
  */
 export const WatchGroupRequestSchema: GenMessage<WatchGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 30);
+  messageDesc(file_penstock_driver_v1_rollout_service, 34);
 
 /**
  * See WatchGroup.
@@ -895,7 +1065,7 @@ export type WatchGroupResponse = Message<"penstock.driver.v1.WatchGroupResponse"
  * Use `create(WatchGroupResponseSchema)` to create a new message.
  */
 export const WatchGroupResponseSchema: GenMessage<WatchGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 31);
+  messageDesc(file_penstock_driver_v1_rollout_service, 35);
 
 /**
  * See WaitGroup.
@@ -914,7 +1084,7 @@ export type WaitGroupRequest = Message<"penstock.driver.v1.WaitGroupRequest"> & 
  * Use `create(WaitGroupRequestSchema)` to create a new message.
  */
 export const WaitGroupRequestSchema: GenMessage<WaitGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 32);
+  messageDesc(file_penstock_driver_v1_rollout_service, 36);
 
 /**
  * See WaitGroup.
@@ -933,7 +1103,7 @@ export type WaitGroupResponse = Message<"penstock.driver.v1.WaitGroupResponse"> 
  * Use `create(WaitGroupResponseSchema)` to create a new message.
  */
 export const WaitGroupResponseSchema: GenMessage<WaitGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 33);
+  messageDesc(file_penstock_driver_v1_rollout_service, 37);
 
 /**
  * See CancelGroup.
@@ -957,7 +1127,7 @@ export type CancelGroupRequest = Message<"penstock.driver.v1.CancelGroupRequest"
  * Use `create(CancelGroupRequestSchema)` to create a new message.
  */
 export const CancelGroupRequestSchema: GenMessage<CancelGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 34);
+  messageDesc(file_penstock_driver_v1_rollout_service, 38);
 
 /**
  * See CancelGroup.
@@ -976,7 +1146,97 @@ export type CancelGroupResponse = Message<"penstock.driver.v1.CancelGroupRespons
  * Use `create(CancelGroupResponseSchema)` to create a new message.
  */
 export const CancelGroupResponseSchema: GenMessage<CancelGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 35);
+  messageDesc(file_penstock_driver_v1_rollout_service, 39);
+
+/**
+ * See PauseGroup.
+ *
+ * @generated from message penstock.driver.v1.PauseGroupRequest
+ */
+export type PauseGroupRequest = Message<"penstock.driver.v1.PauseGroupRequest"> & {
+  /**
+   * @generated from field: string group_id = 1;
+   */
+  groupId: string;
+
+  /**
+   * As in PauseRolloutRequest.
+   *
+   * @generated from field: string reason = 2;
+   */
+  reason: string;
+
+  /**
+   * As in PauseRolloutRequest.
+   *
+   * @generated from field: google.protobuf.Duration max_duration = 3;
+   */
+  maxDuration?: Duration | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.PauseGroupRequest.
+ * Use `create(PauseGroupRequestSchema)` to create a new message.
+ */
+export const PauseGroupRequestSchema: GenMessage<PauseGroupRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 40);
+
+/**
+ * See PauseGroup.
+ *
+ * @generated from message penstock.driver.v1.PauseGroupResponse
+ */
+export type PauseGroupResponse = Message<"penstock.driver.v1.PauseGroupResponse"> & {
+  /**
+   * @generated from field: penstock.driver.v1.Group group = 1;
+   */
+  group?: Group | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.PauseGroupResponse.
+ * Use `create(PauseGroupResponseSchema)` to create a new message.
+ */
+export const PauseGroupResponseSchema: GenMessage<PauseGroupResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 41);
+
+/**
+ * See ResumeGroup.
+ *
+ * @generated from message penstock.driver.v1.ResumeGroupRequest
+ */
+export type ResumeGroupRequest = Message<"penstock.driver.v1.ResumeGroupRequest"> & {
+  /**
+   * @generated from field: string group_id = 1;
+   */
+  groupId: string;
+};
+
+/**
+ * Describes the message penstock.driver.v1.ResumeGroupRequest.
+ * Use `create(ResumeGroupRequestSchema)` to create a new message.
+ */
+export const ResumeGroupRequestSchema: GenMessage<ResumeGroupRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 42);
+
+/**
+ * See ResumeGroup.
+ *
+ * @generated from message penstock.driver.v1.ResumeGroupResponse
+ */
+export type ResumeGroupResponse = Message<"penstock.driver.v1.ResumeGroupResponse"> & {
+  /**
+   * @generated from field: penstock.driver.v1.Group group = 1;
+   */
+  group?: Group | undefined;
+};
+
+/**
+ * Describes the message penstock.driver.v1.ResumeGroupResponse.
+ * Use `create(ResumeGroupResponseSchema)` to create a new message.
+ */
+export const ResumeGroupResponseSchema: GenMessage<ResumeGroupResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_driver_v1_rollout_service, 43);
 
 /**
  * See DeleteGroup.
@@ -995,7 +1255,7 @@ export type DeleteGroupRequest = Message<"penstock.driver.v1.DeleteGroupRequest"
  * Use `create(DeleteGroupRequestSchema)` to create a new message.
  */
 export const DeleteGroupRequestSchema: GenMessage<DeleteGroupRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 36);
+  messageDesc(file_penstock_driver_v1_rollout_service, 44);
 
 /**
  * See DeleteGroup.
@@ -1010,7 +1270,7 @@ export type DeleteGroupResponse = Message<"penstock.driver.v1.DeleteGroupRespons
  * Use `create(DeleteGroupResponseSchema)` to create a new message.
  */
 export const DeleteGroupResponseSchema: GenMessage<DeleteGroupResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 37);
+  messageDesc(file_penstock_driver_v1_rollout_service, 45);
 
 /**
  * See GetTrajectory.
@@ -1050,6 +1310,14 @@ export type GetTrajectoryRequest = Message<"penstock.driver.v1.GetTrajectoryRequ
    * @generated from field: bool include_media = 5;
    */
   includeMedia: boolean;
+
+  /**
+   * The reward is that of the grade of this name (Rollout.grades). Empty or "first" = the one that it ended with. GRADE_UNKNOWN
+   * if there is none.
+   *
+   * @generated from field: string grade = 6;
+   */
+  grade: string;
 };
 
 /**
@@ -1057,7 +1325,7 @@ export type GetTrajectoryRequest = Message<"penstock.driver.v1.GetTrajectoryRequ
  * Use `create(GetTrajectoryRequestSchema)` to create a new message.
  */
 export const GetTrajectoryRequestSchema: GenMessage<GetTrajectoryRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 38);
+  messageDesc(file_penstock_driver_v1_rollout_service, 46);
 
 /**
  * See GetTrajectory.
@@ -1076,7 +1344,7 @@ export type GetTrajectoryResponse = Message<"penstock.driver.v1.GetTrajectoryRes
  * Use `create(GetTrajectoryResponseSchema)` to create a new message.
  */
 export const GetTrajectoryResponseSchema: GenMessage<GetTrajectoryResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 39);
+  messageDesc(file_penstock_driver_v1_rollout_service, 47);
 
 /**
  * See AnnotateTrajectory.
@@ -1102,7 +1370,7 @@ export type AnnotateTrajectoryRequest = Message<"penstock.driver.v1.AnnotateTraj
  * Use `create(AnnotateTrajectoryRequestSchema)` to create a new message.
  */
 export const AnnotateTrajectoryRequestSchema: GenMessage<AnnotateTrajectoryRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 40);
+  messageDesc(file_penstock_driver_v1_rollout_service, 48);
 
 /**
  * See AnnotateTrajectory.
@@ -1117,7 +1385,7 @@ export type AnnotateTrajectoryResponse = Message<"penstock.driver.v1.AnnotateTra
  * Use `create(AnnotateTrajectoryResponseSchema)` to create a new message.
  */
 export const AnnotateTrajectoryResponseSchema: GenMessage<AnnotateTrajectoryResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 41);
+  messageDesc(file_penstock_driver_v1_rollout_service, 49);
 
 /**
  * See GetTensor.
@@ -1169,7 +1437,7 @@ export type GetTensorRequest = Message<"penstock.driver.v1.GetTensorRequest"> & 
  * Use `create(GetTensorRequestSchema)` to create a new message.
  */
 export const GetTensorRequestSchema: GenMessage<GetTensorRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 42);
+  messageDesc(file_penstock_driver_v1_rollout_service, 50);
 
 /**
  * See GetTensor.
@@ -1190,7 +1458,7 @@ export type GetTensorResponse = Message<"penstock.driver.v1.GetTensorResponse"> 
  * Use `create(GetTensorResponseSchema)` to create a new message.
  */
 export const GetTensorResponseSchema: GenMessage<GetTensorResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 43);
+  messageDesc(file_penstock_driver_v1_rollout_service, 51);
 
 /**
  * See GetMedia.
@@ -1216,7 +1484,7 @@ export type GetMediaRequest = Message<"penstock.driver.v1.GetMediaRequest"> & {
  * Use `create(GetMediaRequestSchema)` to create a new message.
  */
 export const GetMediaRequestSchema: GenMessage<GetMediaRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 44);
+  messageDesc(file_penstock_driver_v1_rollout_service, 52);
 
 /**
  * See GetMedia.
@@ -1237,7 +1505,7 @@ export type GetMediaResponse = Message<"penstock.driver.v1.GetMediaResponse"> & 
  * Use `create(GetMediaResponseSchema)` to create a new message.
  */
 export const GetMediaResponseSchema: GenMessage<GetMediaResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 45);
+  messageDesc(file_penstock_driver_v1_rollout_service, 53);
 
 /**
  * See ExportTrajectories.
@@ -1268,6 +1536,13 @@ export type ExportTrajectoriesRequest = Message<"penstock.driver.v1.ExportTrajec
    * @generated from field: bool include_media = 4;
    */
   includeMedia: boolean;
+
+  /**
+   * As in GetTrajectoryRequest. A rollout without a grade of this name has no reward. Outcomes are as they ended.
+   *
+   * @generated from field: string grade = 5;
+   */
+  grade: string;
 };
 
 /**
@@ -1275,7 +1550,7 @@ export type ExportTrajectoriesRequest = Message<"penstock.driver.v1.ExportTrajec
  * Use `create(ExportTrajectoriesRequestSchema)` to create a new message.
  */
 export const ExportTrajectoriesRequestSchema: GenMessage<ExportTrajectoriesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 46);
+  messageDesc(file_penstock_driver_v1_rollout_service, 54);
 
 /**
  * See ExportTrajectories.
@@ -1303,7 +1578,7 @@ export type ExportTrajectoriesResponse = Message<"penstock.driver.v1.ExportTraje
  * Use `create(ExportTrajectoriesResponseSchema)` to create a new message.
  */
 export const ExportTrajectoriesResponseSchema: GenMessage<ExportTrajectoriesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_driver_v1_rollout_service, 47);
+  messageDesc(file_penstock_driver_v1_rollout_service, 55);
 
 /**
  * RolloutService runs rollouts and groups of them.
@@ -1323,9 +1598,9 @@ export const RolloutService: GenService<{
    * Idempotent by request_id: a repeat with the same spec returns the same rollout; with another spec it fails with
    * ALREADY_EXISTS (REQUEST_ID_REUSED); after the rollout's deletion it fails with NOT_FOUND (ROLLOUT_UNKNOWN).
    * Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-   * BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its
-   * agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-   * with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+   * BACKEND_UNAVAILABLE, CAPABILITY_MISSING, HOST_NOT_ALLOWED, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered
+   * host tools, and its agent cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
+   * RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
    *
    * @generated from rpc penstock.driver.v1.RolloutService.CreateRollout
    */
@@ -1357,7 +1632,7 @@ export const RolloutService: GenService<{
   },
   /**
    * WatchRollout streams a rollout's events after a sequence number, past ones first, and ends after `ended`.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WatchRollout
    */
@@ -1382,7 +1657,7 @@ export const RolloutService: GenService<{
   /**
    * WaitRollout returns once the rollout has ended, or at 80 % of the RPC's deadline with its present state.
    * Without a deadline it waits for the end.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WaitRollout
    */
@@ -1404,8 +1679,8 @@ export const RolloutService: GenService<{
     output: typeof CancelRolloutResponseSchema;
   },
   /**
-   * DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent.
-   * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
+   * DeleteRollout deletes an ended rollout with its events and trajectory. Idempotent. What the driver exported stays.
+   * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING), UNAVAILABLE (EXPORT_PENDING: its trajectory is not stored yet).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.DeleteRollout
    */
@@ -1415,11 +1690,22 @@ export const RolloutService: GenService<{
     output: typeof DeleteRolloutResponseSchema;
   },
   /**
-   * PauseRollout holds a running rollout until ResumeRollout or for max_duration, and returns once it is held: no call of it is
-   * leased or dispatched, its sandbox is paused where the backend can pause, and its time limits stop counting. Answers of
-   * calls that were leased before are accepted, and given to the agent after the pause. A pause survives a restart of the
-   * services. Idempotent; a repeat replaces the duration, counted anew.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+   * PauseRollout holds a rollout until ResumeRollout or for max_duration, and returns once it is held. What that means depends
+   * on its phase:
+   * - QUEUED: it keeps its place, and is not started.
+   * - up to SETTING_UP: it is prepared, and its agent is not started.
+   * - RUNNING: its sandbox is frozen where the backend can freeze one, and no call of it is leased or dispatched. A call that was
+   *   given out before may be answered; a frozen agent gets the answer after the pause. Where the backend cannot freeze
+   *   (Pause.sandbox_frozen), the agent runs up to its next call.
+   * - VERIFYING, COLLECTING: it is graded and ends, because a verifier that is held up may measure something else.
+   * A further attempt begins after the pause. Meanwhile no time limit of the agent, of its calls and of its budgets runs, and its
+   * sandbox's lease is renewed. It keeps its slot. Policy bounds are judged when a call is given out, hence after the pause.
+   *
+   * A pause survives a restart of the services; a sandbox that is lost is a loss as in a rollout that runs. It ends with the
+   * rollout, and when the driver drains. Idempotent: a repeat replaces reason and duration, counted anew.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED), RESOURCE_EXHAUSTED (PAUSE_LIMIT: it has been paused
+   * as long, or as often, as the operator allows), UNAVAILABLE (DRAINING; PAUSE_PENDING: it is paused from now on, and a service
+   * that holds it has not answered yet).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.PauseRollout
    */
@@ -1429,8 +1715,8 @@ export const RolloutService: GenService<{
     output: typeof PauseRolloutResponseSchema;
   },
   /**
-   * ResumeRollout ends a pause. Idempotent.
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED).
+   * ResumeRollout ends a pause, and returns once nothing holds the rollout. Idempotent; an ended rollout stays as it is.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), UNAVAILABLE (PAUSE_PENDING: it goes on as soon as the service that holds it answers).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.ResumeRollout
    */
@@ -1467,6 +1753,51 @@ export const RolloutService: GenService<{
     output: typeof CreateGroupResponseSchema;
   },
   /**
+   * BranchRollout starts a group of rollouts that continue another one, the parent, from one of its calls. The parent runs or
+   * has ended. Each branch has a sandbox of its own, from the prepared state: its agent starts from the beginning, its calls
+   * before that one get the parent's answers at once and without sampling (see Replay), that call is sampled or answered with
+   * `answer`, and all that follows is sampled. The branches have the parent's spec without spares, and its seed unless
+   * `seed` gives others.
+   *
+   * The parent's answers are read before this returns: the branches need neither the parent nor its gate any more, and may run
+   * at other gates.
+   *
+   * Idempotent by request_id, as CreateGroup. Errors: those of CreateGroup, and NOT_FOUND (ROLLOUT_UNKNOWN; CALL_UNKNOWN: it
+   * has no such call in its last attempt), FAILED_PRECONDITION (TRAJECTORY_ABSENT: its gate has forgotten it, or lost its
+   * disk; SPEC_FORGOTTEN: the driver keeps its spec no more, see the setting `kept_spec_bytes`; CALL_UNANSWERED: it
+   * waits for its answer, or failed), RESOURCE_EXHAUSTED (RECORDINGS_FULL: the recordings of the namespace's branches that run
+   * or wait take `max_recording_bytes`), UNAVAILABLE (its gate does not answer).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.BranchRollout
+   */
+  branchRollout: {
+    methodKind: "unary";
+    input: typeof BranchRolloutRequestSchema;
+    output: typeof BranchRolloutResponseSchema;
+  },
+  /**
+   * RegradeRollout runs a verifier on the kept end state of an ended rollout, and records the result as a further grade. The
+   * verifier runs as in a rollout that is graded in a fresh fork (Verifier.fresh_fork): in a new sandbox of the prepared state
+   * plus the agent's changes. No process of the agent is there, and no policy is asked.
+   *
+   * Returns once the grade is on disk. Idempotent by name: a repeat with the same verifier returns the grade that is there, and
+   * one that comes meanwhile waits for it. The work goes on if the caller goes away. A driver that dies meanwhile has recorded
+   * the grade or nothing; then a repeat begins again.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), ALREADY_EXISTS (GRADE_EXISTS: the name is that of another verifier's grade),
+   * INVALID_ARGUMENT (FIELD_INVALID; also changes_below that are not the rollout's own, or no verifier at all),
+   * FAILED_PRECONDITION (ROLLOUT_RUNNING; END_STATE_GONE: it was never kept, or made room for others; SPEC_FORGOTTEN: see the
+   * setting `kept_spec_bytes`; REGRADE_FAILED: its prepared state cannot be made again), RESOURCE_EXHAUSTED (GRADE_LIMIT: it has
+   * 16 of them; REGRADE_LIMIT, with RetryInfo: the driver has enough to regrade), UNAVAILABLE (REGRADE_INTERRUPTED: the sandbox
+   * service failed, and a repeat may succeed; DRAINING).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.RegradeRollout
+   */
+  regradeRollout: {
+    methodKind: "unary";
+    input: typeof RegradeRolloutRequestSchema;
+    output: typeof RegradeRolloutResponseSchema;
+  },
+  /**
    * GetGroup returns a group.
    * Errors: NOT_FOUND (GROUP_UNKNOWN).
    *
@@ -1490,7 +1821,7 @@ export const RolloutService: GenService<{
   /**
    * WatchGroup streams the events of all of a group's rollouts, in order for each rollout, and ends once all have ended.
    * Resumable by the position of each rollout.
-   * Errors: NOT_FOUND (GROUP_UNKNOWN).
+   * Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WatchGroup
    */
@@ -1501,7 +1832,7 @@ export const RolloutService: GenService<{
   },
   /**
    * WaitGroup waits for a group. See WaitRollout.
-   * Errors: NOT_FOUND (GROUP_UNKNOWN).
+   * Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (DRIVER_STOPPING: ask its next process).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.WaitGroup
    */
@@ -1522,6 +1853,30 @@ export const RolloutService: GenService<{
     output: typeof CancelGroupResponseSchema;
   },
   /**
+   * PauseGroup pauses each rollout of a group that has not ended. See PauseRollout. The grace for stragglers does not run while a
+   * rollout of the group is paused.
+   * Errors: NOT_FOUND (GROUP_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_ENDED: all have ended), RESOURCE_EXHAUSTED (PAUSE_LIMIT: none of
+   * them is paused), UNAVAILABLE (DRAINING, PAUSE_PENDING).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.PauseGroup
+   */
+  pauseGroup: {
+    methodKind: "unary";
+    input: typeof PauseGroupRequestSchema;
+    output: typeof PauseGroupResponseSchema;
+  },
+  /**
+   * ResumeGroup resumes each rollout of a group. See ResumeRollout.
+   * Errors: NOT_FOUND (GROUP_UNKNOWN), UNAVAILABLE (PAUSE_PENDING).
+   *
+   * @generated from rpc penstock.driver.v1.RolloutService.ResumeGroup
+   */
+  resumeGroup: {
+    methodKind: "unary";
+    input: typeof ResumeGroupRequestSchema;
+    output: typeof ResumeGroupResponseSchema;
+  },
+  /**
    * DeleteGroup deletes a group and each of its rollouts. See DeleteRollout.
    * Errors: FAILED_PRECONDITION (ROLLOUT_RUNNING).
    *
@@ -1534,8 +1889,8 @@ export const RolloutService: GenService<{
   },
   /**
    * GetTrajectory returns an ended rollout's trajectory, as fragments that merge (see Trajectory).
-   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended before the gate
-   * was opened).
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN, GRADE_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_RUNNING; TRAJECTORY_ABSENT: it ended
+   * before the gate was opened).
    *
    * @generated from rpc penstock.driver.v1.RolloutService.GetTrajectory
    */

@@ -11,7 +11,7 @@ import { file_penstock_chat_v1_chat } from "../../chat/v1/chat_pb.js";
 import type { Budgets, CallHints, Mode, ModelSource, PolicyVersionConstraint, RolloutModel, RunBudgets, TokenScope, TokenTerms } from "./interception_pb.js";
 import { file_penstock_interception_v1_interception } from "./interception_pb.js";
 import { file_penstock_options_v1_options } from "../../options/v1/options_pb.js";
-import type { Call, Dialect, Trajectory } from "../../trajectory/v1/trajectory_pb.js";
+import type { BranchPoint, Call, Dialect, HostToolCall, Trajectory } from "../../trajectory/v1/trajectory_pb.js";
 import { file_penstock_trajectory_v1_trajectory } from "../../trajectory/v1/trajectory_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/interception/v1/rollout_gate_service.proto.
  */
 export const file_penstock_interception_v1_rollout_gate_service: GenFile = /*@__PURE__*/
-  fileDesc("CjNwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvcm9sbG91dF9nYXRlX3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSKFAwoSQ2hlY2tTb3VyY2VSZXF1ZXN0EiwKBG1vZGUYASABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI1CgZzb3VyY2UYAiABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USEgoKcm9sbG91dF9pZBgDIAEoCRIVCghncm91cF9pZBgEIAEoCUgAiAEBEhMKBnJ1bl9pZBgFIAEoCUgBiAEBEkgKBmxhYmVscxgGIAMoCzI4LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DaGVja1NvdXJjZVJlcXVlc3QuTGFiZWxzRW50cnkSOQoLcnVuX2J1ZGdldHMYByABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkIj0KE0NoZWNrU291cmNlUmVzcG9uc2USEgoKbW9kZWxfbmFtZRgBIAEoCRISCgpob3N0X3Rvb2xzGAIgAygJIqoHChJPcGVuUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEhUKCGdyb3VwX2lkGAMgASgJSACIAQESEwoGcnVuX2lkGAQgASgJSAGIAQESSAoGbGFiZWxzGAUgAygLMjgucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVxdWVzdC5MYWJlbHNFbnRyeRIsCgRtb2RlGAYgASgOMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGUSNQoGc291cmNlGAcgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsU291cmNlEjEKCGRpYWxlY3RzGAggAygOMh8ucGVuc3RvY2sudHJhamVjdG9yeS52MS5EaWFsZWN0EjIKB2J1ZGdldHMYCSABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQnVkZ2V0cxISCgptb2RlbF9uYW1lGAogASgJEjIKBWhpbnRzGAsgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxIaW50cxJBCgZwb2xpY3kYDCABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSFAoHdGFza19pZBgNIAEoCUgCiAEBEhgKC2dyb3VwX2luZGV4GA4gASgFSAOIAQESOgoRc2FtcGxpbmdfb3ZlcnJpZGUYDyABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSASIAQESOQoLcnVuX2J1ZGdldHMYECABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxI5Cgt0b2tlbl90ZXJtcxgRIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblRlcm1zEkQKBm1vZGVscxgSIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0TW9kZWxCDLq7GAhwb2xpY2llcxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgoKCF90YXNrX2lkQg4KDF9ncm91cF9pbmRleEIUChJfc2FtcGxpbmdfb3ZlcnJpZGUiVgoPRGlhbGVjdEVuZHBvaW50EjAKB2RpYWxlY3QYASABKA4yHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkRpYWxlY3QSEQoJYmFzZV9wYXRoGAIgASgJIt8BChNPcGVuUm9sbG91dFJlc3BvbnNlEjYKB3JvbGxvdXQYASABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2F0ZVJvbGxvdXQSFwoPaW5ncmVzc19hZGRyZXNzGAIgASgJEjwKCWVuZHBvaW50cxgDIAMoCzIpLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EaWFsZWN0RW5kcG9pbnQSEwoFdG9rZW4YBCABKAlCBKi7GAESEgoKaG9zdF90b29scxgFIAMoCRIQCghtY3BfcGF0aBgGIAEoCSKOBQoLR2F0ZVJvbGxvdXQSEgoKcm9sbG91dF9pZBgBIAEoCRIVCghncm91cF9pZBgCIAEoCUgAiAEBEhMKBnJ1bl9pZBgDIAEoCUgBiAEBEkEKBmxhYmVscxgEIAMoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dC5MYWJlbHNFbnRyeRIsCgRtb2RlGAUgASgOMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGUSOQoFc3RhdGUYBiABKA4yKi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2F0ZVJvbGxvdXRTdGF0ZRISCgptb2RlbF9uYW1lGAcgASgJEi8KC2NyZWF0ZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIuCgpjbG9zZV90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBI0CgZ0b3RhbHMYCiABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2FsbFRvdGFscxIYChBleGhhdXN0ZWRfYnVkZ2V0GAsgASgJEi4KC3BhdXNlZF90aW1lGAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjYKBnRva2VucxgNIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0VG9rZW4SEQoJbmFtZXNwYWNlGA4gASgJEgwKBGhvbWUYDyABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUILCglfZ3JvdXBfaWRCCQoHX3J1bl9pZCLpAQoMUm9sbG91dFRva2VuEhAKCHRva2VuX2lkGAEgASgJEjQKBnNjb3BlcxgCIAMoDjIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblNjb3BlEi8KC2NyZWF0ZV90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtleHBpcmVfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLcmV2b2tlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIvgCCgpDYWxsVG90YWxzEg0KBWNhbGxzGAEgASgFEgwKBG9wZW4YAiABKAUSEQoJZGVsaXZlcmVkGAMgASgFEg4KBmZhaWxlZBgEIAEoBRIRCgljYW5jZWxsZWQYBSABKAUSDwoHZXhwaXJlZBgGIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAcgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAggASgDEhsKE2xhc3RfZmFpbHVyZV9yZWFzb24YCSABKAkSHgoWbGFzdF9mYWlsdXJlX3JldHJpYWJsZRgKIAEoCBIVCg1yZXF1ZXN0X2J5dGVzGAsgASgDEg8KB3JlZnVzZWQYDCABKAUSFwoPbGFzdF91bmFuc3dlcmVkGA0gASgIEjgKCGZhaWx1cmVzGA4gAygLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxGYWlsdXJlcxIcChRleHBpcmVkX3NpbmNlX2Fuc3dlchgPIAEoBSJcCgxDYWxsRmFpbHVyZXMSDgoGcmVhc29uGAEgASgJEg0KBWNhbGxzGAIgASgFEhEKCXJldHJpYWJsZRgDIAEoCBIaChJjYWxsc19zaW5jZV9hbnN3ZXIYBCABKAUiOQoTQ2xvc2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSJOChRDbG9zZVJvbGxvdXRSZXNwb25zZRI2Cgdyb2xsb3V0GAEgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0IioKFERlbGV0ZVJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiFwoVRGVsZXRlUm9sbG91dFJlc3BvbnNlIqgBChFJc3N1ZVRva2VuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhIKCnJvbGxvdXRfaWQYAiABKAkSMwoFdGVybXMYAyABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5UZXJtcxI2ChNyZXRpcmVfb3RoZXJzX2FmdGVyGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIl8KEklzc3VlVG9rZW5SZXNwb25zZRITCgV0b2tlbhgBIAEoCUIEqLsYARI0CgRpbmZvGAIgASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRUb2tlbiJmChNSZXZva2VUb2tlbnNSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygJEigKBWdyYWNlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIk4KFFJldm9rZVRva2Vuc1Jlc3BvbnNlEjYKBnRva2VucxgBIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0VG9rZW4iJwoRR2V0Um9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSJMChJHZXRSb2xsb3V0UmVzcG9uc2USNgoHcm9sbG91dBgBIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dCLhAQoTTGlzdFJvbGxvdXRzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRJJCgZsYWJlbHMYAyADKAsyOS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdFJvbGxvdXRzUmVxdWVzdC5MYWJlbHNFbnRyeRIRCglvcGVuX29ubHkYBCABKAgSFgoOYWxsX25hbWVzcGFjZXMYBSABKAgaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJoChRMaXN0Um9sbG91dHNSZXNwb25zZRI3Cghyb2xsb3V0cxgBIAMoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAki3gEKEUdldENhcHR1cmVSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSGAoLYWZ0ZXJfaW5kZXgYAyABKAVIAIgBARIiChVhZnRlcl90b29sX2NhbGxfaW5kZXgYBCABKAVIAYgBARITCgtpbmNsdWRlX3RvcBgFIAEoCBIgCg1pbmNsdWRlX21lZGlhGAYgASgIQgm6uxgFbWVkaWFCDgoMX2FmdGVyX2luZGV4QhgKFl9hZnRlcl90b29sX2NhbGxfaW5kZXgiTAoSR2V0Q2FwdHVyZVJlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3Rvcnki/AEKEVdhdGNoQ2FsbHNSZXF1ZXN0EhMKC3JvbGxvdXRfaWRzGAEgAygJEkcKBmxhYmVscxgCIAMoCzI3LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVxdWVzdC5MYWJlbHNFbnRyeRIbCg5hZnRlcl9zZXF1ZW5jZRgDIAEoA0gAiAEBEhIKCmVuZGVkX29ubHkYBCABKAgSFgoOYWxsX25hbWVzcGFjZXMYBSABKAgaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIRCg9fYWZ0ZXJfc2VxdWVuY2UioAQKEldhdGNoQ2FsbHNSZXNwb25zZRJMCgdzdGFydGVkGAEgASgLMjkucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZS5XYXRjaFN0YXJ0ZWRIABJLCgdjaGFuZ2VkGAIgASgLMjgucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZS5DYWxsQ2hhbmdlZEgAEkwKBmNsb3NlZBgDIAEoCzI6LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UuUm9sbG91dENsb3NlZEgAElAKCWhlYXJ0YmVhdBgEIAEoCzI7LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UuV2F0Y2hIZWFydGJlYXRIABogCgxXYXRjaFN0YXJ0ZWQSEAoIc2VxdWVuY2UYASABKAMaSwoLQ2FsbENoYW5nZWQSEAoIc2VxdWVuY2UYASABKAMSKgoEY2FsbBgCIAEoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBpFCg1Sb2xsb3V0Q2xvc2VkEhAKCHNlcXVlbmNlGAEgASgDEhIKCnJvbGxvdXRfaWQYAiABKAkSDgoGcmVhc29uGAMgASgJGhAKDldhdGNoSGVhcnRiZWF0QgcKBWV2ZW50IlcKEFdhdGNoR2F0ZVJlcXVlc3QSKwoIaW50ZXJ2YWwYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoOYWxsX25hbWVzcGFjZXMYAiABKAgihgIKEVdhdGNoR2F0ZVJlc3BvbnNlEhUKDW9wZW5fcm9sbG91dHMYASABKAUSFAoMcXVldWVkX2NhbGxzGAIgASgFEhQKDHBhdXNlZF9jYWxscxgDIAEoBRIUCgxsZWFzZWRfY2FsbHMYBCABKAUSGAoQZGlzcGF0Y2hlZF9jYWxscxgFIAEoBRIuCgtvbGRlc3Rfd2FpdBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI3CghzZXNzaW9ucxgHIAMoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlU2Vzc2lvbhIVCg1zZXNzaW9uX2NvdW50GAggASgFIp4CCgtHYXRlU2Vzc2lvbhIQCghpZGVudGl0eRgBIAEoCRIOCgZydW5faWQYAiABKAkSEAoIZ3JvdXBfaWQYAyABKAkSEAoIcm9sbG91dHMYBCABKAUSFAoMY3JlZGl0X2NhbGxzGAUgASgFEhQKDGNyZWRpdF9ieXRlcxgGIAEoAxISCgpoZWxkX2NhbGxzGAcgASgFEhIKCmhlbGRfYnl0ZXMYCCABKAMSFAoMcXVldWVkX2NhbGxzGAkgASgFEgwKBGxvc3QYCiABKAgSDgoGcGF1c2VkGAsgASgIEhsKDnBvbGljeV92ZXJzaW9uGAwgASgDSACIAQESEQoJbmFtZXNwYWNlGA0gASgJQhEKD19wb2xpY3lfdmVyc2lvbiqUAQoQR2F0ZVJvbGxvdXRTdGF0ZRIiCh5HQVRFX1JPTExPVVRfU1RBVEVfVU5TUEVDSUZJRUQQABIbChdHQVRFX1JPTExPVVRfU1RBVEVfT1BFThABEiAKHEdBVEVfUk9MTE9VVF9TVEFURV9FWEhBVVNURUQQAhIdChlHQVRFX1JPTExPVVRfU1RBVEVfQ0xPU0VEEAMy/AwKElJvbGxvdXRHYXRlU2VydmljZRK2AQoLQ2hlY2tTb3VyY2USLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2hlY2tTb3VyY2VSZXF1ZXN0Gi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNoZWNrU291cmNlUmVzcG9uc2UiSrK7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZLK7GB8KE3gtcGVuc3RvY2stZ3JvdXAtaWQSCGdyb3VwX2lkErYBCgtPcGVuUm9sbG91dBIsLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5PcGVuUm9sbG91dFJlcXVlc3QaLS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuT3BlblJvbGxvdXRSZXNwb25zZSJKsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lksrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQSlgEKDENsb3NlUm9sbG91dBItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DbG9zZVJvbGxvdXRSZXF1ZXN0Gi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNsb3NlUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSmQEKDURlbGV0ZVJvbGxvdXQSLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuRGVsZXRlUm9sbG91dFJlcXVlc3QaLy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuRGVsZXRlUm9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSkAEKCklzc3VlVG9rZW4SKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSXNzdWVUb2tlblJlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSXNzdWVUb2tlblJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSlgEKDFJldm9rZVRva2VucxItLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5SZXZva2VUb2tlbnNSZXF1ZXN0Gi4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJldm9rZVRva2Vuc1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSkAEKCkdldFJvbGxvdXQSKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Um9sbG91dFJlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Um9sbG91dFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQSbQoMTGlzdFJvbGxvdXRzEi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkxpc3RSb2xsb3V0c1JlcXVlc3QaLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdFJvbGxvdXRzUmVzcG9uc2USkgEKCkdldENhcHR1cmUSKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Q2FwdHVyZVJlcXVlc3QaLC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2V0Q2FwdHVyZVJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWQwARKTAQoKV2F0Y2hDYWxscxIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UiKLK7GCQKFXgtcGVuc3RvY2stcm9sbG91dC1pZBILcm9sbG91dF9pZHMwARJmCglXYXRjaEdhdGUSKi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2F0Y2hHYXRlUmVxdWVzdBorLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaEdhdGVSZXNwb25zZTABQsYBChhwZW5zdG9jay5pbnRlcmNlcHRpb24udjFCF1JvbGxvdXRHYXRlU2VydmljZVByb3RvUAFaPHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL2ludGVyY2VwdGlvbi92MTtpbnRlcmNlcHRpb252MaoCGFBlbnN0b2NrLkludGVyY2VwdGlvbi5WMcoCGFBlbnN0b2NrXEludGVyY2VwdGlvblxWMeoCGlBlbnN0b2NrOjpJbnRlcmNlcHRpb246OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_interception_v1_interception, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
+  fileDesc("CjNwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvcm9sbG91dF9nYXRlX3NlcnZpY2UucHJvdG8SGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MSKFAwoSQ2hlY2tTb3VyY2VSZXF1ZXN0EiwKBG1vZGUYASABKA4yHi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZRI1CgZzb3VyY2UYAiABKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTW9kZWxTb3VyY2USEgoKcm9sbG91dF9pZBgDIAEoCRIVCghncm91cF9pZBgEIAEoCUgAiAEBEhMKBnJ1bl9pZBgFIAEoCUgBiAEBEkgKBmxhYmVscxgGIAMoCzI4LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DaGVja1NvdXJjZVJlcXVlc3QuTGFiZWxzRW50cnkSOQoLcnVuX2J1ZGdldHMYByABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkIj0KE0NoZWNrU291cmNlUmVzcG9uc2USEgoKbW9kZWxfbmFtZRgBIAEoCRISCgpob3N0X3Rvb2xzGAIgAygJIrcIChJPcGVuUm9sbG91dFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEhUKCGdyb3VwX2lkGAMgASgJSACIAQESEwoGcnVuX2lkGAQgASgJSAGIAQESSAoGbGFiZWxzGAUgAygLMjgucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVxdWVzdC5MYWJlbHNFbnRyeRIsCgRtb2RlGAYgASgOMh4ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGUSNQoGc291cmNlGAcgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk1vZGVsU291cmNlEjEKCGRpYWxlY3RzGAggAygOMh8ucGVuc3RvY2sudHJhamVjdG9yeS52MS5EaWFsZWN0EjIKB2J1ZGdldHMYCSABKAsyIS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQnVkZ2V0cxISCgptb2RlbF9uYW1lGAogASgJEjIKBWhpbnRzGAsgASgLMiMucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxIaW50cxJBCgZwb2xpY3kYDCABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSFAoHdGFza19pZBgNIAEoCUgCiAEBEhgKC2dyb3VwX2luZGV4GA4gASgFSAOIAQESOgoRc2FtcGxpbmdfb3ZlcnJpZGUYDyABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nSASIAQESOQoLcnVuX2J1ZGdldHMYECABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUnVuQnVkZ2V0cxI5Cgt0b2tlbl90ZXJtcxgRIAEoCzIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblRlcm1zEkQKBm1vZGVscxgSIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0TW9kZWxCDLq7GAhwb2xpY2llcxIRCglkcml2ZXJfaWQYEyABKAkSFAoMa2VlcF9jYXB0dXJlGBQgASgIEg8KB2F0dGVtcHQYFSABKAUSPwoNYnJhbmNoZWRfZnJvbRgWIAEoCzIjLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQnJhbmNoUG9pbnRIBYgBARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgoKCF90YXNrX2lkQg4KDF9ncm91cF9pbmRleEIUChJfc2FtcGxpbmdfb3ZlcnJpZGVCEAoOX2JyYW5jaGVkX2Zyb20i3AEKFExvYWRSZWNvcmRpbmdSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSKwoFY2FsbHMYAiADKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSGwoTcmVjb3JkZWRfcm9sbG91dF9pZBgDIAEoCRIYChByZWNvcmRlZF9hdHRlbXB0GAQgASgFEg0KBWV4YWN0GAUgASgIEj0KD2hvc3RfdG9vbF9jYWxscxgGIAMoCzIkLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuSG9zdFRvb2xDYWxsIiYKFUxvYWRSZWNvcmRpbmdSZXNwb25zZRINCgVjYWxscxgBIAEoBSI0ChBIb2xkQ2FsbHNSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSDAoEaGVsZBgCIAEoCCJLChFIb2xkQ2FsbHNSZXNwb25zZRI2Cgdyb2xsb3V0GAEgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0IlYKD0RpYWxlY3RFbmRwb2ludBIwCgdkaWFsZWN0GAEgASgOMh8ucGVuc3RvY2sudHJhamVjdG9yeS52MS5EaWFsZWN0EhEKCWJhc2VfcGF0aBgCIAEoCSLfAQoTT3BlblJvbGxvdXRSZXNwb25zZRI2Cgdyb2xsb3V0GAEgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0EhcKD2luZ3Jlc3NfYWRkcmVzcxgCIAEoCRI8CgllbmRwb2ludHMYAyADKAsyKS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuRGlhbGVjdEVuZHBvaW50EhMKBXRva2VuGAQgASgJQgSouxgBEhIKCmhvc3RfdG9vbHMYBSADKAkSEAoIbWNwX3BhdGgYBiABKAkixgUKC0dhdGVSb2xsb3V0EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARITCgZydW5faWQYAyABKAlIAYgBARJBCgZsYWJlbHMYBCADKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2F0ZVJvbGxvdXQuTGFiZWxzRW50cnkSLAoEbW9kZRgFIAEoDjIeLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlEjkKBXN0YXRlGAYgASgOMioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0U3RhdGUSEgoKbW9kZWxfbmFtZRgHIAEoCRIvCgtjcmVhdGVfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKY2xvc2VfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASNAoGdG90YWxzGAogASgLMiQucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxUb3RhbHMSGAoQZXhoYXVzdGVkX2J1ZGdldBgLIAEoCRIuCgtwYXVzZWRfdGltZRgMIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI2CgZ0b2tlbnMYDSADKAsyJi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUm9sbG91dFRva2VuEhEKCW5hbWVzcGFjZRgOIAEoCRIMCgRob21lGA8gASgJEhQKDGNsb3NlX3JlYXNvbhgQIAEoCRIMCgRoZWxkGBEgASgIEhIKCmRpdmVyZ2VuY2UYEiABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUILCglfZ3JvdXBfaWRCCQoHX3J1bl9pZCLpAQoMUm9sbG91dFRva2VuEhAKCHRva2VuX2lkGAEgASgJEjQKBnNjb3BlcxgCIAMoDjIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblNjb3BlEi8KC2NyZWF0ZV90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtleHBpcmVfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLcmV2b2tlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIooDCgpDYWxsVG90YWxzEg0KBWNhbGxzGAEgASgFEgwKBG9wZW4YAiABKAUSEQoJZGVsaXZlcmVkGAMgASgFEg4KBmZhaWxlZBgEIAEoBRIRCgljYW5jZWxsZWQYBSABKAUSDwoHZXhwaXJlZBgGIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAcgASgDEhkKEWNvbXBsZXRpb25fdG9rZW5zGAggASgDEhsKE2xhc3RfZmFpbHVyZV9yZWFzb24YCSABKAkSHgoWbGFzdF9mYWlsdXJlX3JldHJpYWJsZRgKIAEoCBIVCg1yZXF1ZXN0X2J5dGVzGAsgASgDEg8KB3JlZnVzZWQYDCABKAUSFwoPbGFzdF91bmFuc3dlcmVkGA0gASgIEjgKCGZhaWx1cmVzGA4gAygLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxGYWlsdXJlcxIcChRleHBpcmVkX3NpbmNlX2Fuc3dlchgPIAEoBRIQCghyZXBsYXllZBgQIAEoBSJcCgxDYWxsRmFpbHVyZXMSDgoGcmVhc29uGAEgASgJEg0KBWNhbGxzGAIgASgFEhEKCXJldHJpYWJsZRgDIAEoCBIaChJjYWxsc19zaW5jZV9hbnN3ZXIYBCABKAUiUQoTQ2xvc2VSb2xsb3V0UmVxdWVzdBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCRIWCg5jYXB0dXJlX3N0b3JlZBgDIAEoCCJOChRDbG9zZVJvbGxvdXRSZXNwb25zZRI2Cgdyb2xsb3V0GAEgASgLMiUucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkdhdGVSb2xsb3V0IioKFERlbGV0ZVJvbGxvdXRSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkiFwoVRGVsZXRlUm9sbG91dFJlc3BvbnNlIqgBChFJc3N1ZVRva2VuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhIKCnJvbGxvdXRfaWQYAiABKAkSMwoFdGVybXMYAyABKAsyJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5UZXJtcxI2ChNyZXRpcmVfb3RoZXJzX2FmdGVyGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIl8KEklzc3VlVG9rZW5SZXNwb25zZRITCgV0b2tlbhgBIAEoCUIEqLsYARI0CgRpbmZvGAIgASgLMiYucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJvbGxvdXRUb2tlbiJmChNSZXZva2VUb2tlbnNSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygJEigKBWdyYWNlGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIk4KFFJldm9rZVRva2Vuc1Jlc3BvbnNlEjYKBnRva2VucxgBIAMoCzImLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Sb2xsb3V0VG9rZW4iJwoRR2V0Um9sbG91dFJlcXVlc3QSEgoKcm9sbG91dF9pZBgBIAEoCSJMChJHZXRSb2xsb3V0UmVzcG9uc2USNgoHcm9sbG91dBgBIAEoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dCLhAQoTTGlzdFJvbGxvdXRzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRJJCgZsYWJlbHMYAyADKAsyOS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdFJvbGxvdXRzUmVxdWVzdC5MYWJlbHNFbnRyeRIRCglvcGVuX29ubHkYBCABKAgSFgoOYWxsX25hbWVzcGFjZXMYBSABKAgaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJoChRMaXN0Um9sbG91dHNSZXNwb25zZRI3Cghyb2xsb3V0cxgBIAMoCzIlLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HYXRlUm9sbG91dBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAki3gEKEUdldENhcHR1cmVSZXF1ZXN0EhIKCnJvbGxvdXRfaWQYASABKAkSFgoOaW5jbHVkZV9ib2RpZXMYAiABKAgSGAoLYWZ0ZXJfaW5kZXgYAyABKAVIAIgBARIiChVhZnRlcl90b29sX2NhbGxfaW5kZXgYBCABKAVIAYgBARITCgtpbmNsdWRlX3RvcBgFIAEoCBIgCg1pbmNsdWRlX21lZGlhGAYgASgIQgm6uxgFbWVkaWFCDgoMX2FmdGVyX2luZGV4QhgKFl9hZnRlcl90b29sX2NhbGxfaW5kZXgiTAoSR2V0Q2FwdHVyZVJlc3BvbnNlEjYKCnRyYWplY3RvcnkYASABKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkijwIKEVdhdGNoQ2FsbHNSZXF1ZXN0EhMKC3JvbGxvdXRfaWRzGAEgAygJEkcKBmxhYmVscxgCIAMoCzI3LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVxdWVzdC5MYWJlbHNFbnRyeRIbCg5hZnRlcl9zZXF1ZW5jZRgDIAEoA0gAiAEBEhIKCmVuZGVkX29ubHkYBCABKAgSFgoOYWxsX25hbWVzcGFjZXMYBSABKAgSEQoJZHJpdmVyX2lkGAYgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCEQoPX2FmdGVyX3NlcXVlbmNlIqAEChJXYXRjaENhbGxzUmVzcG9uc2USTAoHc3RhcnRlZBgBIAEoCzI5LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UuV2F0Y2hTdGFydGVkSAASSwoHY2hhbmdlZBgCIAEoCzI4LnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaENhbGxzUmVzcG9uc2UuQ2FsbENoYW5nZWRIABJMCgZjbG9zZWQYAyABKAsyOi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2F0Y2hDYWxsc1Jlc3BvbnNlLlJvbGxvdXRDbG9zZWRIABJQCgloZWFydGJlYXQYBCABKAsyOy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuV2F0Y2hDYWxsc1Jlc3BvbnNlLldhdGNoSGVhcnRiZWF0SAAaIAoMV2F0Y2hTdGFydGVkEhAKCHNlcXVlbmNlGAEgASgDGksKC0NhbGxDaGFuZ2VkEhAKCHNlcXVlbmNlGAEgASgDEioKBGNhbGwYAiABKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwaRQoNUm9sbG91dENsb3NlZBIQCghzZXF1ZW5jZRgBIAEoAxISCgpyb2xsb3V0X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRoQCg5XYXRjaEhlYXJ0YmVhdEIHCgVldmVudCJXChBXYXRjaEdhdGVSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhYKDmFsbF9uYW1lc3BhY2VzGAIgASgIIqUCChFXYXRjaEdhdGVSZXNwb25zZRIVCg1vcGVuX3JvbGxvdXRzGAEgASgFEhQKDHF1ZXVlZF9jYWxscxgCIAEoBRIUCgxwYXVzZWRfY2FsbHMYAyABKAUSFAoMbGVhc2VkX2NhbGxzGAQgASgFEhgKEGRpc3BhdGNoZWRfY2FsbHMYBSABKAUSLgoLb2xkZXN0X3dhaXQYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNwoIc2Vzc2lvbnMYByADKAsyJS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuR2F0ZVNlc3Npb24SFQoNc2Vzc2lvbl9jb3VudBgIIAEoBRIdChV1bnJlYWNoYWJsZV9pbmZlcmVuY2UYCSADKAkingIKC0dhdGVTZXNzaW9uEhAKCGlkZW50aXR5GAEgASgJEg4KBnJ1bl9pZBgCIAEoCRIQCghncm91cF9pZBgDIAEoCRIQCghyb2xsb3V0cxgEIAEoBRIUCgxjcmVkaXRfY2FsbHMYBSABKAUSFAoMY3JlZGl0X2J5dGVzGAYgASgDEhIKCmhlbGRfY2FsbHMYByABKAUSEgoKaGVsZF9ieXRlcxgIIAEoAxIUCgxxdWV1ZWRfY2FsbHMYCSABKAUSDAoEbG9zdBgKIAEoCBIOCgZwYXVzZWQYCyABKAgSGwoOcG9saWN5X3ZlcnNpb24YDCABKANIAIgBARIRCgluYW1lc3BhY2UYDSABKAlCEQoPX3BvbGljeV92ZXJzaW9uKpQBChBHYXRlUm9sbG91dFN0YXRlEiIKHkdBVEVfUk9MTE9VVF9TVEFURV9VTlNQRUNJRklFRBAAEhsKF0dBVEVfUk9MTE9VVF9TVEFURV9PUEVOEAESIAocR0FURV9ST0xMT1VUX1NUQVRFX0VYSEFVU1RFRBACEh0KGUdBVEVfUk9MTE9VVF9TVEFURV9DTE9TRUQQAzKoDwoSUm9sbG91dEdhdGVTZXJ2aWNlErYBCgtDaGVja1NvdXJjZRIsLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DaGVja1NvdXJjZVJlcXVlc3QaLS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2hlY2tTb3VyY2VSZXNwb25zZSJKsrsYIwoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgpyb2xsb3V0X2lksrsYHwoTeC1wZW5zdG9jay1ncm91cC1pZBIIZ3JvdXBfaWQStgEKC09wZW5Sb2xsb3V0EiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLk9wZW5Sb2xsb3V0UmVxdWVzdBotLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5PcGVuUm9sbG91dFJlc3BvbnNlIkqyuxgjChV4LXBlbnN0b2NrLXJvbGxvdXQtaWQSCnJvbGxvdXRfaWSyuxgfChN4LXBlbnN0b2NrLWdyb3VwLWlkEghncm91cF9pZBKZAQoNTG9hZFJlY29yZGluZxIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Mb2FkUmVjb3JkaW5nUmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Mb2FkUmVjb3JkaW5nUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKNAQoJSG9sZENhbGxzEioucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkhvbGRDYWxsc1JlcXVlc3QaKy5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuSG9sZENhbGxzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKWAQoMQ2xvc2VSb2xsb3V0Ei0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNsb3NlUm9sbG91dFJlcXVlc3QaLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuQ2xvc2VSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKZAQoNRGVsZXRlUm9sbG91dBIuLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EZWxldGVSb2xsb3V0UmVxdWVzdBovLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5EZWxldGVSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKQAQoKSXNzdWVUb2tlbhIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Jc3N1ZVRva2VuUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Jc3N1ZVRva2VuUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKWAQoMUmV2b2tlVG9rZW5zEi0ucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLlJldm9rZVRva2Vuc1JlcXVlc3QaLi5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuUmV2b2tlVG9rZW5zUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBKQAQoKR2V0Um9sbG91dBIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRSb2xsb3V0UmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRSb2xsb3V0UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZBJtCgxMaXN0Um9sbG91dHMSLS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuTGlzdFJvbGxvdXRzUmVxdWVzdBouLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5MaXN0Um9sbG91dHNSZXNwb25zZRKSAQoKR2V0Q2FwdHVyZRIrLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYXB0dXJlUmVxdWVzdBosLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5HZXRDYXB0dXJlUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stcm9sbG91dC1pZBIKcm9sbG91dF9pZDABEpMBCgpXYXRjaENhbGxzEisucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXF1ZXN0GiwucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoQ2FsbHNSZXNwb25zZSIosrsYJAoVeC1wZW5zdG9jay1yb2xsb3V0LWlkEgtyb2xsb3V0X2lkczABEmYKCVdhdGNoR2F0ZRIqLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5XYXRjaEdhdGVSZXF1ZXN0GisucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLldhdGNoR2F0ZVJlc3BvbnNlMAFCxgEKGHBlbnN0b2NrLmludGVyY2VwdGlvbi52MUIXUm9sbG91dEdhdGVTZXJ2aWNlUHJvdG9QAVo8cGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vaW50ZXJjZXB0aW9uL3YxO2ludGVyY2VwdGlvbnYxqgIYUGVuc3RvY2suSW50ZXJjZXB0aW9uLlYxygIYUGVuc3RvY2tcSW50ZXJjZXB0aW9uXFYx6gIaUGVuc3RvY2s6OkludGVyY2VwdGlvbjo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_interception_v1_interception, file_penstock_options_v1_options, file_penstock_trajectory_v1_trajectory]);
 
 /**
  * See CheckSource.
@@ -224,6 +224,39 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
    * @generated from field: repeated penstock.interception.v1.RolloutModel models = 18;
    */
   models: RolloutModel[];
+
+  /**
+   * The driver that opens it, by an id that is its alone: at most 128 characters of a-z A-Z 0-9 _ . -. The rollout is then
+   * leased: once no WatchCalls of this driver_id has been open for the operator's driver_lease_s (60 s), it is closed as
+   * DRIVER_LOST. Operators and callers of each namespace have ids of their own: an equal id of another is another driver.
+   * Empty = it is open until it is closed.
+   *
+   * @generated from field: string driver_id = 19;
+   */
+  driverId: string;
+
+  /**
+   * Keep the capture of the closed rollout beyond the operator's retention, until CloseRollout says that it is stored, or
+   * DeleteRollout. For the operator's token only (PERMISSION_DENIED, OPERATOR_ONLY).
+   *
+   * @generated from field: bool keep_capture = 20;
+   */
+  keepCapture: boolean;
+
+  /**
+   * The number of this attempt at the rollout, from 1. Each attempt is a session of its own at the engine. 0 = 1.
+   *
+   * @generated from field: int32 attempt = 21;
+   */
+  attempt: number;
+
+  /**
+   * Set for a branch of another rollout. Its recording is then that rollout's calls before the branch point, and the call at
+   * the branch point with Call.branch_point. See LoadRecording.
+   *
+   * @generated from field: optional penstock.trajectory.v1.BranchPoint branched_from = 22;
+   */
+  branchedFrom?: BranchPoint | undefined;
 };
 
 /**
@@ -232,6 +265,129 @@ export type OpenRolloutRequest = Message<"penstock.interception.v1.OpenRolloutRe
  */
 export const OpenRolloutRequestSchema: GenMessage<OpenRolloutRequest> = /*@__PURE__*/
   messageDesc(file_penstock_interception_v1_rollout_gate_service, 2);
+
+/**
+ * See LoadRecording.
+ *
+ * @generated from message penstock.interception.v1.LoadRecordingRequest
+ */
+export type LoadRecordingRequest = Message<"penstock.interception.v1.LoadRecordingRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * As GetCapture returns them: a parent before the calls that continue it, in this request or an earlier one. Calls without
+   * a completion are ignored, except the one with `branch_point`.
+   *
+   * @generated from field: repeated penstock.trajectory.v1.Call calls = 2;
+   */
+  calls: Call[];
+
+  /**
+   * The rollout that the calls are of. Empty = rollout_id.
+   *
+   * @generated from field: string recorded_rollout_id = 3;
+   */
+  recordedRolloutId: string;
+
+  /**
+   * The attempt that the calls are of, from 1. 0 = 1.
+   *
+   * @generated from field: int32 recorded_attempt = 4;
+   */
+  recordedAttempt: number;
+
+  /**
+   * Whether a call that diverges fails (REPLAY_DIVERGED, not retriable) and is not sampled. The same in all requests for a
+   * rollout.
+   *
+   * @generated from field: bool exact = 5;
+   */
+  exact: boolean;
+
+  /**
+   * Host tool calls, as GetCapture returns them with bodies. Those without a result are ignored. With `exact`, while a
+   * recorded result is left, a host tool call that is not recorded fails and goes to no host.
+   *
+   * @generated from field: repeated penstock.trajectory.v1.HostToolCall host_tool_calls = 6;
+   */
+  hostToolCalls: HostToolCall[];
+};
+
+/**
+ * Describes the message penstock.interception.v1.LoadRecordingRequest.
+ * Use `create(LoadRecordingRequestSchema)` to create a new message.
+ */
+export const LoadRecordingRequestSchema: GenMessage<LoadRecordingRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 3);
+
+/**
+ * See LoadRecording.
+ *
+ * @generated from message penstock.interception.v1.LoadRecordingResponse
+ */
+export type LoadRecordingResponse = Message<"penstock.interception.v1.LoadRecordingResponse"> & {
+  /**
+   * How many recorded calls the rollout has.
+   *
+   * @generated from field: int32 calls = 1;
+   */
+  calls: number;
+};
+
+/**
+ * Describes the message penstock.interception.v1.LoadRecordingResponse.
+ * Use `create(LoadRecordingResponseSchema)` to create a new message.
+ */
+export const LoadRecordingResponseSchema: GenMessage<LoadRecordingResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 4);
+
+/**
+ * See HoldCalls.
+ *
+ * @generated from message penstock.interception.v1.HoldCallsRequest
+ */
+export type HoldCallsRequest = Message<"penstock.interception.v1.HoldCallsRequest"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * False = the calls go on.
+   *
+   * @generated from field: bool held = 2;
+   */
+  held: boolean;
+};
+
+/**
+ * Describes the message penstock.interception.v1.HoldCallsRequest.
+ * Use `create(HoldCallsRequestSchema)` to create a new message.
+ */
+export const HoldCallsRequestSchema: GenMessage<HoldCallsRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 5);
+
+/**
+ * See HoldCalls.
+ *
+ * @generated from message penstock.interception.v1.HoldCallsResponse
+ */
+export type HoldCallsResponse = Message<"penstock.interception.v1.HoldCallsResponse"> & {
+  /**
+   * @generated from field: penstock.interception.v1.GateRollout rollout = 1;
+   */
+  rollout?: GateRollout | undefined;
+};
+
+/**
+ * Describes the message penstock.interception.v1.HoldCallsResponse.
+ * Use `create(HoldCallsResponseSchema)` to create a new message.
+ */
+export const HoldCallsResponseSchema: GenMessage<HoldCallsResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 6);
 
 /**
  * DialectEndpoint is the ingress's path for one dialect.
@@ -257,7 +413,7 @@ export type DialectEndpoint = Message<"penstock.interception.v1.DialectEndpoint"
  * Use `create(DialectEndpointSchema)` to create a new message.
  */
 export const DialectEndpointSchema: GenMessage<DialectEndpoint> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 3);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 7);
 
 /**
  * See OpenRollout.
@@ -271,7 +427,8 @@ export type OpenRolloutResponse = Message<"penstock.interception.v1.OpenRolloutR
   rollout?: GateRollout | undefined;
 
   /**
-   * The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or "tls:host:port" where it serves TLS.
+   * The ingress's address for a sandbox's ONE_ENDPOINT: "host:port", or where it serves TLS "tls:host:port" or
+   * "tls:name@host:port".
    *
    * @generated from field: string ingress_address = 2;
    */
@@ -310,7 +467,7 @@ export type OpenRolloutResponse = Message<"penstock.interception.v1.OpenRolloutR
  * Use `create(OpenRolloutResponseSchema)` to create a new message.
  */
 export const OpenRolloutResponseSchema: GenMessage<OpenRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 4);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 8);
 
 /**
  * GateRollout is a rollout at the gate.
@@ -377,7 +534,7 @@ export type GateRollout = Message<"penstock.interception.v1.GateRollout"> & {
   exhaustedBudget: string;
 
   /**
-   * How long PauseCalls held its calls.
+   * How long PauseCalls and HoldCalls held its calls.
    *
    * @generated from field: google.protobuf.Duration paused_time = 12;
    */
@@ -403,6 +560,29 @@ export type GateRollout = Message<"penstock.interception.v1.GateRollout"> & {
    * @generated from field: string home = 15;
    */
   home: string;
+
+  /**
+   * Why it was closed: CloseRolloutRequest.reason, or the gate's own, such as DRIVER_LOST (OpenRolloutRequest.driver_id).
+   * Empty = it is open.
+   *
+   * @generated from field: string close_reason = 16;
+   */
+  closeReason: string;
+
+  /**
+   * Whether HoldCalls holds its calls.
+   *
+   * @generated from field: bool held = 17;
+   */
+  held: boolean;
+
+  /**
+   * Which call was the first to differ from what is recorded at its place, and from which token on, for people. Empty = none, or
+   * it has no recording (LoadRecording).
+   *
+   * @generated from field: string divergence = 18;
+   */
+  divergence: string;
 };
 
 /**
@@ -410,7 +590,7 @@ export type GateRollout = Message<"penstock.interception.v1.GateRollout"> & {
  * Use `create(GateRolloutSchema)` to create a new message.
  */
 export const GateRolloutSchema: GenMessage<GateRollout> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 5);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 9);
 
 /**
  * RolloutToken describes an agent key without its secret.
@@ -457,7 +637,7 @@ export type RolloutToken = Message<"penstock.interception.v1.RolloutToken"> & {
  * Use `create(RolloutTokenSchema)` to create a new message.
  */
 export const RolloutTokenSchema: GenMessage<RolloutToken> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 6);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 10);
 
 /**
  * CallTotals counts a rollout's calls.
@@ -554,6 +734,13 @@ export type CallTotals = Message<"penstock.interception.v1.CallTotals"> & {
    * @generated from field: int32 expired_since_answer = 15;
    */
   expiredSinceAnswer: number;
+
+  /**
+   * Calls that a recording answered (LoadRecording). They are DELIVERED too.
+   *
+   * @generated from field: int32 replayed = 16;
+   */
+  replayed: number;
 };
 
 /**
@@ -561,7 +748,7 @@ export type CallTotals = Message<"penstock.interception.v1.CallTotals"> & {
  * Use `create(CallTotalsSchema)` to create a new message.
  */
 export const CallTotalsSchema: GenMessage<CallTotals> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 7);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 11);
 
 /**
  * CallFailures counts a rollout's calls that FAILED for one reason.
@@ -603,7 +790,7 @@ export type CallFailures = Message<"penstock.interception.v1.CallFailures"> & {
  * Use `create(CallFailuresSchema)` to create a new message.
  */
 export const CallFailuresSchema: GenMessage<CallFailures> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 8);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 12);
 
 /**
  * See CloseRollout.
@@ -622,6 +809,13 @@ export type CloseRolloutRequest = Message<"penstock.interception.v1.CloseRollout
    * @generated from field: string reason = 2;
    */
   reason: string;
+
+  /**
+   * Whether the capture was stored elsewhere: it ends keep_capture, and the operator's retention counts again, from the close.
+   *
+   * @generated from field: bool capture_stored = 3;
+   */
+  captureStored: boolean;
 };
 
 /**
@@ -629,7 +823,7 @@ export type CloseRolloutRequest = Message<"penstock.interception.v1.CloseRollout
  * Use `create(CloseRolloutRequestSchema)` to create a new message.
  */
 export const CloseRolloutRequestSchema: GenMessage<CloseRolloutRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 9);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 13);
 
 /**
  * See CloseRollout.
@@ -648,7 +842,7 @@ export type CloseRolloutResponse = Message<"penstock.interception.v1.CloseRollou
  * Use `create(CloseRolloutResponseSchema)` to create a new message.
  */
 export const CloseRolloutResponseSchema: GenMessage<CloseRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 10);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 14);
 
 /**
  * See DeleteRollout.
@@ -667,7 +861,7 @@ export type DeleteRolloutRequest = Message<"penstock.interception.v1.DeleteRollo
  * Use `create(DeleteRolloutRequestSchema)` to create a new message.
  */
 export const DeleteRolloutRequestSchema: GenMessage<DeleteRolloutRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 11);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 15);
 
 /**
  * See DeleteRollout.
@@ -682,7 +876,7 @@ export type DeleteRolloutResponse = Message<"penstock.interception.v1.DeleteRoll
  * Use `create(DeleteRolloutResponseSchema)` to create a new message.
  */
 export const DeleteRolloutResponseSchema: GenMessage<DeleteRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 12);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 16);
 
 /**
  * See IssueToken.
@@ -721,7 +915,7 @@ export type IssueTokenRequest = Message<"penstock.interception.v1.IssueTokenRequ
  * Use `create(IssueTokenRequestSchema)` to create a new message.
  */
 export const IssueTokenRequestSchema: GenMessage<IssueTokenRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 13);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 17);
 
 /**
  * See IssueToken.
@@ -745,7 +939,7 @@ export type IssueTokenResponse = Message<"penstock.interception.v1.IssueTokenRes
  * Use `create(IssueTokenResponseSchema)` to create a new message.
  */
 export const IssueTokenResponseSchema: GenMessage<IssueTokenResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 14);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 18);
 
 /**
  * See RevokeTokens.
@@ -778,7 +972,7 @@ export type RevokeTokensRequest = Message<"penstock.interception.v1.RevokeTokens
  * Use `create(RevokeTokensRequestSchema)` to create a new message.
  */
 export const RevokeTokensRequestSchema: GenMessage<RevokeTokensRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 15);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 19);
 
 /**
  * See RevokeTokens.
@@ -799,7 +993,7 @@ export type RevokeTokensResponse = Message<"penstock.interception.v1.RevokeToken
  * Use `create(RevokeTokensResponseSchema)` to create a new message.
  */
 export const RevokeTokensResponseSchema: GenMessage<RevokeTokensResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 16);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 20);
 
 /**
  * See GetRollout.
@@ -818,7 +1012,7 @@ export type GetRolloutRequest = Message<"penstock.interception.v1.GetRolloutRequ
  * Use `create(GetRolloutRequestSchema)` to create a new message.
  */
 export const GetRolloutRequestSchema: GenMessage<GetRolloutRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 17);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 21);
 
 /**
  * See GetRollout.
@@ -837,7 +1031,7 @@ export type GetRolloutResponse = Message<"penstock.interception.v1.GetRolloutRes
  * Use `create(GetRolloutResponseSchema)` to create a new message.
  */
 export const GetRolloutResponseSchema: GenMessage<GetRolloutResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 18);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 22);
 
 /**
  * See ListRollouts.
@@ -884,7 +1078,7 @@ export type ListRolloutsRequest = Message<"penstock.interception.v1.ListRollouts
  * Use `create(ListRolloutsRequestSchema)` to create a new message.
  */
 export const ListRolloutsRequestSchema: GenMessage<ListRolloutsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 19);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23);
 
 /**
  * See ListRollouts.
@@ -908,7 +1102,7 @@ export type ListRolloutsResponse = Message<"penstock.interception.v1.ListRollout
  * Use `create(ListRolloutsResponseSchema)` to create a new message.
  */
 export const ListRolloutsResponseSchema: GenMessage<ListRolloutsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 20);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24);
 
 /**
  * See GetCapture.
@@ -965,7 +1159,7 @@ export type GetCaptureRequest = Message<"penstock.interception.v1.GetCaptureRequ
  * Use `create(GetCaptureRequestSchema)` to create a new message.
  */
 export const GetCaptureRequestSchema: GenMessage<GetCaptureRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 21);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 25);
 
 /**
  * See GetCapture.
@@ -986,7 +1180,7 @@ export type GetCaptureResponse = Message<"penstock.interception.v1.GetCaptureRes
  * Use `create(GetCaptureResponseSchema)` to create a new message.
  */
 export const GetCaptureResponseSchema: GenMessage<GetCaptureResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 22);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 26);
 
 /**
  * See WatchCalls.
@@ -1026,6 +1220,14 @@ export type WatchCallsRequest = Message<"penstock.interception.v1.WatchCallsRequ
    * @generated from field: bool all_namespaces = 5;
    */
   allNamespaces: boolean;
+
+  /**
+   * The driver that watches: while the stream is open, it holds the leases of its rollouts (OpenRolloutRequest.driver_id).
+   * Not for observers. Empty = none.
+   *
+   * @generated from field: string driver_id = 6;
+   */
+  driverId: string;
 };
 
 /**
@@ -1033,7 +1235,7 @@ export type WatchCallsRequest = Message<"penstock.interception.v1.WatchCallsRequ
  * Use `create(WatchCallsRequestSchema)` to create a new message.
  */
 export const WatchCallsRequestSchema: GenMessage<WatchCallsRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 23);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 27);
 
 /**
  * See WatchCalls.
@@ -1080,7 +1282,7 @@ export type WatchCallsResponse = Message<"penstock.interception.v1.WatchCallsRes
  * Use `create(WatchCallsResponseSchema)` to create a new message.
  */
 export const WatchCallsResponseSchema: GenMessage<WatchCallsResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 28);
 
 /**
  * WatchStarted states that the stream is established.
@@ -1099,7 +1301,7 @@ export type WatchCallsResponse_WatchStarted = Message<"penstock.interception.v1.
  * Use `create(WatchCallsResponse_WatchStartedSchema)` to create a new message.
  */
 export const WatchCallsResponse_WatchStartedSchema: GenMessage<WatchCallsResponse_WatchStarted> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 0);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 28, 0);
 
 /**
  * CallChanged states that a call was opened or changed state.
@@ -1125,7 +1327,7 @@ export type WatchCallsResponse_CallChanged = Message<"penstock.interception.v1.W
  * Use `create(WatchCallsResponse_CallChangedSchema)` to create a new message.
  */
 export const WatchCallsResponse_CallChangedSchema: GenMessage<WatchCallsResponse_CallChanged> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 1);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 28, 1);
 
 /**
  * RolloutClosed states that a rollout was closed.
@@ -1154,7 +1356,7 @@ export type WatchCallsResponse_RolloutClosed = Message<"penstock.interception.v1
  * Use `create(WatchCallsResponse_RolloutClosedSchema)` to create a new message.
  */
 export const WatchCallsResponse_RolloutClosedSchema: GenMessage<WatchCallsResponse_RolloutClosed> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 2);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 28, 2);
 
 /**
  * WatchHeartbeat states that the stream is alive.
@@ -1169,7 +1371,7 @@ export type WatchCallsResponse_WatchHeartbeat = Message<"penstock.interception.v
  * Use `create(WatchCallsResponse_WatchHeartbeatSchema)` to create a new message.
  */
 export const WatchCallsResponse_WatchHeartbeatSchema: GenMessage<WatchCallsResponse_WatchHeartbeat> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 24, 3);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 28, 3);
 
 /**
  * See WatchGate.
@@ -1197,7 +1399,7 @@ export type WatchGateRequest = Message<"penstock.interception.v1.WatchGateReques
  * Use `create(WatchGateRequestSchema)` to create a new message.
  */
 export const WatchGateRequestSchema: GenMessage<WatchGateRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 25);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 29);
 
 /**
  * See WatchGate.
@@ -1260,6 +1462,14 @@ export type WatchGateResponse = Message<"penstock.interception.v1.WatchGateRespo
    * @generated from field: int32 session_count = 8;
    */
   sessionCount: number;
+
+  /**
+   * Names of the inference services and pools of which no engine answers now; "default" is the one without a name. A rollout
+   * that would use one is better opened at another gate.
+   *
+   * @generated from field: repeated string unreachable_inference = 9;
+   */
+  unreachableInference: string[];
 };
 
 /**
@@ -1267,7 +1477,7 @@ export type WatchGateResponse = Message<"penstock.interception.v1.WatchGateRespo
  * Use `create(WatchGateResponseSchema)` to create a new message.
  */
 export const WatchGateResponseSchema: GenMessage<WatchGateResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 26);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 30);
 
 /**
  * GateSession describes a trainer's session.
@@ -1366,7 +1576,7 @@ export type GateSession = Message<"penstock.interception.v1.GateSession"> & {
  * Use `create(GateSessionSchema)` to create a new message.
  */
 export const GateSessionSchema: GenMessage<GateSession> = /*@__PURE__*/
-  messageDesc(file_penstock_interception_v1_rollout_gate_service, 27);
+  messageDesc(file_penstock_interception_v1_rollout_gate_service, 31);
 
 /**
  * GateRolloutState is whether a rollout's agent may call.
@@ -1444,6 +1654,47 @@ export const RolloutGateService: GenService<{
     methodKind: "unary";
     input: typeof OpenRolloutRequestSchema;
     output: typeof OpenRolloutResponseSchema;
+  },
+  /**
+   * LoadRecording adds calls of an earlier attempt, or of another rollout, to an open rollout whose agent has not called
+   * yet. Then a call whose prompt has the token ids of a recorded call's prompt is answered with the recorded completion, at
+   * once and without sampling. Each recorded call answers one call, in the order in which they are given. Where the source
+   * has no token ids, the SHA-256 of the request's body is compared. A call that no recorded call answers is sampled; if
+   * recorded calls are left at its place in the conversation, the trajectory has a finding REPLAY_DIVERGED with the first
+   * token that differs. A recorded completion that the rollout's policy bounds forbid answers nothing.
+   *
+   * A recorded call with `branch_point` is where the rollout begins to differ: the call with its prompt is sampled, or, if it
+   * is `injected`, answered with the message that it has, which counts as nobody's sample. From then on, no call diverges.
+   *
+   * Replayed calls count in the rollout's budgets, and not again in its run's. They need no trainer and no model source.
+   *
+   * Until the first divergence, a host tool call with the name and the arguments of a recorded one gets its result, and no
+   * host gets it: each recorded result once, in the order in which they are given.
+   * Idempotent by call_id: a repeat adds nothing.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED; RECORDING_LATE: the agent has called),
+   * INVALID_ARGUMENT (COMPLETION_INVALID), RESOURCE_EXHAUSTED (RECORDING_LIMIT: 20,000 calls, or the bytes that the operator
+   * allows a rollout's journal).
+   *
+   * @generated from rpc penstock.interception.v1.RolloutGateService.LoadRecording
+   */
+  loadRecording: {
+    methodKind: "unary";
+    input: typeof LoadRecordingRequestSchema;
+    output: typeof LoadRecordingResponseSchema;
+  },
+  /**
+   * HoldCalls holds an open rollout's calls, or lets them go. While they are held, none is leased or dispatched, agents get
+   * keep-alives, and call_timeout, wall_time and expire_time stop counting. Calls that were given out before may be answered.
+   * Unlike PauseCalls, it holds one rollout, belongs to no session, and lasts until it is revoked or the rollout is closed, also
+   * over a restart. A rollout that sessions pause too is held until the last of these ends. Idempotent.
+   * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED).
+   *
+   * @generated from rpc penstock.interception.v1.RolloutGateService.HoldCalls
+   */
+  holdCalls: {
+    methodKind: "unary";
+    input: typeof HoldCallsRequestSchema;
+    output: typeof HoldCallsResponseSchema;
   },
   /**
    * CloseRollout closes a rollout. Its agent keys become void and its open calls CANCELLED; its watchers and the holders of
@@ -1530,7 +1781,7 @@ export const RolloutGateService: GenService<{
    * WatchCalls streams state changes of the calls of some rollouts, from a position on. Resumable. The stream ends when a
    * single watched rollout is closed.
    * Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: the position is older than the kept
-   * events).
+   * events), PERMISSION_DENIED (ROLE_NOT_ALLOWED: an observer with a driver_id).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.WatchCalls
    */

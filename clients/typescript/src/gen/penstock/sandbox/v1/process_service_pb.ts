@@ -13,7 +13,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/sandbox/v1/process_service.proto.
  */
 export const file_penstock_sandbox_v1_process_service: GenFile = /*@__PURE__*/
-  fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3Byb2Nlc3Nfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSLwAgoHQ29tbWFuZBIpCgRhcmd2GAEgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5Bcmd2SAASDwoFc2hlbGwYAiABKAlIABIyCgNlbnYYAyADKAsyJS5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQuRW52RW50cnkSRQoKc2VjcmV0X2VudhgEIAMoCzIrLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZC5TZWNyZXRFbnZFbnRyeUIEqLsYARILCgNjd2QYBSABKAkSKgoHdGltZW91dBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgR1c2VyGAcgASgJGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaMAoOU2VjcmV0RW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIJCgdjb21tYW5kIhQKBEFyZ3YSDAoEYXJncxgBIAMoCSIoCgdQdHlTaXplEgwKBHJvd3MYASABKAUSDwoHY29sdW1ucxgCIAEoBSK0AwoERXhpdBIvCgZyZWFzb24YASABKA4yHy5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXRSZWFzb24SDgoEY29kZRgCIAEoBUgAEhAKBnNpZ25hbBgDIAEoBUgAEg8KB21lc3NhZ2UYBCABKAkSKwoIZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKwoIY3B1X3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoNbWF4X3Jzc19ieXRlcxgHIAEoA0gBiAEBEhgKEHN0ZG91dF90cnVuY2F0ZWQYCCABKAgSGAoQc3RkZXJyX3RydW5jYXRlZBgJIAEoCBISCgpwaXBlc19vcGVuGAogASgIEiwKCGVuZF90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIUCgxzdGRvdXRfYnl0ZXMYDCABKAMSFAoMc3RkZXJyX2J5dGVzGA0gASgDEhQKDGVuZGVkX2luc2lkZRgOIAEoCEIICgZzdGF0dXNCEAoOX21heF9yc3NfYnl0ZXMi7AEKB1Byb2Nlc3MSEgoKcHJvY2Vzc19pZBgBIAEoCRItCgdjb21tYW5kGAIgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Db21tYW5kEi4KCnN0YXJ0X3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKBGV4aXQYBCABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXRIAIgBARILCgNwdHkYBSABKAgSFAoMc3RkaW5fb2Zmc2V0GAYgASgDEhQKDHN0ZGluX2Nsb3NlZBgHIAEoCEIHCgVfZXhpdCKhAgoTU3RhcnRQcm9jZXNzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkSLQoHY29tbWFuZBgDIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBINCgVzdGRpbhgEIAEoCBIuCgNwdHkYBSABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlB0eVNpemVIAIgBARIfChJvdXRwdXRfbGltaXRfYnl0ZXMYBiABKANIAYgBARIeChFvdXRwdXRfdGFpbF9ieXRlcxgHIAEoA0gCiAEBQgYKBF9wdHlCFQoTX291dHB1dF9saW1pdF9ieXRlc0IUChJfb3V0cHV0X3RhaWxfYnl0ZXMiRQoUU3RhcnRQcm9jZXNzUmVzcG9uc2USLQoHcHJvY2VzcxgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHJvY2VzcyJrChNXYXRjaFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRIVCg1zdGRvdXRfb2Zmc2V0GAMgASgDEhUKDXN0ZGVycl9vZmZzZXQYBCABKAMiggQKFFdhdGNoUHJvY2Vzc1Jlc3BvbnNlEi8KB3N0YXJ0ZWQYASABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlByb2Nlc3NIABJACgVjaHVuaxgCIAEoCzIvLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UuQ2h1bmtIABI8CgNnYXAYAyABKAsyLS5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoUHJvY2Vzc1Jlc3BvbnNlLkdhcEgAEkgKCWhlYXJ0YmVhdBgEIAEoCzIzLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UuSGVhcnRiZWF0SAASKQoEZXhpdBgFIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdEgAGlgKBUNodW5rEjEKBnN0cmVhbRgBIAEoDjIhLnBlbnN0b2NrLnNhbmRib3gudjEuT3V0cHV0U3RyZWFtEg4KBm9mZnNldBgCIAEoAxIMCgRkYXRhGAMgASgMGlQKA0dhcBIxCgZzdHJlYW0YASABKA4yIS5wZW5zdG9jay5zYW5kYm94LnYxLk91dHB1dFN0cmVhbRINCgVzdGFydBgCIAEoAxILCgNlbmQYAyABKAMaCwoJSGVhcnRiZWF0QgcKBWV2ZW50IoICChFXcml0ZVN0ZGluUmVxdWVzdBJCCgVzdGFydBgBIAEoCzIxLnBlbnN0b2NrLnNhbmRib3gudjEuV3JpdGVTdGRpblJlcXVlc3QuU3RkaW5TdGFydEgAEg4KBGRhdGEYAiABKAxIABI+CgNlbmQYAyABKAsyLy5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlU3RkaW5SZXF1ZXN0LlN0ZGluRW5kSAAaRAoKU3RkaW5TdGFydBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkSDgoGb2Zmc2V0GAMgASgDGgoKCFN0ZGluRW5kQgcKBWZyYW1lIiQKEldyaXRlU3RkaW5SZXNwb25zZRIOCgZvZmZzZXQYASABKAMiTgoUU2lnbmFsUHJvY2Vzc1JlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRISCgpwcm9jZXNzX2lkGAIgASgJEg4KBnNpZ25hbBgDIAEoBSIXChVTaWduYWxQcm9jZXNzUmVzcG9uc2UiUAoSS2lsbFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRISCgpldmVyeXRoaW5nGAMgASgIIj4KE0tpbGxQcm9jZXNzUmVzcG9uc2USJwoEZXhpdBgBIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdCJmChBSZXNpemVQdHlSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRIqCgRzaXplGAMgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5QdHlTaXplIhMKEVJlc2l6ZVB0eVJlc3BvbnNlIjsKEUdldFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCSJDChJHZXRQcm9jZXNzUmVzcG9uc2USLQoHcHJvY2VzcxgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHJvY2VzcyJRChRMaXN0UHJvY2Vzc2VzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhEKCXBhZ2Vfc2l6ZRgCIAEoBRISCgpwYWdlX3Rva2VuGAMgASgJImEKFUxpc3RQcm9jZXNzZXNSZXNwb25zZRIvCglwcm9jZXNzZXMYASADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlByb2Nlc3MSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIjwKEldhaXRQcm9jZXNzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkiRAoTV2FpdFByb2Nlc3NSZXNwb25zZRItCgdwcm9jZXNzGAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Qcm9jZXNzIqoBCgpSdW5SZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSLQoHY29tbWFuZBgCIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBINCgVzdGRpbhgDIAEoDBIfChJvdXRwdXRfbGltaXRfYnl0ZXMYBCABKANIAIgBARISCgpwcm9jZXNzX2lkGAUgASgJQhUKE19vdXRwdXRfbGltaXRfYnl0ZXMiPQoLUnVuUmVzcG9uc2USLgoGcmVzdWx0GAEgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SdW5SZXN1bHQiVAoJUnVuUmVzdWx0EicKBGV4aXQYASABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXQSDgoGc3Rkb3V0GAIgASgMEg4KBnN0ZGVychgDIAEoDCrfAQoKRXhpdFJlYXNvbhIbChdFWElUX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkVYSVRfUkVBU09OX0VYSVRFRBABEhgKFEVYSVRfUkVBU09OX1NJR05BTEVEEAISGQoVRVhJVF9SRUFTT05fVElNRURfT1VUEAMSFgoSRVhJVF9SRUFTT05fS0lMTEVEEAQSEwoPRVhJVF9SRUFTT05fT09NEAUSHAoYRVhJVF9SRUFTT05fU0FOREJPWF9MT1NUEAYSHAoYRVhJVF9SRUFTT05fU1RBUlRfRkFJTEVEEAcqYQoMT3V0cHV0U3RyZWFtEh0KGU9VVFBVVF9TVFJFQU1fVU5TUEVDSUZJRUQQABIYChRPVVRQVVRfU1RSRUFNX1NURE9VVBABEhgKFE9VVFBVVF9TVFJFQU1fU1RERVJSEAIy/woKDlByb2Nlc3NTZXJ2aWNlEowBCgxTdGFydFByb2Nlc3MSKC5wZW5zdG9jay5zYW5kYm94LnYxLlN0YXJ0UHJvY2Vzc1JlcXVlc3QaKS5wZW5zdG9jay5zYW5kYm94LnYxLlN0YXJ0UHJvY2Vzc1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSjgEKDFdhdGNoUHJvY2VzcxIoLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVxdWVzdBopLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZDABEo4BCgpXcml0ZVN0ZGluEiYucGVuc3RvY2suc2FuZGJveC52MS5Xcml0ZVN0ZGluUmVxdWVzdBonLnBlbnN0b2NrLnNhbmRib3gudjEuV3JpdGVTdGRpblJlc3BvbnNlIi2yuxgpChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSEHN0YXJ0LnNhbmRib3hfaWQoARKPAQoNU2lnbmFsUHJvY2VzcxIpLnBlbnN0b2NrLnNhbmRib3gudjEuU2lnbmFsUHJvY2Vzc1JlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLlNpZ25hbFByb2Nlc3NSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEokBCgtLaWxsUHJvY2VzcxInLnBlbnN0b2NrLnNhbmRib3gudjEuS2lsbFByb2Nlc3NSZXF1ZXN0GigucGVuc3RvY2suc2FuZGJveC52MS5LaWxsUHJvY2Vzc1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSgwEKCVJlc2l6ZVB0eRIlLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzaXplUHR5UmVxdWVzdBomLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzaXplUHR5UmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKGAQoKR2V0UHJvY2VzcxImLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0UHJvY2Vzc1JlcXVlc3QaJy5wZW5zdG9jay5zYW5kYm94LnYxLkdldFByb2Nlc3NSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEo8BCg1MaXN0UHJvY2Vzc2VzEikucGVuc3RvY2suc2FuZGJveC52MS5MaXN0UHJvY2Vzc2VzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFByb2Nlc3Nlc1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSiQEKC1dhaXRQcm9jZXNzEicucGVuc3RvY2suc2FuZGJveC52MS5XYWl0UHJvY2Vzc1JlcXVlc3QaKC5wZW5zdG9jay5zYW5kYm94LnYxLldhaXRQcm9jZXNzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBJxCgNSdW4SHy5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlcXVlc3QaIC5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWRCpAEKE3BlbnN0b2NrLnNhbmRib3gudjFCE1Byb2Nlc3NTZXJ2aWNlUHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vc2FuZGJveC92MTtzYW5kYm94djGqAhNQZW5zdG9jay5TYW5kYm94LlYxygITUGVuc3RvY2tcU2FuZGJveFxWMeoCFVBlbnN0b2NrOjpTYW5kYm94OjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options]);
+  fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3Byb2Nlc3Nfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSLwAgoHQ29tbWFuZBIpCgRhcmd2GAEgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5Bcmd2SAASDwoFc2hlbGwYAiABKAlIABIyCgNlbnYYAyADKAsyJS5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQuRW52RW50cnkSRQoKc2VjcmV0X2VudhgEIAMoCzIrLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZC5TZWNyZXRFbnZFbnRyeUIEqLsYARILCgNjd2QYBSABKAkSKgoHdGltZW91dBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIMCgR1c2VyGAcgASgJGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaMAoOU2VjcmV0RW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIJCgdjb21tYW5kIhQKBEFyZ3YSDAoEYXJncxgBIAMoCSJOCgtJbml0aWFsRmlsZRIMCgRwYXRoGAEgASgJEhUKB2NvbnRlbnQYAiABKAxCBKi7GAESEQoEbW9kZRgDIAEoDUgAiAEBQgcKBV9tb2RlIigKB1B0eVNpemUSDAoEcm93cxgBIAEoBRIPCgdjb2x1bW5zGAIgASgFIsgDCgRFeGl0Ei8KBnJlYXNvbhgBIAEoDjIfLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdFJlYXNvbhIOCgRjb2RlGAIgASgFSAASEAoGc2lnbmFsGAMgASgFSAASDwoHbWVzc2FnZRgEIAEoCRIrCghkdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIrCghjcHVfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaCg1tYXhfcnNzX2J5dGVzGAcgASgDSAGIAQESGAoQc3Rkb3V0X3RydW5jYXRlZBgIIAEoCBIYChBzdGRlcnJfdHJ1bmNhdGVkGAkgASgIEhIKCnBpcGVzX29wZW4YCiABKAgSLAoIZW5kX3RpbWUYCyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDHN0ZG91dF9ieXRlcxgMIAEoAxIUCgxzdGRlcnJfYnl0ZXMYDSABKAMSFAoMZW5kZWRfaW5zaWRlGA4gASgIEhIKCmFsbF9raWxsZWQYDyABKAhCCAoGc3RhdHVzQhAKDl9tYXhfcnNzX2J5dGVzIuwBCgdQcm9jZXNzEhIKCnByb2Nlc3NfaWQYASABKAkSLQoHY29tbWFuZBgCIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuQ29tbWFuZBIuCgpzdGFydF90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCgRleGl0GAQgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0SACIAQESCwoDcHR5GAUgASgIEhQKDHN0ZGluX29mZnNldBgGIAEoAxIUCgxzdGRpbl9jbG9zZWQYByABKAhCBwoFX2V4aXQi6gIKE1N0YXJ0UHJvY2Vzc1JlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRISCgpwcm9jZXNzX2lkGAIgASgJEi0KB2NvbW1hbmQYAyABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQSDQoFc3RkaW4YBCABKAgSLgoDcHR5GAUgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5QdHlTaXplSACIAQESHwoSb3V0cHV0X2xpbWl0X2J5dGVzGAYgASgDSAGIAQESHgoRb3V0cHV0X3RhaWxfYnl0ZXMYByABKANIAogBARIWCg5raWxsX2FsbF9hZnRlchgIIAEoCBIvCgVmaWxlcxgJIAMoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuSW5pdGlhbEZpbGVCBgoEX3B0eUIVChNfb3V0cHV0X2xpbWl0X2J5dGVzQhQKEl9vdXRwdXRfdGFpbF9ieXRlcyJFChRTdGFydFByb2Nlc3NSZXNwb25zZRItCgdwcm9jZXNzGAEgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Qcm9jZXNzImsKE1dhdGNoUHJvY2Vzc1JlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRISCgpwcm9jZXNzX2lkGAIgASgJEhUKDXN0ZG91dF9vZmZzZXQYAyABKAMSFQoNc3RkZXJyX29mZnNldBgEIAEoAyKCBAoUV2F0Y2hQcm9jZXNzUmVzcG9uc2USLwoHc3RhcnRlZBgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHJvY2Vzc0gAEkAKBWNodW5rGAIgASgLMi8ucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXNwb25zZS5DaHVua0gAEjwKA2dhcBgDIAEoCzItLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UuR2FwSAASSAoJaGVhcnRiZWF0GAQgASgLMjMucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXNwb25zZS5IZWFydGJlYXRIABIpCgRleGl0GAUgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0SAAaWAoFQ2h1bmsSMQoGc3RyZWFtGAEgASgOMiEucGVuc3RvY2suc2FuZGJveC52MS5PdXRwdXRTdHJlYW0SDgoGb2Zmc2V0GAIgASgDEgwKBGRhdGEYAyABKAwaVAoDR2FwEjEKBnN0cmVhbRgBIAEoDjIhLnBlbnN0b2NrLnNhbmRib3gudjEuT3V0cHV0U3RyZWFtEg0KBXN0YXJ0GAIgASgDEgsKA2VuZBgDIAEoAxoLCglIZWFydGJlYXRCBwoFZXZlbnQi1AMKFVdhdGNoUHJvY2Vzc2VzUmVxdWVzdBJGCgVzdGFydBgBIAEoCzI1LnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzZXNSZXF1ZXN0LldhdGNoU3RhcnRIABJICgZjcmVkaXQYAiABKAsyNi5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoUHJvY2Vzc2VzUmVxdWVzdC5XYXRjaENyZWRpdEgAEkQKBHN0b3AYAyABKAsyNC5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoUHJvY2Vzc2VzUmVxdWVzdC5XYXRjaFN0b3BIABqKAQoKV2F0Y2hTdGFydBIQCgh3YXRjaF9pZBgBIAEoAxISCgpzYW5kYm94X2lkGAIgASgJEhIKCnByb2Nlc3NfaWQYAyABKAkSFQoNc3Rkb3V0X29mZnNldBgEIAEoAxIVCg1zdGRlcnJfb2Zmc2V0GAUgASgDEhQKDHdpbmRvd19ieXRlcxgGIAEoAxouCgtXYXRjaENyZWRpdBIQCgh3YXRjaF9pZBgBIAEoAxINCgVieXRlcxgCIAEoAxodCglXYXRjaFN0b3ASEAoId2F0Y2hfaWQYASABKANCBwoFZnJhbWUi5QMKFldhdGNoUHJvY2Vzc2VzUmVzcG9uc2USEAoId2F0Y2hfaWQYASABKAMSRAoGb3BlbmVkGAIgASgLMjIucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3Nlc1Jlc3BvbnNlLk9wZW5lZEgAEkAKBWNodW5rGAMgASgLMi8ucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXNwb25zZS5DaHVua0gAEjwKA2dhcBgEIAEoCzItLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzUmVzcG9uc2UuR2FwSAASKQoEZXhpdBgFIAEoCzIZLnBlbnN0b2NrLnNhbmRib3gudjEuRXhpdEgAEksKB2ZhaWx1cmUYBiABKAsyOC5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoUHJvY2Vzc2VzUmVzcG9uc2UuV2F0Y2hGYWlsdXJlSAASSAoJaGVhcnRiZWF0GAcgASgLMjMucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXNwb25zZS5IZWFydGJlYXRIABoICgZPcGVuZWQaHgoMV2F0Y2hGYWlsdXJlEg4KBnJlYXNvbhgBIAEoCUIHCgVldmVudCKCAgoRV3JpdGVTdGRpblJlcXVlc3QSQgoFc3RhcnQYASABKAsyMS5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlU3RkaW5SZXF1ZXN0LlN0ZGluU3RhcnRIABIOCgRkYXRhGAIgASgMSAASPgoDZW5kGAMgASgLMi8ucGVuc3RvY2suc2FuZGJveC52MS5Xcml0ZVN0ZGluUmVxdWVzdC5TdGRpbkVuZEgAGkQKClN0ZGluU3RhcnQSEgoKc2FuZGJveF9pZBgBIAEoCRISCgpwcm9jZXNzX2lkGAIgASgJEg4KBm9mZnNldBgDIAEoAxoKCghTdGRpbkVuZEIHCgVmcmFtZSIkChJXcml0ZVN0ZGluUmVzcG9uc2USDgoGb2Zmc2V0GAEgASgDIk4KFFNpZ25hbFByb2Nlc3NSZXF1ZXN0EhIKCnNhbmRib3hfaWQYASABKAkSEgoKcHJvY2Vzc19pZBgCIAEoCRIOCgZzaWduYWwYAyABKAUiFwoVU2lnbmFsUHJvY2Vzc1Jlc3BvbnNlIlAKEktpbGxQcm9jZXNzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkSEgoKZXZlcnl0aGluZxgDIAEoCCI+ChNLaWxsUHJvY2Vzc1Jlc3BvbnNlEicKBGV4aXQYASABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkV4aXQiZgoQUmVzaXplUHR5UmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkSKgoEc2l6ZRgDIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHR5U2l6ZSITChFSZXNpemVQdHlSZXNwb25zZSI7ChFHZXRQcm9jZXNzUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEhIKCnByb2Nlc3NfaWQYAiABKAkiQwoSR2V0UHJvY2Vzc1Jlc3BvbnNlEi0KB3Byb2Nlc3MYASABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlByb2Nlc3MiUQoUTGlzdFByb2Nlc3Nlc1JlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRIRCglwYWdlX3NpemUYAiABKAUSEgoKcGFnZV90b2tlbhgDIAEoCSJhChVMaXN0UHJvY2Vzc2VzUmVzcG9uc2USLwoJcHJvY2Vzc2VzGAEgAygLMhwucGVuc3RvY2suc2FuZGJveC52MS5Qcm9jZXNzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSI8ChJXYWl0UHJvY2Vzc1JlcXVlc3QSEgoKc2FuZGJveF9pZBgBIAEoCRISCgpwcm9jZXNzX2lkGAIgASgJIkQKE1dhaXRQcm9jZXNzUmVzcG9uc2USLQoHcHJvY2VzcxgBIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUHJvY2VzcyL4AgoKUnVuUmVxdWVzdBISCgpzYW5kYm94X2lkGAEgASgJEi0KB2NvbW1hbmQYAiABKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLkNvbW1hbmQSDQoFc3RkaW4YAyABKAwSHwoSb3V0cHV0X2xpbWl0X2J5dGVzGAQgASgDSACIAQESEgoKcHJvY2Vzc19pZBgFIAEoCRIWCg5raWxsX2FsbF9hZnRlchgGIAEoCBJECgtyZXN1bHRfZmlsZRgHIAEoCzIqLnBlbnN0b2NrLnNhbmRib3gudjEuUnVuUmVxdWVzdC5SZXN1bHRGaWxlSAGIAQESLwoFZmlsZXMYCCADKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLkluaXRpYWxGaWxlGi0KClJlc3VsdEZpbGUSDAoEcGF0aBgBIAEoCRIRCgltYXhfYnl0ZXMYAiABKANCFQoTX291dHB1dF9saW1pdF9ieXRlc0IOCgxfcmVzdWx0X2ZpbGUiPQoLUnVuUmVzcG9uc2USLgoGcmVzdWx0GAEgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SdW5SZXN1bHQi4gEKCVJ1blJlc3VsdBInCgRleGl0GAEgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5FeGl0Eg4KBnN0ZG91dBgCIAEoDBIOCgZzdGRlcnIYAyABKAwSRgoLcmVzdWx0X2ZpbGUYBCABKAsyLC5wZW5zdG9jay5zYW5kYm94LnYxLlJ1blJlc3VsdC5SZXN1bHRDb250ZW50SACIAQEaNAoNUmVzdWx0Q29udGVudBIPCgdjb250ZW50GAEgASgMEhIKCnNpemVfYnl0ZXMYAiABKANCDgoMX3Jlc3VsdF9maWxlKt8BCgpFeGl0UmVhc29uEhsKF0VYSVRfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRVhJVF9SRUFTT05fRVhJVEVEEAESGAoURVhJVF9SRUFTT05fU0lHTkFMRUQQAhIZChVFWElUX1JFQVNPTl9USU1FRF9PVVQQAxIWChJFWElUX1JFQVNPTl9LSUxMRUQQBBITCg9FWElUX1JFQVNPTl9PT00QBRIcChhFWElUX1JFQVNPTl9TQU5EQk9YX0xPU1QQBhIcChhFWElUX1JFQVNPTl9TVEFSVF9GQUlMRUQQByphCgxPdXRwdXRTdHJlYW0SHQoZT1VUUFVUX1NUUkVBTV9VTlNQRUNJRklFRBAAEhgKFE9VVFBVVF9TVFJFQU1fU1RET1VUEAESGAoUT1VUUFVUX1NUUkVBTV9TVERFUlIQAjLuCwoOUHJvY2Vzc1NlcnZpY2USjAEKDFN0YXJ0UHJvY2VzcxIoLnBlbnN0b2NrLnNhbmRib3gudjEuU3RhcnRQcm9jZXNzUmVxdWVzdBopLnBlbnN0b2NrLnNhbmRib3gudjEuU3RhcnRQcm9jZXNzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKOAQoMV2F0Y2hQcm9jZXNzEigucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXF1ZXN0GikucGVuc3RvY2suc2FuZGJveC52MS5XYXRjaFByb2Nlc3NSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkMAESbQoOV2F0Y2hQcm9jZXNzZXMSKi5wZW5zdG9jay5zYW5kYm94LnYxLldhdGNoUHJvY2Vzc2VzUmVxdWVzdBorLnBlbnN0b2NrLnNhbmRib3gudjEuV2F0Y2hQcm9jZXNzZXNSZXNwb25zZSgBMAESjgEKCldyaXRlU3RkaW4SJi5wZW5zdG9jay5zYW5kYm94LnYxLldyaXRlU3RkaW5SZXF1ZXN0GicucGVuc3RvY2suc2FuZGJveC52MS5Xcml0ZVN0ZGluUmVzcG9uc2UiLbK7GCkKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIQc3RhcnQuc2FuZGJveF9pZCgBEo8BCg1TaWduYWxQcm9jZXNzEikucGVuc3RvY2suc2FuZGJveC52MS5TaWduYWxQcm9jZXNzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuU2lnbmFsUHJvY2Vzc1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSiQEKC0tpbGxQcm9jZXNzEicucGVuc3RvY2suc2FuZGJveC52MS5LaWxsUHJvY2Vzc1JlcXVlc3QaKC5wZW5zdG9jay5zYW5kYm94LnYxLktpbGxQcm9jZXNzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKDAQoJUmVzaXplUHR5EiUucGVuc3RvY2suc2FuZGJveC52MS5SZXNpemVQdHlSZXF1ZXN0GiYucGVuc3RvY2suc2FuZGJveC52MS5SZXNpemVQdHlSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEoYBCgpHZXRQcm9jZXNzEiYucGVuc3RvY2suc2FuZGJveC52MS5HZXRQcm9jZXNzUmVxdWVzdBonLnBlbnN0b2NrLnNhbmRib3gudjEuR2V0UHJvY2Vzc1Jlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXNhbmRib3gtaWQSCnNhbmRib3hfaWQSjwEKDUxpc3RQcm9jZXNzZXMSKS5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RQcm9jZXNzZXNSZXF1ZXN0GioucGVuc3RvY2suc2FuZGJveC52MS5MaXN0UHJvY2Vzc2VzUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZBKJAQoLV2FpdFByb2Nlc3MSJy5wZW5zdG9jay5zYW5kYm94LnYxLldhaXRQcm9jZXNzUmVxdWVzdBooLnBlbnN0b2NrLnNhbmRib3gudjEuV2FpdFByb2Nlc3NSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay1zYW5kYm94LWlkEgpzYW5kYm94X2lkEnEKA1J1bhIfLnBlbnN0b2NrLnNhbmRib3gudjEuUnVuUmVxdWVzdBogLnBlbnN0b2NrLnNhbmRib3gudjEuUnVuUmVzcG9uc2UiJ7K7GCMKFXgtcGVuc3RvY2stc2FuZGJveC1pZBIKc2FuZGJveF9pZEKkAQoTcGVuc3RvY2suc2FuZGJveC52MUITUHJvY2Vzc1NlcnZpY2VQcm90b1ABWjJwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9zYW5kYm94L3YxO3NhbmRib3h2MaoCE1BlbnN0b2NrLlNhbmRib3guVjHKAhNQZW5zdG9ja1xTYW5kYm94XFYx6gIVUGVuc3RvY2s6OlNhbmRib3g6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options]);
 
 /**
  * Command is what to run: an argument vector, or a text for the sandbox's shell where one is needed.
@@ -105,6 +105,39 @@ export const ArgvSchema: GenMessage<Argv> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_process_service, 1);
 
 /**
+ * InitialFile is a file that a process finds when it starts.
+ *
+ * @generated from message penstock.sandbox.v1.InitialFile
+ */
+export type InitialFile = Message<"penstock.sandbox.v1.InitialFile"> & {
+  /**
+   * Absolute, or relative to the sandbox's working directory. Parents are created.
+   *
+   * @generated from field: string path = 1;
+   */
+  path: string;
+
+  /**
+   * @generated from field: bytes content = 2;
+   */
+  content: Uint8Array;
+
+  /**
+   * Permission bits; unset = 0644.
+   *
+   * @generated from field: optional uint32 mode = 3;
+   */
+  mode?: number | undefined;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.InitialFile.
+ * Use `create(InitialFileSchema)` to create a new message.
+ */
+export const InitialFileSchema: GenMessage<InitialFile> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 2);
+
+/**
  * PtySize is the size of a terminal, in characters.
  *
  * @generated from message penstock.sandbox.v1.PtySize
@@ -126,7 +159,7 @@ export type PtySize = Message<"penstock.sandbox.v1.PtySize"> & {
  * Use `create(PtySizeSchema)` to create a new message.
  */
 export const PtySizeSchema: GenMessage<PtySize> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 2);
+  messageDesc(file_penstock_sandbox_v1_process_service, 3);
 
 /**
  * Exit is the end of a process.
@@ -224,6 +257,14 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
    * @generated from field: bool ended_inside = 14;
    */
   endedInside: boolean;
+
+  /**
+   * With kill_all_after: every other process of the sandbox was dead when this was reported. False = it was not asked for,
+   * an older service ignored it, or it failed; KillProcess with `everything` does it, or says why it cannot.
+   *
+   * @generated from field: bool all_killed = 15;
+   */
+  allKilled: boolean;
 };
 
 /**
@@ -231,7 +272,7 @@ export type Exit = Message<"penstock.sandbox.v1.Exit"> & {
  * Use `create(ExitSchema)` to create a new message.
  */
 export const ExitSchema: GenMessage<Exit> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 3);
+  messageDesc(file_penstock_sandbox_v1_process_service, 4);
 
 /**
  * Process is a process in a sandbox.
@@ -286,7 +327,7 @@ export type Process = Message<"penstock.sandbox.v1.Process"> & {
  * Use `create(ProcessSchema)` to create a new message.
  */
 export const ProcessSchema: GenMessage<Process> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 4);
+  messageDesc(file_penstock_sandbox_v1_process_service, 5);
 
 /**
  * See StartProcess.
@@ -339,6 +380,23 @@ export type StartProcessRequest = Message<"penstock.sandbox.v1.StartProcessReque
    * @generated from field: optional int64 output_tail_bytes = 7;
    */
   outputTailBytes?: bigint | undefined;
+
+  /**
+   * After the process's end, kill every other process of the sandbox, as KillProcess with `everything` does, and report the
+   * exit only then: see Exit.all_killed.
+   *
+   * @generated from field: bool kill_all_after = 8;
+   */
+  killAllAfter: boolean;
+
+  /**
+   * Written in this order before the process starts, as by WriteFile, whose errors the call then has: nothing is started.
+   * They are part of the request that process_id stands for. At most 1 MiB in all. A service whose Sandbox does not have
+   * `takes_files` ignores them.
+   *
+   * @generated from field: repeated penstock.sandbox.v1.InitialFile files = 9;
+   */
+  files: InitialFile[];
 };
 
 /**
@@ -346,7 +404,7 @@ export type StartProcessRequest = Message<"penstock.sandbox.v1.StartProcessReque
  * Use `create(StartProcessRequestSchema)` to create a new message.
  */
 export const StartProcessRequestSchema: GenMessage<StartProcessRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 5);
+  messageDesc(file_penstock_sandbox_v1_process_service, 6);
 
 /**
  * See StartProcess.
@@ -365,7 +423,7 @@ export type StartProcessResponse = Message<"penstock.sandbox.v1.StartProcessResp
  * Use `create(StartProcessResponseSchema)` to create a new message.
  */
 export const StartProcessResponseSchema: GenMessage<StartProcessResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 6);
+  messageDesc(file_penstock_sandbox_v1_process_service, 7);
 
 /**
  * See WatchProcess.
@@ -401,7 +459,7 @@ export type WatchProcessRequest = Message<"penstock.sandbox.v1.WatchProcessReque
  * Use `create(WatchProcessRequestSchema)` to create a new message.
  */
 export const WatchProcessRequestSchema: GenMessage<WatchProcessRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 7);
+  messageDesc(file_penstock_sandbox_v1_process_service, 8);
 
 /**
  * See WatchProcess.
@@ -456,7 +514,7 @@ export type WatchProcessResponse = Message<"penstock.sandbox.v1.WatchProcessResp
  * Use `create(WatchProcessResponseSchema)` to create a new message.
  */
 export const WatchProcessResponseSchema: GenMessage<WatchProcessResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 8);
+  messageDesc(file_penstock_sandbox_v1_process_service, 9);
 
 /**
  * Chunk is a piece of output.
@@ -489,7 +547,7 @@ export type WatchProcessResponse_Chunk = Message<"penstock.sandbox.v1.WatchProce
  * Use `create(WatchProcessResponse_ChunkSchema)` to create a new message.
  */
 export const WatchProcessResponse_ChunkSchema: GenMessage<WatchProcessResponse_Chunk> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 8, 0);
+  messageDesc(file_penstock_sandbox_v1_process_service, 9, 0);
 
 /**
  * Gap is discarded output: bytes [start, end).
@@ -518,7 +576,7 @@ export type WatchProcessResponse_Gap = Message<"penstock.sandbox.v1.WatchProcess
  * Use `create(WatchProcessResponse_GapSchema)` to create a new message.
  */
 export const WatchProcessResponse_GapSchema: GenMessage<WatchProcessResponse_Gap> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 8, 1);
+  messageDesc(file_penstock_sandbox_v1_process_service, 9, 1);
 
 /**
  * Heartbeat states that the process is alive.
@@ -533,7 +591,245 @@ export type WatchProcessResponse_Heartbeat = Message<"penstock.sandbox.v1.WatchP
  * Use `create(WatchProcessResponse_HeartbeatSchema)` to create a new message.
  */
 export const WatchProcessResponse_HeartbeatSchema: GenMessage<WatchProcessResponse_Heartbeat> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 8, 2);
+  messageDesc(file_penstock_sandbox_v1_process_service, 9, 2);
+
+/**
+ * See WatchProcesses.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesRequest
+ */
+export type WatchProcessesRequest = Message<"penstock.sandbox.v1.WatchProcessesRequest"> & {
+  /**
+   * @generated from oneof penstock.sandbox.v1.WatchProcessesRequest.frame
+   */
+  frame: {
+    /**
+     * @generated from field: penstock.sandbox.v1.WatchProcessesRequest.WatchStart start = 1;
+     */
+    value: WatchProcessesRequest_WatchStart;
+    case: "start";
+  } | {
+    /**
+     * @generated from field: penstock.sandbox.v1.WatchProcessesRequest.WatchCredit credit = 2;
+     */
+    value: WatchProcessesRequest_WatchCredit;
+    case: "credit";
+  } | {
+    /**
+     * @generated from field: penstock.sandbox.v1.WatchProcessesRequest.WatchStop stop = 3;
+     */
+    value: WatchProcessesRequest_WatchStop;
+    case: "stop";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesRequest.
+ * Use `create(WatchProcessesRequestSchema)` to create a new message.
+ */
+export const WatchProcessesRequestSchema: GenMessage<WatchProcessesRequest> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 10);
+
+/**
+ * WatchStart begins a watch.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesRequest.WatchStart
+ */
+export type WatchProcessesRequest_WatchStart = Message<"penstock.sandbox.v1.WatchProcessesRequest.WatchStart"> & {
+  /**
+   * Chosen by the caller: positive, and greater than those before it in the stream.
+   *
+   * @generated from field: int64 watch_id = 1;
+   */
+  watchId: bigint;
+
+  /**
+   * @generated from field: string sandbox_id = 2;
+   */
+  sandboxId: string;
+
+  /**
+   * @generated from field: string process_id = 3;
+   */
+  processId: string;
+
+  /**
+   * Offset of the first byte to send of each stream, from 0.
+   *
+   * @generated from field: int64 stdout_offset = 4;
+   */
+  stdoutOffset: bigint;
+
+  /**
+   * @generated from field: int64 stderr_offset = 5;
+   */
+  stderrOffset: bigint;
+
+  /**
+   * How much may be sent before the first credit: 64 KiB to 16 MiB. Each chunk takes its bytes and 256 more.
+   *
+   * @generated from field: int64 window_bytes = 6;
+   */
+  windowBytes: bigint;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesRequest.WatchStart.
+ * Use `create(WatchProcessesRequest_WatchStartSchema)` to create a new message.
+ */
+export const WatchProcessesRequest_WatchStartSchema: GenMessage<WatchProcessesRequest_WatchStart> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 10, 0);
+
+/**
+ * WatchCredit says that chunks were processed, so that as much more may be sent. Of a watch that is over it is ignored.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesRequest.WatchCredit
+ */
+export type WatchProcessesRequest_WatchCredit = Message<"penstock.sandbox.v1.WatchProcessesRequest.WatchCredit"> & {
+  /**
+   * @generated from field: int64 watch_id = 1;
+   */
+  watchId: bigint;
+
+  /**
+   * The sum over the chunks of their bytes and 256 each; more than 0.
+   *
+   * @generated from field: int64 bytes = 2;
+   */
+  bytes: bigint;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesRequest.WatchCredit.
+ * Use `create(WatchProcessesRequest_WatchCreditSchema)` to create a new message.
+ */
+export const WatchProcessesRequest_WatchCreditSchema: GenMessage<WatchProcessesRequest_WatchCredit> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 10, 1);
+
+/**
+ * WatchStop ends a watch. What was sent before may still arrive.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesRequest.WatchStop
+ */
+export type WatchProcessesRequest_WatchStop = Message<"penstock.sandbox.v1.WatchProcessesRequest.WatchStop"> & {
+  /**
+   * @generated from field: int64 watch_id = 1;
+   */
+  watchId: bigint;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesRequest.WatchStop.
+ * Use `create(WatchProcessesRequest_WatchStopSchema)` to create a new message.
+ */
+export const WatchProcessesRequest_WatchStopSchema: GenMessage<WatchProcessesRequest_WatchStop> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 10, 2);
+
+/**
+ * See WatchProcesses.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesResponse
+ */
+export type WatchProcessesResponse = Message<"penstock.sandbox.v1.WatchProcessesResponse"> & {
+  /**
+   * Of `chunk`, `gap`, `exit` and `failure`.
+   *
+   * @generated from field: int64 watch_id = 1;
+   */
+  watchId: bigint;
+
+  /**
+   * @generated from oneof penstock.sandbox.v1.WatchProcessesResponse.event
+   */
+  event: {
+    /**
+     * Always the first of the stream.
+     *
+     * @generated from field: penstock.sandbox.v1.WatchProcessesResponse.Opened opened = 2;
+     */
+    value: WatchProcessesResponse_Opened;
+    case: "opened";
+  } | {
+    /**
+     * @generated from field: penstock.sandbox.v1.WatchProcessResponse.Chunk chunk = 3;
+     */
+    value: WatchProcessResponse_Chunk;
+    case: "chunk";
+  } | {
+    /**
+     * @generated from field: penstock.sandbox.v1.WatchProcessResponse.Gap gap = 4;
+     */
+    value: WatchProcessResponse_Gap;
+    case: "gap";
+  } | {
+    /**
+     * The last of a watch.
+     *
+     * @generated from field: penstock.sandbox.v1.Exit exit = 5;
+     */
+    value: Exit;
+    case: "exit";
+  } | {
+    /**
+     * Instead of `exit`.
+     *
+     * @generated from field: penstock.sandbox.v1.WatchProcessesResponse.WatchFailure failure = 6;
+     */
+    value: WatchProcessesResponse_WatchFailure;
+    case: "failure";
+  } | {
+    /**
+     * Of the stream, after every 10 s of silence.
+     *
+     * @generated from field: penstock.sandbox.v1.WatchProcessResponse.Heartbeat heartbeat = 7;
+     */
+    value: WatchProcessResponse_Heartbeat;
+    case: "heartbeat";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesResponse.
+ * Use `create(WatchProcessesResponseSchema)` to create a new message.
+ */
+export const WatchProcessesResponseSchema: GenMessage<WatchProcessesResponse> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 11);
+
+/**
+ * Opened states that the stream is served.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesResponse.Opened
+ */
+export type WatchProcessesResponse_Opened = Message<"penstock.sandbox.v1.WatchProcessesResponse.Opened"> & {
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesResponse.Opened.
+ * Use `create(WatchProcessesResponse_OpenedSchema)` to create a new message.
+ */
+export const WatchProcessesResponse_OpenedSchema: GenMessage<WatchProcessesResponse_Opened> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 11, 0);
+
+/**
+ * WatchFailure is why a watch could not begin. WatchProcess fails for the same reason, and says more.
+ *
+ * @generated from message penstock.sandbox.v1.WatchProcessesResponse.WatchFailure
+ */
+export type WatchProcessesResponse_WatchFailure = Message<"penstock.sandbox.v1.WatchProcessesResponse.WatchFailure"> & {
+  /**
+   * Stable UPPER_SNAKE.
+   *
+   * @generated from field: string reason = 1;
+   */
+  reason: string;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.WatchProcessesResponse.WatchFailure.
+ * Use `create(WatchProcessesResponse_WatchFailureSchema)` to create a new message.
+ */
+export const WatchProcessesResponse_WatchFailureSchema: GenMessage<WatchProcessesResponse_WatchFailure> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 11, 1);
 
 /**
  * See WriteStdin.
@@ -572,7 +868,7 @@ export type WriteStdinRequest = Message<"penstock.sandbox.v1.WriteStdinRequest">
  * Use `create(WriteStdinRequestSchema)` to create a new message.
  */
 export const WriteStdinRequestSchema: GenMessage<WriteStdinRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 9);
+  messageDesc(file_penstock_sandbox_v1_process_service, 12);
 
 /**
  * Always the first.
@@ -603,7 +899,7 @@ export type WriteStdinRequest_StdinStart = Message<"penstock.sandbox.v1.WriteStd
  * Use `create(WriteStdinRequest_StdinStartSchema)` to create a new message.
  */
 export const WriteStdinRequest_StdinStartSchema: GenMessage<WriteStdinRequest_StdinStart> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 9, 0);
+  messageDesc(file_penstock_sandbox_v1_process_service, 12, 0);
 
 /**
  * StdinEnd closes standard input.
@@ -618,7 +914,7 @@ export type WriteStdinRequest_StdinEnd = Message<"penstock.sandbox.v1.WriteStdin
  * Use `create(WriteStdinRequest_StdinEndSchema)` to create a new message.
  */
 export const WriteStdinRequest_StdinEndSchema: GenMessage<WriteStdinRequest_StdinEnd> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 9, 1);
+  messageDesc(file_penstock_sandbox_v1_process_service, 12, 1);
 
 /**
  * See WriteStdin.
@@ -639,7 +935,7 @@ export type WriteStdinResponse = Message<"penstock.sandbox.v1.WriteStdinResponse
  * Use `create(WriteStdinResponseSchema)` to create a new message.
  */
 export const WriteStdinResponseSchema: GenMessage<WriteStdinResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 10);
+  messageDesc(file_penstock_sandbox_v1_process_service, 13);
 
 /**
  * See SignalProcess.
@@ -670,7 +966,7 @@ export type SignalProcessRequest = Message<"penstock.sandbox.v1.SignalProcessReq
  * Use `create(SignalProcessRequestSchema)` to create a new message.
  */
 export const SignalProcessRequestSchema: GenMessage<SignalProcessRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 11);
+  messageDesc(file_penstock_sandbox_v1_process_service, 14);
 
 /**
  * See SignalProcess.
@@ -685,7 +981,7 @@ export type SignalProcessResponse = Message<"penstock.sandbox.v1.SignalProcessRe
  * Use `create(SignalProcessResponseSchema)` to create a new message.
  */
 export const SignalProcessResponseSchema: GenMessage<SignalProcessResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 12);
+  messageDesc(file_penstock_sandbox_v1_process_service, 15);
 
 /**
  * See KillProcess.
@@ -716,7 +1012,7 @@ export type KillProcessRequest = Message<"penstock.sandbox.v1.KillProcessRequest
  * Use `create(KillProcessRequestSchema)` to create a new message.
  */
 export const KillProcessRequestSchema: GenMessage<KillProcessRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 13);
+  messageDesc(file_penstock_sandbox_v1_process_service, 16);
 
 /**
  * See KillProcess.
@@ -735,7 +1031,7 @@ export type KillProcessResponse = Message<"penstock.sandbox.v1.KillProcessRespon
  * Use `create(KillProcessResponseSchema)` to create a new message.
  */
 export const KillProcessResponseSchema: GenMessage<KillProcessResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 14);
+  messageDesc(file_penstock_sandbox_v1_process_service, 17);
 
 /**
  * See ResizePty.
@@ -764,7 +1060,7 @@ export type ResizePtyRequest = Message<"penstock.sandbox.v1.ResizePtyRequest"> &
  * Use `create(ResizePtyRequestSchema)` to create a new message.
  */
 export const ResizePtyRequestSchema: GenMessage<ResizePtyRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 15);
+  messageDesc(file_penstock_sandbox_v1_process_service, 18);
 
 /**
  * See ResizePty.
@@ -779,7 +1075,7 @@ export type ResizePtyResponse = Message<"penstock.sandbox.v1.ResizePtyResponse">
  * Use `create(ResizePtyResponseSchema)` to create a new message.
  */
 export const ResizePtyResponseSchema: GenMessage<ResizePtyResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 16);
+  messageDesc(file_penstock_sandbox_v1_process_service, 19);
 
 /**
  * See GetProcess.
@@ -803,7 +1099,7 @@ export type GetProcessRequest = Message<"penstock.sandbox.v1.GetProcessRequest">
  * Use `create(GetProcessRequestSchema)` to create a new message.
  */
 export const GetProcessRequestSchema: GenMessage<GetProcessRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 17);
+  messageDesc(file_penstock_sandbox_v1_process_service, 20);
 
 /**
  * See GetProcess.
@@ -822,7 +1118,7 @@ export type GetProcessResponse = Message<"penstock.sandbox.v1.GetProcessResponse
  * Use `create(GetProcessResponseSchema)` to create a new message.
  */
 export const GetProcessResponseSchema: GenMessage<GetProcessResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 18);
+  messageDesc(file_penstock_sandbox_v1_process_service, 21);
 
 /**
  * See ListProcesses.
@@ -853,7 +1149,7 @@ export type ListProcessesRequest = Message<"penstock.sandbox.v1.ListProcessesReq
  * Use `create(ListProcessesRequestSchema)` to create a new message.
  */
 export const ListProcessesRequestSchema: GenMessage<ListProcessesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 19);
+  messageDesc(file_penstock_sandbox_v1_process_service, 22);
 
 /**
  * See ListProcesses.
@@ -877,7 +1173,7 @@ export type ListProcessesResponse = Message<"penstock.sandbox.v1.ListProcessesRe
  * Use `create(ListProcessesResponseSchema)` to create a new message.
  */
 export const ListProcessesResponseSchema: GenMessage<ListProcessesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 20);
+  messageDesc(file_penstock_sandbox_v1_process_service, 23);
 
 /**
  * See WaitProcess.
@@ -901,7 +1197,7 @@ export type WaitProcessRequest = Message<"penstock.sandbox.v1.WaitProcessRequest
  * Use `create(WaitProcessRequestSchema)` to create a new message.
  */
 export const WaitProcessRequestSchema: GenMessage<WaitProcessRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 21);
+  messageDesc(file_penstock_sandbox_v1_process_service, 24);
 
 /**
  * See WaitProcess.
@@ -922,7 +1218,7 @@ export type WaitProcessResponse = Message<"penstock.sandbox.v1.WaitProcessRespon
  * Use `create(WaitProcessResponseSchema)` to create a new message.
  */
 export const WaitProcessResponseSchema: GenMessage<WaitProcessResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 22);
+  messageDesc(file_penstock_sandbox_v1_process_service, 25);
 
 /**
  * See Run.
@@ -961,6 +1257,27 @@ export type RunRequest = Message<"penstock.sandbox.v1.RunRequest"> & {
    * @generated from field: string process_id = 5;
    */
   processId: string;
+
+  /**
+   * As in StartProcessRequest.
+   *
+   * @generated from field: bool kill_all_after = 6;
+   */
+  killAllAfter: boolean;
+
+  /**
+   * A file to read after the command's end, and after the kill of kill_all_after.
+   *
+   * @generated from field: optional penstock.sandbox.v1.RunRequest.ResultFile result_file = 7;
+   */
+  resultFile?: RunRequest_ResultFile | undefined;
+
+  /**
+   * As in StartProcessRequest.
+   *
+   * @generated from field: repeated penstock.sandbox.v1.InitialFile files = 8;
+   */
+  files: InitialFile[];
 };
 
 /**
@@ -968,7 +1285,35 @@ export type RunRequest = Message<"penstock.sandbox.v1.RunRequest"> & {
  * Use `create(RunRequestSchema)` to create a new message.
  */
 export const RunRequestSchema: GenMessage<RunRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 23);
+  messageDesc(file_penstock_sandbox_v1_process_service, 26);
+
+/**
+ * ResultFile is a file that the command leaves.
+ *
+ * @generated from message penstock.sandbox.v1.RunRequest.ResultFile
+ */
+export type RunRequest_ResultFile = Message<"penstock.sandbox.v1.RunRequest.ResultFile"> & {
+  /**
+   * Absolute, or relative to the sandbox's working directory.
+   *
+   * @generated from field: string path = 1;
+   */
+  path: string;
+
+  /**
+   * The most bytes in the answer: 0 to 1 MiB.
+   *
+   * @generated from field: int64 max_bytes = 2;
+   */
+  maxBytes: bigint;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.RunRequest.ResultFile.
+ * Use `create(RunRequest_ResultFileSchema)` to create a new message.
+ */
+export const RunRequest_ResultFileSchema: GenMessage<RunRequest_ResultFile> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 26, 0);
 
 /**
  * See Run.
@@ -987,7 +1332,7 @@ export type RunResponse = Message<"penstock.sandbox.v1.RunResponse"> & {
  * Use `create(RunResponseSchema)` to create a new message.
  */
 export const RunResponseSchema: GenMessage<RunResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 24);
+  messageDesc(file_penstock_sandbox_v1_process_service, 27);
 
 /**
  * RunResult is the outcome of a small command.
@@ -1009,6 +1354,13 @@ export type RunResult = Message<"penstock.sandbox.v1.RunResult"> & {
    * @generated from field: bytes stderr = 3;
    */
   stderr: Uint8Array;
+
+  /**
+   * Unset = none was asked for, an older service ignored it, or it cannot be read; ReadFile reads it, or says why not.
+   *
+   * @generated from field: optional penstock.sandbox.v1.RunResult.ResultContent result_file = 4;
+   */
+  resultFile?: RunResult_ResultContent | undefined;
 };
 
 /**
@@ -1016,7 +1368,35 @@ export type RunResult = Message<"penstock.sandbox.v1.RunResult"> & {
  * Use `create(RunResultSchema)` to create a new message.
  */
 export const RunResultSchema: GenMessage<RunResult> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_process_service, 25);
+  messageDesc(file_penstock_sandbox_v1_process_service, 28);
+
+/**
+ * ResultContent is what a command's result file had.
+ *
+ * @generated from message penstock.sandbox.v1.RunResult.ResultContent
+ */
+export type RunResult_ResultContent = Message<"penstock.sandbox.v1.RunResult.ResultContent"> & {
+  /**
+   * Its first bytes.
+   *
+   * @generated from field: bytes content = 1;
+   */
+  content: Uint8Array;
+
+  /**
+   * Its whole size in bytes.
+   *
+   * @generated from field: int64 size_bytes = 2;
+   */
+  sizeBytes: bigint;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.RunResult.ResultContent.
+ * Use `create(RunResult_ResultContentSchema)` to create a new message.
+ */
+export const RunResult_ResultContentSchema: GenMessage<RunResult_ResultContent> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_process_service, 28, 0);
 
 /**
  * ExitReason is how a process ended.
@@ -1144,6 +1524,22 @@ export const ProcessService: GenService<{
     methodKind: "server_streaming";
     input: typeof WatchProcessRequestSchema;
     output: typeof WatchProcessResponseSchema;
+  },
+  /**
+   * WatchProcesses watches any number of processes of any sandboxes over one stream, each as WatchProcess does. It is for
+   * callers that watch many at once: one more costs a message, and no stream. The service sends `opened` at once, so that
+   * a caller knows that it is served. It ends when the caller has ended its requests and all watches are over.
+   *
+   * What one process writes holds up no other: of each, the service sends no more than its window.
+   * Errors of the stream: INVALID_ARGUMENT for a frame that cannot be read, RESOURCE_EXHAUSTED (WATCH_LIMIT: more than 65,536
+   * watches at once). Those of one watch end that watch only.
+   *
+   * @generated from rpc penstock.sandbox.v1.ProcessService.WatchProcesses
+   */
+  watchProcesses: {
+    methodKind: "bidi_streaming";
+    input: typeof WatchProcessesRequestSchema;
+    output: typeof WatchProcessesResponseSchema;
   },
   /**
    * WriteStdin writes to a process's standard input: `start`, then `data`, then `end`. Only `end` closes the input. A

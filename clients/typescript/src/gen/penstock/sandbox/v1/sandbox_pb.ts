@@ -15,11 +15,12 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/sandbox/v1/sandbox.proto.
  */
 export const file_penstock_sandbox_v1_sandbox: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkiKQoJQWxsb3dsaXN0Eg0KBWhvc3RzGAEgAygJEg0KBXBvcnRzGAIgAygFIg0KC09wZW5OZXR3b3JrIrUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBARITCgZpbm9kZXMYBSABKANIBIgBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXNCCQoHX2lub2RlcyI2CgRCYXNlEg8KBWltYWdlGAEgASgJSAASFQoLc25hcHNob3RfaWQYAiABKAlIAEIGCgRiYXNlIuEDCgtTYW5kYm94U3BlYxIPCgdiYWNrZW5kGAEgASgJEicKBGJhc2UYAiABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkJhc2USMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSMwoHbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRI2CgNlbnYYBSADKAsyKS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjLkVudkVudHJ5EhMKC3Rvb2xib3hfaWRzGAYgAygJEgwKBHVzZXIYByABKAkSKAoFbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SPAoGbGFiZWxzGAkgAygLMiwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5MYWJlbHNFbnRyeRISCgpvd25fa2VybmVsGAogASgIGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASLPAgoHU2FuZGJveBISCgpzYW5kYm94X2lkGAEgASgJEjAKBXN0YXRlGAIgASgOMiEucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3RhdGUSLgoEc3BlYxgDIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFNwZWMSLwoLY3JlYXRlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIMCgRob21lGAYgASgJEg8KB3dvcmtkaXIYByABKAkSEwoLbG9zdF9yZWFzb24YCCABKAkSFAoMZW5kZWRfaW5zaWRlGAkgASgIEhEKCW5hbWVzcGFjZRgKIAEoCRIPCgdzZXJ2aWNlGAsgASgJImgKCURhdGFQbGFuZRIPCgdhZGRyZXNzGAEgASgJEhMKBXRva2VuGAIgASgJQgSouxgBEjUKEXRva2VuX2V4cGlyZV90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCLUAwoMQ2FwYWJpbGl0aWVzEjIKCG5ldHdvcmtzGAEgAygOMiAucGVuc3RvY2suc2FuZGJveC52MS5OZXR3b3JrS2luZBIrCgRmb3JrGAIgASgOMh0ucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrS2luZBILCgNwdHkYAyABKAgSFAoMc3RkaW5fc3RyZWFtGAQgASgIEhEKCWxpbWl0X2NwdRgFIAEoCBIUCgxsaW1pdF9tZW1vcnkYBiABKAgSEgoKbGltaXRfcGlkcxgHIAEoCBISCgpsaW1pdF9kaXNrGAggASgIEgwKBHJvb3QYCSABKAgSDQoFcGF1c2UYCiABKAgSDAoEZGlmZhgLIAEoCBIRCgl0b29sYm94ZXMYDCABKAgSEQoJa2lsbF90cmVlGA0gASgIEhEKCWxpdmVfZm9yaxgOIAEoCBITCgtvcGVuX2VncmVzcxgPIAEoCBISCgpvd25fa2VybmVsGBAgASgIEhgKEHN5c3RlbV9yZWFkX29ubHkYESABKAgSMgoKZGlza19saW1pdBgSIAEoDjIeLnBlbnN0b2NrLnNhbmRib3gudjEuRGlza0xpbWl0EhQKDGxpbWl0X2lub2RlcxgTIAEoCCLvAwoHQmFja2VuZBIMCgRuYW1lGAEgASgJEhEKCWF2YWlsYWJsZRgCIAEoCBIaChJ1bmF2YWlsYWJsZV9yZWFzb24YAyABKAkSNwoMY2FwYWJpbGl0aWVzGAQgASgLMiEucGVuc3RvY2suc2FuZGJveC52MS5DYXBhYmlsaXRpZXMSEgoKaXNfZGVmYXVsdBgFIAEoCBIVCg1tYXhfc2FuZGJveGVzGAYgASgFEjAKDWRlZmF1bHRfbGVhc2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJbWF4X2xlYXNlGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjkKEWRlZmF1bHRfcmVzb3VyY2VzGAkgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSLwoMbWF4X2xpZmV0aW1lGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiQKF21heF9zYW5kYm94ZXNfcGVyX293bmVyGAsgASgFSACIAQESNQoNbWF4X3Jlc291cmNlcxgMIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzb3VyY2VzQhoKGF9tYXhfc2FuZGJveGVzX3Blcl9vd25lciqvAQoMU2FuZGJveFN0YXRlEh0KGVNBTkRCT1hfU1RBVEVfVU5TUEVDSUZJRUQQABIaChZTQU5EQk9YX1NUQVRFX0NSRUFUSU5HEAESFwoTU0FOREJPWF9TVEFURV9SRUFEWRACEhgKFFNBTkRCT1hfU1RBVEVfUEFVU0VEEAMSFgoSU0FOREJPWF9TVEFURV9MT1NUEAQSGQoVU0FOREJPWF9TVEFURV9ERUxFVEVEEAUqlgEKCEZvcmtLaW5kEhkKFUZPUktfS0lORF9VTlNQRUNJRklFRBAAEhIKDkZPUktfS0lORF9OT05FEAESFAoQRk9SS19LSU5EX1JFUExBWRACEhgKFEZPUktfS0lORF9GSUxFU1lTVEVNEAMSFAoQRk9SS19LSU5EX01FTU9SWRAEEhUKEUZPUktfS0lORF9BUkNISVZFEAUqaQoJRGlza0xpbWl0EhoKFkRJU0tfTElNSVRfVU5TUEVDSUZJRUQQABITCg9ESVNLX0xJTUlUX05PTkUQARIWChJESVNLX0xJTUlUX1dBVENIRUQQAhITCg9ESVNLX0xJTUlUX0hBUkQQAyqUAQoLTmV0d29ya0tpbmQSHAoYTkVUV09SS19LSU5EX1VOU1BFQ0lGSUVEEAASFQoRTkVUV09SS19LSU5EX05PTkUQARIdChlORVRXT1JLX0tJTkRfT05FX0VORFBPSU5UEAISGgoWTkVUV09SS19LSU5EX0FMTE9XTElTVBADEhUKEU5FVFdPUktfS0lORF9PUEVOEARCnQEKE3BlbnN0b2NrLnNhbmRib3gudjFCDFNhbmRib3hQcm90b1ABWjJwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi9zYW5kYm94L3YxO3NhbmRib3h2MaoCE1BlbnN0b2NrLlNhbmRib3guVjHKAhNQZW5zdG9ja1xTYW5kYm94XFYx6gIVUGVuc3RvY2s6OlNhbmRib3g6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options]);
+  fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkitQEKCUFsbG93bGlzdBINCgVob3N0cxgBIAMoCRINCgVwb3J0cxgCIAMoBRIUCgxkZW5pZWRfaG9zdHMYAyADKAkSEgoKcHJveHlfcG9ydBgEIAEoBRI2CgxvbmVfZW5kcG9pbnQYBSABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLk9uZUVuZHBvaW50EhEKCXJlY29yZGluZxgGIAEoCRIVCg1yZWNvcmRlZF9vbmx5GAcgASgIIg0KC09wZW5OZXR3b3JrIrUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBARITCgZpbm9kZXMYBSABKANIBIgBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXNCCQoHX2lub2RlcyI2CgRCYXNlEg8KBWltYWdlGAEgASgJSAASFQoLc25hcHNob3RfaWQYAiABKAlIAEIGCgRiYXNlIvUDCgtTYW5kYm94U3BlYxIPCgdiYWNrZW5kGAEgASgJEicKBGJhc2UYAiABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkJhc2USMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSMwoHbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRI2CgNlbnYYBSADKAsyKS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjLkVudkVudHJ5EhMKC3Rvb2xib3hfaWRzGAYgAygJEgwKBHVzZXIYByABKAkSKAoFbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SPAoGbGFiZWxzGAkgAygLMiwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5MYWJlbHNFbnRyeRISCgpvd25fa2VybmVsGAogASgIEhIKCnJlcGVhdGFibGUYCyABKAgaKgoIRW52RW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ARotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIuQCCgdTYW5kYm94EhIKCnNhbmRib3hfaWQYASABKAkSMAoFc3RhdGUYAiABKA4yIS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTdGF0ZRIuCgRzcGVjGAMgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYxIvCgtjcmVhdGVfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLZXhwaXJlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgwKBGhvbWUYBiABKAkSDwoHd29ya2RpchgHIAEoCRITCgtsb3N0X3JlYXNvbhgIIAEoCRIUCgxlbmRlZF9pbnNpZGUYCSABKAgSEQoJbmFtZXNwYWNlGAogASgJEg8KB3NlcnZpY2UYCyABKAkSEwoLdGFrZXNfZmlsZXMYDCABKAgiaAoJRGF0YVBsYW5lEg8KB2FkZHJlc3MYASABKAkSEwoFdG9rZW4YAiABKAlCBKi7GAESNQoRdG9rZW5fZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIo0ECgxDYXBhYmlsaXRpZXMSMgoIbmV0d29ya3MYASADKA4yIC5wZW5zdG9jay5zYW5kYm94LnYxLk5ldHdvcmtLaW5kEisKBGZvcmsYAiABKA4yHS5wZW5zdG9jay5zYW5kYm94LnYxLkZvcmtLaW5kEgsKA3B0eRgDIAEoCBIUCgxzdGRpbl9zdHJlYW0YBCABKAgSEQoJbGltaXRfY3B1GAUgASgIEhQKDGxpbWl0X21lbW9yeRgGIAEoCBISCgpsaW1pdF9waWRzGAcgASgIEhIKCmxpbWl0X2Rpc2sYCCABKAgSDAoEcm9vdBgJIAEoCBINCgVwYXVzZRgKIAEoCBIMCgRkaWZmGAsgASgIEhEKCXRvb2xib3hlcxgMIAEoCBIRCglraWxsX3RyZWUYDSABKAgSEQoJbGl2ZV9mb3JrGA4gASgIEhMKC29wZW5fZWdyZXNzGA8gASgIEhIKCm93bl9rZXJuZWwYECABKAgSGAoQc3lzdGVtX3JlYWRfb25seRgRIAEoCBIyCgpkaXNrX2xpbWl0GBIgASgOMh4ucGVuc3RvY2suc2FuZGJveC52MS5EaXNrTGltaXQSFAoMbGltaXRfaW5vZGVzGBMgASgIEjcKCnJlcGVhdGFibGUYFCADKA4yIy5wZW5zdG9jay5zYW5kYm94LnYxLlJlcGVhdGFibGVQYXJ0IoUECgdCYWNrZW5kEgwKBG5hbWUYASABKAkSEQoJYXZhaWxhYmxlGAIgASgIEhoKEnVuYXZhaWxhYmxlX3JlYXNvbhgDIAEoCRI3CgxjYXBhYmlsaXRpZXMYBCABKAsyIS5wZW5zdG9jay5zYW5kYm94LnYxLkNhcGFiaWxpdGllcxISCgppc19kZWZhdWx0GAUgASgIEhUKDW1heF9zYW5kYm94ZXMYBiABKAUSMAoNZGVmYXVsdF9sZWFzZRgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIsCgltYXhfbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOQoRZGVmYXVsdF9yZXNvdXJjZXMYCSABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLlJlc291cmNlcxIvCgxtYXhfbGlmZXRpbWUYCiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJAoXbWF4X3NhbmRib3hlc19wZXJfb3duZXIYCyABKAVIAIgBARI1Cg1tYXhfcmVzb3VyY2VzGAwgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSFAoMZWdyZXNzX2hvc3RzGA0gAygJQhoKGF9tYXhfc2FuZGJveGVzX3Blcl9vd25lciqvAQoMU2FuZGJveFN0YXRlEh0KGVNBTkRCT1hfU1RBVEVfVU5TUEVDSUZJRUQQABIaChZTQU5EQk9YX1NUQVRFX0NSRUFUSU5HEAESFwoTU0FOREJPWF9TVEFURV9SRUFEWRACEhgKFFNBTkRCT1hfU1RBVEVfUEFVU0VEEAMSFgoSU0FOREJPWF9TVEFURV9MT1NUEAQSGQoVU0FOREJPWF9TVEFURV9ERUxFVEVEEAUqlgEKCEZvcmtLaW5kEhkKFUZPUktfS0lORF9VTlNQRUNJRklFRBAAEhIKDkZPUktfS0lORF9OT05FEAESFAoQRk9SS19LSU5EX1JFUExBWRACEhgKFEZPUktfS0lORF9GSUxFU1lTVEVNEAMSFAoQRk9SS19LSU5EX01FTU9SWRAEEhUKEUZPUktfS0lORF9BUkNISVZFEAUqaQoJRGlza0xpbWl0EhoKFkRJU0tfTElNSVRfVU5TUEVDSUZJRUQQABITCg9ESVNLX0xJTUlUX05PTkUQARIWChJESVNLX0xJTUlUX1dBVENIRUQQAhITCg9ESVNLX0xJTUlUX0hBUkQQAyqsAQoOUmVwZWF0YWJsZVBhcnQSHwobUkVQRUFUQUJMRV9QQVJUX1VOU1BFQ0lGSUVEEAASHAoYUkVQRUFUQUJMRV9QQVJUX0hPU1ROQU1FEAESHgoaUkVQRUFUQUJMRV9QQVJUX01BQ0hJTkVfSUQQAhIfChtSRVBFQVRBQkxFX1BBUlRfUFJPQ0VTU19JRFMQAxIaChZSRVBFQVRBQkxFX1BBUlRfQ0xPQ0tTEAQqlAEKC05ldHdvcmtLaW5kEhwKGE5FVFdPUktfS0lORF9VTlNQRUNJRklFRBAAEhUKEU5FVFdPUktfS0lORF9OT05FEAESHQoZTkVUV09SS19LSU5EX09ORV9FTkRQT0lOVBACEhoKFk5FVFdPUktfS0lORF9BTExPV0xJU1QQAxIVChFORVRXT1JLX0tJTkRfT1BFThAEQp0BChNwZW5zdG9jay5zYW5kYm94LnYxQgxTYW5kYm94UHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vc2FuZGJveC92MTtzYW5kYm94djGqAhNQZW5zdG9jay5TYW5kYm94LlYxygITUGVuc3RvY2tcU2FuZGJveFxWMeoCFVBlbnN0b2NrOjpTYW5kYm94OjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_penstock_options_v1_options]);
 
 /**
- * NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within a kind, fewer hosts
- * and ports are narrower. ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
+ * NetworkPolicy limits what a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN. Within ALLOWLIST, fewer
+ * hosts and ports, more denied hosts and `recorded_only` are narrower; the recording stays. ALLOWLIST and OPEN may be
+ * narrowed to any ONE_ENDPOINT that the operator allows.
  *
  * @generated from message penstock.sandbox.v1.NetworkPolicy
  */
@@ -114,22 +115,64 @@ export const OneEndpointSchema: GenMessage<OneEndpoint> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_sandbox, 2);
 
 /**
- * See NetworkPolicy.allowlist.
+ * Allowlist: HTTP, HTTPS, package indexes and git over HTTPS, through the service's recording proxy inside at
+ * 127.0.0.1:proxy_port, which environment variables of every process name. There is no other way out, and no name server.
+ * Reading only: GET, HEAD and git's fetch. A refused request gets status 403 with its reason as header
+ * Penstock-Egress-Error and as text.
  *
  * @generated from message penstock.sandbox.v1.Allowlist
  */
 export type Allowlist = Message<"penstock.sandbox.v1.Allowlist"> & {
   /**
-   * Host names or CIDR blocks.
+   * "name", "*.name" (every name below it, in lower case), or a CIDR block for addresses written in URLs. The operator's
+   * `egress_hosts` must cover each. An address that is not public also needs the operator's `egress_private_addresses`.
    *
    * @generated from field: repeated string hosts = 1;
    */
   hosts: string[];
 
   /**
+   * Empty = 80 and 443.
+   *
    * @generated from field: repeated int32 ports = 2;
    */
   ports: number[];
+
+  /**
+   * Refused although `hosts` matches. As in hosts.
+   *
+   * @generated from field: repeated string denied_hosts = 3;
+   */
+  deniedHosts: string[];
+
+  /**
+   * 1024 to 65535. 0 = 3128.
+   *
+   * @generated from field: int32 proxy_port = 4;
+   */
+  proxyPort: number;
+
+  /**
+   * An endpoint beside the proxy, as ONE_ENDPOINT has it. Unset = none.
+   *
+   * @generated from field: penstock.sandbox.v1.OneEndpoint one_endpoint = 5;
+   */
+  oneEndpoint?: OneEndpoint | undefined;
+
+  /**
+   * The first response to a request is recorded, and equal requests of all sandboxes of the namespace with the same
+   * recording get that one, without asking upstream. Letters, digits and ._/:@-, at most 128. Empty = the sandbox's own.
+   *
+   * @generated from field: string recording = 6;
+   */
+  recording: string;
+
+  /**
+   * Recorded responses only, without a network; others are refused (NOT_RECORDED).
+   *
+   * @generated from field: bool recorded_only = 7;
+   */
+  recordedOnly: boolean;
 };
 
 /**
@@ -313,6 +356,14 @@ export type SandboxSpec = Message<"penstock.sandbox.v1.SandboxSpec"> & {
    * @generated from field: bool own_kernel = 10;
    */
   ownKernel: boolean;
+
+  /**
+   * Give programs the same in each sandbox of this kind, so that a program that is run again is more likely to do the same:
+   * what Capabilities.repeatable lists. What is not listed differs, and nothing is refused. The wall clock is never changed.
+   *
+   * @generated from field: bool repeatable = 11;
+   */
+  repeatable: boolean;
 };
 
 /**
@@ -397,6 +448,13 @@ export type Sandbox = Message<"penstock.sandbox.v1.Sandbox"> & {
    * @generated from field: string service = 11;
    */
   service: string;
+
+  /**
+   * Whether StartProcess and Run write the `files` of a request. An older service ignores them.
+   *
+   * @generated from field: bool takes_files = 12;
+   */
+  takesFiles: boolean;
 };
 
 /**
@@ -561,6 +619,13 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
    * @generated from field: bool limit_inodes = 19;
    */
   limitInodes: boolean;
+
+  /**
+   * What is the same in each sandbox of a kind. See SandboxSpec.repeatable.
+   *
+   * @generated from field: repeated penstock.sandbox.v1.RepeatablePart repeatable = 20;
+   */
+  repeatable: RepeatablePart[];
 };
 
 /**
@@ -645,6 +710,13 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
    * @generated from field: penstock.sandbox.v1.Resources max_resources = 12;
    */
   maxResources?: Resources | undefined;
+
+  /**
+   * What its allow-lists may name, as in Allowlist.hosts, and "*" for any. Empty where it has no ALLOWLIST.
+   *
+   * @generated from field: repeated string egress_hosts = 13;
+   */
+  egressHosts: string[];
 };
 
 /**
@@ -797,6 +869,52 @@ export const DiskLimitSchema: GenEnum<DiskLimit> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_sandbox, 2);
 
 /**
+ * RepeatablePart is something that programs in a sandbox see, and that is the same in each sandbox of a kind.
+ *
+ * @generated from enum penstock.sandbox.v1.RepeatablePart
+ */
+export enum RepeatablePart {
+  /**
+   * @generated from enum value: REPEATABLE_PART_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The host's name. It is the same whether a spec is `repeatable` or not.
+   *
+   * @generated from enum value: REPEATABLE_PART_HOSTNAME = 1;
+   */
+  HOSTNAME = 1,
+
+  /**
+   * /etc/machine-id. As above.
+   *
+   * @generated from enum value: REPEATABLE_PART_MACHINE_ID = 2;
+   */
+  MACHINE_ID = 2,
+
+  /**
+   * Process ids begin at the same number. As above. Programs that start threads or processes concurrently get them in any order.
+   *
+   * @generated from enum value: REPEATABLE_PART_PROCESS_IDS = 3;
+   */
+  PROCESS_IDS = 3,
+
+  /**
+   * The monotonic and the boot clock, and so the uptime, begin at the same second. Only if a spec is `repeatable`.
+   *
+   * @generated from enum value: REPEATABLE_PART_CLOCKS = 4;
+   */
+  CLOCKS = 4,
+}
+
+/**
+ * Describes the enum penstock.sandbox.v1.RepeatablePart.
+ */
+export const RepeatablePartSchema: GenEnum<RepeatablePart> = /*@__PURE__*/
+  enumDesc(file_penstock_sandbox_v1_sandbox, 3);
+
+/**
  * NetworkKind is a kind of network policy, for capabilities.
  *
  * @generated from enum penstock.sandbox.v1.NetworkKind
@@ -832,5 +950,5 @@ export enum NetworkKind {
  * Describes the enum penstock.sandbox.v1.NetworkKind.
  */
 export const NetworkKindSchema: GenEnum<NetworkKind> = /*@__PURE__*/
-  enumDesc(file_penstock_sandbox_v1_sandbox, 3);
+  enumDesc(file_penstock_sandbox_v1_sandbox, 4);
 

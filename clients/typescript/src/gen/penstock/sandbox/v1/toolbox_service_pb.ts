@@ -13,7 +13,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/sandbox/v1/toolbox_service.proto.
  */
 export const file_penstock_sandbox_v1_toolbox_service: GenFile = /*@__PURE__*/
-  fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3Rvb2xib3hfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSJlCgdSdW50aW1lEi4KBGtpbmQYASABKA4yIC5wZW5zdG9jay5zYW5kYm94LnYxLlJ1bnRpbWVLaW5kEhMKC21pbl92ZXJzaW9uGAIgASgJEhUKDWJlbG93X3ZlcnNpb24YAyABKAkiSAoLVG9vbGJveEZpbGUSDAoEcGF0aBgBIAEoCRIPCgdjb250ZW50GAIgASgMEhEKBG1vZGUYAyABKA1IAIgBAUIHCgVfbW9kZSLFAQoLVG9vbGJveFNwZWMSDAoEbmFtZRgBIAEoCRIuCghydW50aW1lcxgCIAMoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUnVudGltZRIUCgxucG1fcGFja2FnZXMYAyADKAkSLwoFZmlsZXMYBCADKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlRvb2xib3hGaWxlEhgKEHBhdGhfZGlyZWN0b3JpZXMYBSADKAkSFwoPcHl0aG9uX3BhY2thZ2VzGAYgAygJIqgBCgdUb29sYm94EhIKCnRvb2xib3hfaWQYASABKAkSDAoEbmFtZRgCIAEoCRISCgptb3VudF9wYXRoGAMgASgJEhIKCnNpemVfYnl0ZXMYBCABKAMSLwoLY3JlYXRlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCW5hbWVzcGFjZRgGIAEoCRIPCgdzZXJ2aWNlGAcgASgJIlgKFVByZXBhcmVUb29sYm94UmVxdWVzdBIuCgRzcGVjGAEgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94U3BlYxIPCgdiYWNrZW5kGAIgASgJImYKFlByZXBhcmVUb29sYm94UmVzcG9uc2USEgoIcHJvZ3Jlc3MYASABKAlIABIvCgd0b29sYm94GAIgASgLMhwucGVuc3RvY2suc2FuZGJveC52MS5Ub29sYm94SABCBwoFZXZlbnQiVQoUTGlzdFRvb2xib3hlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkSFgoOYWxsX25hbWVzcGFjZXMYAyABKAgiYQoVTGlzdFRvb2xib3hlc1Jlc3BvbnNlEi8KCXRvb2xib3hlcxgBIAMoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuVG9vbGJveBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiKgoURGVsZXRlVG9vbGJveFJlcXVlc3QSEgoKdG9vbGJveF9pZBgBIAEoCSIXChVEZWxldGVUb29sYm94UmVzcG9uc2UqWwoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFwoTUlVOVElNRV9LSU5EX1BZVEhPThABEhUKEVJVTlRJTUVfS0lORF9OT0RFEAIy9wIKDlRvb2xib3hTZXJ2aWNlEmsKDlByZXBhcmVUb29sYm94EioucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlVG9vbGJveFJlcXVlc3QaKy5wZW5zdG9jay5zYW5kYm94LnYxLlByZXBhcmVUb29sYm94UmVzcG9uc2UwARJmCg1MaXN0VG9vbGJveGVzEikucGVuc3RvY2suc2FuZGJveC52MS5MaXN0VG9vbGJveGVzUmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFRvb2xib3hlc1Jlc3BvbnNlEo8BCg1EZWxldGVUb29sYm94EikucGVuc3RvY2suc2FuZGJveC52MS5EZWxldGVUb29sYm94UmVxdWVzdBoqLnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlVG9vbGJveFJlc3BvbnNlIieyuxgjChV4LXBlbnN0b2NrLXRvb2xib3gtaWQSCnRvb2xib3hfaWRCpAEKE3BlbnN0b2NrLnNhbmRib3gudjFCE1Rvb2xib3hTZXJ2aWNlUHJvdG9QAVoycGVuc3RvY2suZXhhbXBsZS9wZW5zdG9jay9nZW4vc2FuZGJveC92MTtzYW5kYm94djGqAhNQZW5zdG9jay5TYW5kYm94LlYxygITUGVuc3RvY2tcU2FuZGJveFxWMeoCFVBlbnN0b2NrOjpTYW5kYm94OjpWMWIGcHJvdG8z", [file_google_protobuf_timestamp, file_penstock_options_v1_options]);
+  fileDesc("CilwZW5zdG9jay9zYW5kYm94L3YxL3Rvb2xib3hfc2VydmljZS5wcm90bxITcGVuc3RvY2suc2FuZGJveC52MSJlCgdSdW50aW1lEi4KBGtpbmQYASABKA4yIC5wZW5zdG9jay5zYW5kYm94LnYxLlJ1bnRpbWVLaW5kEhMKC21pbl92ZXJzaW9uGAIgASgJEhUKDWJlbG93X3ZlcnNpb24YAyABKAkiSAoLVG9vbGJveEZpbGUSDAoEcGF0aBgBIAEoCRIPCgdjb250ZW50GAIgASgMEhEKBG1vZGUYAyABKA1IAIgBAUIHCgVfbW9kZSIxCgxQeXRob25UYXJnZXQSDwoHdmVyc2lvbhgBIAEoCRIQCghwbGF0Zm9ybRgCIAEoCSKRAgoLVG9vbGJveFNwZWMSDAoEbmFtZRgBIAEoCRIuCghydW50aW1lcxgCIAMoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuUnVudGltZRIUCgxucG1fcGFja2FnZXMYAyADKAkSLwoFZmlsZXMYBCADKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlRvb2xib3hGaWxlEhgKEHBhdGhfZGlyZWN0b3JpZXMYBSADKAkSFwoPcHl0aG9uX3BhY2thZ2VzGAYgAygJEhAKCG5wbV9sb2NrGAcgASgJEjgKDXB5dGhvbl90YXJnZXQYCCABKAsyIS5wZW5zdG9jay5zYW5kYm94LnYxLlB5dGhvblRhcmdldCKoAQoHVG9vbGJveBISCgp0b29sYm94X2lkGAEgASgJEgwKBG5hbWUYAiABKAkSEgoKbW91bnRfcGF0aBgDIAEoCRISCgpzaXplX2J5dGVzGAQgASgDEi8KC2NyZWF0ZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIRCgluYW1lc3BhY2UYBiABKAkSDwoHc2VydmljZRgHIAEoCSJYChVQcmVwYXJlVG9vbGJveFJlcXVlc3QSLgoEc3BlYxgBIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuVG9vbGJveFNwZWMSDwoHYmFja2VuZBgCIAEoCSJmChZQcmVwYXJlVG9vbGJveFJlc3BvbnNlEhIKCHByb2dyZXNzGAEgASgJSAASLwoHdG9vbGJveBgCIAEoCzIcLnBlbnN0b2NrLnNhbmRib3gudjEuVG9vbGJveEgAQgcKBWV2ZW50IlUKFExpc3RUb29sYm94ZXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEhYKDmFsbF9uYW1lc3BhY2VzGAMgASgIImEKFUxpc3RUb29sYm94ZXNSZXNwb25zZRIvCgl0b29sYm94ZXMYASADKAsyHC5wZW5zdG9jay5zYW5kYm94LnYxLlRvb2xib3gSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIioKFERlbGV0ZVRvb2xib3hSZXF1ZXN0EhIKCnRvb2xib3hfaWQYASABKAkiFwoVRGVsZXRlVG9vbGJveFJlc3BvbnNlKlsKC1J1bnRpbWVLaW5kEhwKGFJVTlRJTUVfS0lORF9VTlNQRUNJRklFRBAAEhcKE1JVTlRJTUVfS0lORF9QWVRIT04QARIVChFSVU5USU1FX0tJTkRfTk9ERRACMvcCCg5Ub29sYm94U2VydmljZRJrCg5QcmVwYXJlVG9vbGJveBIqLnBlbnN0b2NrLnNhbmRib3gudjEuUHJlcGFyZVRvb2xib3hSZXF1ZXN0GisucGVuc3RvY2suc2FuZGJveC52MS5QcmVwYXJlVG9vbGJveFJlc3BvbnNlMAESZgoNTGlzdFRvb2xib3hlcxIpLnBlbnN0b2NrLnNhbmRib3gudjEuTGlzdFRvb2xib3hlc1JlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLkxpc3RUb29sYm94ZXNSZXNwb25zZRKPAQoNRGVsZXRlVG9vbGJveBIpLnBlbnN0b2NrLnNhbmRib3gudjEuRGVsZXRlVG9vbGJveFJlcXVlc3QaKi5wZW5zdG9jay5zYW5kYm94LnYxLkRlbGV0ZVRvb2xib3hSZXNwb25zZSInsrsYIwoVeC1wZW5zdG9jay10b29sYm94LWlkEgp0b29sYm94X2lkQqQBChNwZW5zdG9jay5zYW5kYm94LnYxQhNUb29sYm94U2VydmljZVByb3RvUAFaMnBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL3NhbmRib3gvdjE7c2FuZGJveHYxqgITUGVuc3RvY2suU2FuZGJveC5WMcoCE1BlbnN0b2NrXFNhbmRib3hcVjHqAhVQZW5zdG9jazo6U2FuZGJveDo6VjFiBnByb3RvMw", [file_google_protobuf_timestamp, file_penstock_options_v1_options]);
 
 /**
  * Runtime is a language runtime and its lowest version.
@@ -82,6 +82,34 @@ export const ToolboxFileSchema: GenMessage<ToolboxFile> = /*@__PURE__*/
   messageDesc(file_penstock_sandbox_v1_toolbox_service, 1);
 
 /**
+ * PythonTarget is the Python of sandboxes for which packages are installed. It is CPython.
+ *
+ * @generated from message penstock.sandbox.v1.PythonTarget
+ */
+export type PythonTarget = Message<"penstock.sandbox.v1.PythonTarget"> & {
+  /**
+   * Its minor version, for example "3.12".
+   *
+   * @generated from field: string version = 1;
+   */
+  version: string;
+
+  /**
+   * The newest platform of wheels that it takes, for example "manylinux_2_36_x86_64" or "musllinux_1_2_aarch64".
+   *
+   * @generated from field: string platform = 2;
+   */
+  platform: string;
+};
+
+/**
+ * Describes the message penstock.sandbox.v1.PythonTarget.
+ * Use `create(PythonTargetSchema)` to create a new message.
+ */
+export const PythonTargetSchema: GenMessage<PythonTarget> = /*@__PURE__*/
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 2);
+
+/**
  * ToolboxSpec is the content of a toolbox. The id is a digest of the content and the platform, opaque to clients.
  *
  * @generated from message penstock.sandbox.v1.ToolboxSpec
@@ -128,6 +156,23 @@ export type ToolboxSpec = Message<"penstock.sandbox.v1.ToolboxSpec"> & {
    * @generated from field: repeated string python_packages = 6;
    */
   pythonPackages: string[];
+
+  /**
+   * Content of a package-lock.json of lockfileVersion 2 or 3, at most 2 MiB and 5,000 packages, instead of `npm_packages`.
+   * Exactly these packages are installed, each by its integrity, without their install scripts. Addresses in it are not
+   * used: the registry is the service's. In sandboxes with the toolbox, NODE_PATH has the packages.
+   *
+   * @generated from field: string npm_lock = 7;
+   */
+  npmLock: string;
+
+  /**
+   * Set: `python_packages` are for the sandbox's own Python, `runtimes` need not name PYTHON, and in sandboxes with the
+   * toolbox PYTHONPATH has the packages and PATH has their programs.
+   *
+   * @generated from field: penstock.sandbox.v1.PythonTarget python_target = 8;
+   */
+  pythonTarget?: PythonTarget | undefined;
 };
 
 /**
@@ -135,7 +180,7 @@ export type ToolboxSpec = Message<"penstock.sandbox.v1.ToolboxSpec"> & {
  * Use `create(ToolboxSpecSchema)` to create a new message.
  */
 export const ToolboxSpecSchema: GenMessage<ToolboxSpec> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 2);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 3);
 
 /**
  * Toolbox is an installed toolbox.
@@ -190,7 +235,7 @@ export type Toolbox = Message<"penstock.sandbox.v1.Toolbox"> & {
  * Use `create(ToolboxSchema)` to create a new message.
  */
 export const ToolboxSchema: GenMessage<Toolbox> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 3);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 4);
 
 /**
  * See PrepareToolbox.
@@ -216,7 +261,7 @@ export type PrepareToolboxRequest = Message<"penstock.sandbox.v1.PrepareToolboxR
  * Use `create(PrepareToolboxRequestSchema)` to create a new message.
  */
 export const PrepareToolboxRequestSchema: GenMessage<PrepareToolboxRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 4);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 5);
 
 /**
  * See PrepareToolbox.
@@ -251,7 +296,7 @@ export type PrepareToolboxResponse = Message<"penstock.sandbox.v1.PrepareToolbox
  * Use `create(PrepareToolboxResponseSchema)` to create a new message.
  */
 export const PrepareToolboxResponseSchema: GenMessage<PrepareToolboxResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 5);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 6);
 
 /**
  * See ListToolboxes.
@@ -284,7 +329,7 @@ export type ListToolboxesRequest = Message<"penstock.sandbox.v1.ListToolboxesReq
  * Use `create(ListToolboxesRequestSchema)` to create a new message.
  */
 export const ListToolboxesRequestSchema: GenMessage<ListToolboxesRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 6);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 7);
 
 /**
  * See ListToolboxes.
@@ -308,7 +353,7 @@ export type ListToolboxesResponse = Message<"penstock.sandbox.v1.ListToolboxesRe
  * Use `create(ListToolboxesResponseSchema)` to create a new message.
  */
 export const ListToolboxesResponseSchema: GenMessage<ListToolboxesResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 7);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 8);
 
 /**
  * See DeleteToolbox.
@@ -327,7 +372,7 @@ export type DeleteToolboxRequest = Message<"penstock.sandbox.v1.DeleteToolboxReq
  * Use `create(DeleteToolboxRequestSchema)` to create a new message.
  */
 export const DeleteToolboxRequestSchema: GenMessage<DeleteToolboxRequest> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 8);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 9);
 
 /**
  * See DeleteToolbox.
@@ -342,7 +387,7 @@ export type DeleteToolboxResponse = Message<"penstock.sandbox.v1.DeleteToolboxRe
  * Use `create(DeleteToolboxResponseSchema)` to create a new message.
  */
 export const DeleteToolboxResponseSchema: GenMessage<DeleteToolboxResponse> = /*@__PURE__*/
-  messageDesc(file_penstock_sandbox_v1_toolbox_service, 9);
+  messageDesc(file_penstock_sandbox_v1_toolbox_service, 10);
 
 /**
  * RuntimeKind is a language runtime that programs of a toolbox need.

@@ -19,7 +19,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file penstock/trajectory/v1/trajectory.proto.
  */
 export const file_penstock_trajectory_v1_trajectory: GenFile = /*@__PURE__*/
-  fileDesc("CidwZW5zdG9jay90cmFqZWN0b3J5L3YxL3RyYWplY3RvcnkucHJvdG8SFnBlbnN0b2NrLnRyYWplY3RvcnkudjEi6QkKBENhbGwSDwoHY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEg0KBWluZGV4GAMgASgFEjAKBXN0YXRlGAQgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSMAoHZGlhbGVjdBgFIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBI1CgpjYWxsX2NsYXNzGAYgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAcgASgJEhsKDnBhcmVudF9jYWxsX2lkGAggASgJSACIAQESGwoTcHJvbXB0X3NoYXJlZF9jb3VudBgJIAEoDRIfChdwcm9tcHRfc3VmZml4X3Rva2VuX2lkcxgKIAEoDBIUCgxwcm9tcHRfY291bnQYCyABKA0SNQoKY29tcGxldGlvbhgMIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgBiAEBEjsKDWNhcHR1cmVfbGV2ZWwYDSABKA4yJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhcHR1cmVMZXZlbBI2ChJzYW1wbGluZ19yZXF1ZXN0ZWQYDiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nEhYKDm5vcm1hbGlzYXRpb25zGA8gAygJEiUKBXRvb2xzGBAgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sEhQKDHJlcXVlc3RfYm9keRgRIAEoDBIbChNyZXF1ZXN0X2JvZHlfc2hhMjU2GBIgASgMEhcKD21vZGVsX3JlcXVlc3RlZBgTIAEoCRJFCg1hZ2VudF9zZXNzaW9uGBQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsLkFnZW50U2Vzc2lvbkVudHJ5EhUKDWh0dHBfYXR0ZW1wdHMYFSABKAUSDgoGbGVhc2VzGBYgASgFEhAKCGluamVjdGVkGBcgASgIEjAKDHJlY2VpdmVfdGltZRgYIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKbGVhc2VfdGltZRgZIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYGiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDGNoYWluX3NoYTI1NhgbIAEoDBISCgplbmRfcmVhc29uGBwgASgJEjIKCGFuc3dlcmVyGB0gASgOMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5BbnN3ZXJlchIYCgtjaGFpbl9pbmRleBgeIAEoBUgCiAEBEhQKDHRvb2xzX3NoYTI1NhgfIAEoDBIfCglwb2xpY3lfaWQYICABKAlCDLq7GAhwb2xpY2llcxIxCgVtZWRpYRghIAMoCzIXLnBlbnN0b2NrLmNoYXQudjEuTWVkaWFCCbq7GAVtZWRpYRozChFBZ2VudFNlc3Npb25FbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQhEKD19wYXJlbnRfY2FsbF9pZEINCgtfY29tcGxldGlvbkIOCgxfY2hhaW5faW5kZXgi5wIKDEhvc3RUb29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYASABKAkSEgoKcm9sbG91dF9pZBgCIAEoCRINCgVpbmRleBgDIAEoBRIMCgRuYW1lGAQgASgJEjAKBXN0YXRlGAUgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSFgoOYXJndW1lbnRzX2pzb24YBiABKAkSEAoIaXNfZXJyb3IYByABKAgSEwoLcmVzdWx0X2pzb24YCCABKAkSFQoNcmVzdWx0X3NoYTI1NhgJIAEoDBIUCgxyZXN1bHRfYnl0ZXMYCiABKAMSEgoKZW5kX3JlYXNvbhgLIAEoCRIwCgxyZWNlaXZlX3RpbWUYDCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGA0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCK4AQoGQnJhbmNoEhEKCWJyYW5jaF9pZBgBIAEoCRI3CgxicmFuY2hfY2xhc3MYAiABKA4yIS5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGxDbGFzcxIZCgxmb3JrX2NhbGxfaWQYAyABKAlIAIgBARIUCgxzaGFyZWRfY291bnQYBCABKA0SEAoIY2FsbF9pZHMYBSADKAkSDgoGcmVhc29uGAYgASgJQg8KDV9mb3JrX2NhbGxfaWQi8AEKCFR1cm5TcGFuEg8KB2NhbGxfaWQYASABKAkSDQoFc3RhcnQYAiABKA0SCwoDZW5kGAMgASgNEhgKEHVudHJhaW5lZF9yZWFzb24YBCABKAkSJQoGcmV3YXJkGAUgASgBQhC6uxgMdHVybl9yZXdhcmRzSACIAQESSgoNc2FtcGxpbmdfdXNlZBgGIAEoCzIaLnBlbnN0b2NrLmNoYXQudjEuU2FtcGxpbmdCF7q7GBN0dXJucy5zYW1wbGluZ191c2VkEh8KCXBvbGljeV9pZBgHIAEoCUIMursYCHBvbGljaWVzQgkKB19yZXdhcmQi5QQKBlNhbXBsZRIRCglzYW1wbGVfaWQYASABKAkSEQoJYnJhbmNoX2lkGAIgASgJEg0KBWNvdW50GAMgASgNEhEKCWlucHV0X2lkcxgEIAEoDBIRCglsb3NzX21hc2sYBSABKAwSEAoIbG9ncHJvYnMYBiABKAwSNQoNbG9ncHJvYnNfbW9kZRgHIAEoDjIeLnBlbnN0b2NrLmNoYXQudjEuTG9ncHJvYnNNb2RlEjUKCHZlcnNpb25zGAggAygLMiMucGVuc3RvY2suY2hhdC52MS5Qb2xpY3lWZXJzaW9uU3BhbhIvCgV0dXJucxgJIAMoCzIgLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHVyblNwYW4SFAoMcHJvbXB0X2NvdW50GAogASgNEg4KBndlaWdodBgLIAEoARI3CgxicmFuY2hfY2xhc3MYDCABKA4yIS5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGxDbGFzcxIRCgl0cnVuY2F0ZWQYDSABKAgSFQoNdG9wX3Rva2VuX2lkcxgOIAEoDBIUCgx0b3BfbG9ncHJvYnMYDyABKAwSEQoJdG9wX2NvdW50GBAgASgNEicKDXRva2VuX3Jld2FyZHMYESABKAxCELq7GAx0dXJuX3Jld2FyZHMSQQoHdGVuc29ycxgSIAMoCzIdLnBlbnN0b2NrLmNoYXQudjEuVG9rZW5UZW5zb3JCEbq7GA10b2tlbl90ZW5zb3JzEjEKBW1lZGlhGBMgAygLMhcucGVuc3RvY2suY2hhdC52MS5NZWRpYUIJursYBW1lZGlhIusBCgdGaW5kaW5nEjoKCHNldmVyaXR5GAEgASgOMigucGVuc3RvY2sudHJhamVjdG9yeS52MS5GaW5kaW5nLlNldmVyaXR5Eg4KBnJlYXNvbhgCIAEoCRIPCgdtZXNzYWdlGAMgASgJEhQKB2NhbGxfaWQYBCABKAlIAIgBASJhCghTZXZlcml0eRIYChRTRVZFUklUWV9VTlNQRUNJRklFRBAAEhEKDVNFVkVSSVRZX0lORk8QARIUChBTRVZFUklUWV9XQVJOSU5HEAISEgoOU0VWRVJJVFlfRkFUQUwQA0IKCghfY2FsbF9pZCL5AQoGUmV3YXJkEg0KBXZhbHVlGAEgASgBEhEKCXJhbmdlX21pbhgCIAEoARIRCglyYW5nZV9tYXgYAyABKAESQgoKY29tcG9uZW50cxgEIAMoCzIuLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuUmV3YXJkLkNvbXBvbmVudHNFbnRyeRJDCgV0dXJucxgFIAMoCzIiLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHVyblJld2FyZEIQursYDHR1cm5fcmV3YXJkcxoxCg9Db21wb25lbnRzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASLMAQoKVHVyblJld2FyZBIPCgdjYWxsX2lkGAEgASgJEhIKBXZhbHVlGAIgASgBSACIAQESRgoKY29tcG9uZW50cxgDIAMoCzIyLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHVyblJld2FyZC5Db21wb25lbnRzRW50cnkSFAoMdG9rZW5fdmFsdWVzGAQgASgMGjEKD0NvbXBvbmVudHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBQggKBl92YWx1ZSLxAQoKQW5ub3RhdGlvbhIMCgRuYW1lGAEgASgJEg4KBmF1dGhvchgCIAEoCRIUCgdjYWxsX2lkGAMgASgJSACIAQESEgoFdmFsdWUYBCABKAFIAYgBARIUCgx0b2tlbl92YWx1ZXMYBSABKAwSKAoHZGV0YWlscxgGIAEoCzIXLmdvb2dsZS5wcm90b2J1Zi5TdHJ1Y3QSLwoLY3JlYXRlX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDGNoYWluX3NoYTI1NhgIIAEoDEIKCghfY2FsbF9pZEIICgZfdmFsdWUilgkKClRyYWplY3RvcnkSEgoKcm9sbG91dF9pZBgBIAEoCRIVCghncm91cF9pZBgCIAEoCUgAiAEBEhMKBnJ1bl9pZBgDIAEoCUgBiAEBEj4KBmxhYmVscxgEIAMoCzIuLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuVHJhamVjdG9yeS5MYWJlbHNFbnRyeRIrCgVjYWxscxgFIAMoCzIcLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbBIwCghicmFuY2hlcxgGIAMoCzIeLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQnJhbmNoEi8KB3NhbXBsZXMYByADKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlNhbXBsZRIzCgZyZXdhcmQYCCABKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZEgCiAEBEiwKBWdyYWRlGAkgASgOMh0ucGVuc3RvY2sudHJhamVjdG9yeS52MS5HcmFkZRIxCghmaW5kaW5ncxgKIAMoCzIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRmluZGluZxI7Cg1jYXB0dXJlX2xldmVsGAsgASgOMiQucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYXB0dXJlTGV2ZWwSGAoQdG9rZW5pemVyX3NoYTI1NhgMIAEoDBIcChRjaGF0X3RlbXBsYXRlX3NoYTI1NhgNIAEoDBIUCgxjaGFpbl9zaGEyNTYYDiABKAwSLwoLY3JlYXRlX3RpbWUYDyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGBAgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBINCgVhZ2VudBgRIAEoCRIZChFhZ2VudF9zcGVjX3NoYTI1NhgSIAEoCRIPCgd0YXNrX2lkGBMgASgJEisKCGR1cmF0aW9uGBQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KDXRhc2tfbWV0YWRhdGEYFSABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0EhUKDWZhaWx1cmVfY2F1c2UYFiABKAkSFgoOZmFpbHVyZV9yZWFzb24YFyABKAkSGAoLZ3JvdXBfaW5kZXgYGCABKAVIA4gBARI9Cg9ob3N0X3Rvb2xfY2FsbHMYGSADKAsyJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkhvc3RUb29sQ2FsbBIZChFmYWlsdXJlX2NhdXNlZF9ieRgaIAEoCRIRCgluYW1lc3BhY2UYGyABKAkSSAoLYW5ub3RhdGlvbnMYHCADKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkFubm90YXRpb25CD7q7GAthbm5vdGF0aW9ucxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgsKCV9ncm91cF9pZEIJCgdfcnVuX2lkQgkKB19yZXdhcmRCDgoMX2dyb3VwX2luZGV4KosBCgdEaWFsZWN0EhcKE0RJQUxFQ1RfVU5TUEVDSUZJRUQQABIcChhESUFMRUNUX0NIQVRfQ09NUExFVElPTlMQARIVChFESUFMRUNUX1JFU1BPTlNFUxACEhQKEERJQUxFQ1RfTUVTU0FHRVMQAxIcChhESUFMRUNUX0dFTkVSQVRFX0NPTlRFTlQQBCqeAQoMQ2FwdHVyZUxldmVsEh0KGUNBUFRVUkVfTEVWRUxfVU5TUEVDSUZJRUQQABIWChJDQVBUVVJFX0xFVkVMX05PTkUQARIWChJDQVBUVVJFX0xFVkVMX1RFWFQQAhIYChRDQVBUVVJFX0xFVkVMX1RPS0VOUxADEiUKIUNBUFRVUkVfTEVWRUxfVE9LRU5TX0FORF9MT0dQUk9CUxAEKsgBCglDYWxsQ2xhc3MSGgoWQ0FMTF9DTEFTU19VTlNQRUNJRklFRBAAEhMKD0NBTExfQ0xBU1NfTUFJThABEhgKFENBTExfQ0xBU1NfU1VCX0FHRU5UEAISGQoVQ0FMTF9DTEFTU19DT01QQUNUSU9OEAMSFAoQQ0FMTF9DTEFTU19USVRMRRAEEhQKEENBTExfQ0xBU1NfUFJPQkUQBRITCg9DQUxMX0NMQVNTX0VESVQQBhIUChBDQUxMX0NMQVNTX1JFVFJZEAcq0wEKCUNhbGxTdGF0ZRIaChZDQUxMX1NUQVRFX1VOU1BFQ0lGSUVEEAASFQoRQ0FMTF9TVEFURV9RVUVVRUQQARIVChFDQUxMX1NUQVRFX0xFQVNFRBACEhgKFENBTExfU1RBVEVfREVMSVZFUkVEEAMSFQoRQ0FMTF9TVEFURV9GQUlMRUQQBBIYChRDQUxMX1NUQVRFX0NBTkNFTExFRBAFEhYKEkNBTExfU1RBVEVfRVhQSVJFRBAGEhkKFUNBTExfU1RBVEVfRElTUEFUQ0hFRBAHKmkKCEFuc3dlcmVyEhgKFEFOU1dFUkVSX1VOU1BFQ0lGSUVEEAASFAoQQU5TV0VSRVJfVFJBSU5FUhABEhYKEkFOU1dFUkVSX0lORkVSRU5DRRACEhUKEUFOU1dFUkVSX1VQU1RSRUFNEAMqVQoFR3JhZGUSFQoRR1JBREVfVU5TUEVDSUZJRUQQABIPCgtHUkFERV9FWEFDVBABEhAKDEdSQURFX1VTQUJMRRACEhIKDkdSQURFX1VOVVNBQkxFEANCsgEKFnBlbnN0b2NrLnRyYWplY3RvcnkudjFCD1RyYWplY3RvcnlQcm90b1ABWjhwZW5zdG9jay5leGFtcGxlL3BlbnN0b2NrL2dlbi90cmFqZWN0b3J5L3YxO3RyYWplY3Rvcnl2MaoCFlBlbnN0b2NrLlRyYWplY3RvcnkuVjHKAhZQZW5zdG9ja1xUcmFqZWN0b3J5XFYx6gIYUGVuc3RvY2s6OlRyYWplY3Rvcnk6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_options_v1_options]);
+  fileDesc("CidwZW5zdG9jay90cmFqZWN0b3J5L3YxL3RyYWplY3RvcnkucHJvdG8SFnBlbnN0b2NrLnRyYWplY3RvcnkudjEi4goKBENhbGwSDwoHY2FsbF9pZBgBIAEoCRISCgpyb2xsb3V0X2lkGAIgASgJEg0KBWluZGV4GAMgASgFEjAKBXN0YXRlGAQgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsU3RhdGUSMAoHZGlhbGVjdBgFIAEoDjIfLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRGlhbGVjdBI1CgpjYWxsX2NsYXNzGAYgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJYnJhbmNoX2lkGAcgASgJEhsKDnBhcmVudF9jYWxsX2lkGAggASgJSACIAQESGwoTcHJvbXB0X3NoYXJlZF9jb3VudBgJIAEoDRIfChdwcm9tcHRfc3VmZml4X3Rva2VuX2lkcxgKIAEoDBIUCgxwcm9tcHRfY291bnQYCyABKA0SNQoKY29tcGxldGlvbhgMIAEoCzIcLnBlbnN0b2NrLmNoYXQudjEuQ29tcGxldGlvbkgBiAEBEjsKDWNhcHR1cmVfbGV2ZWwYDSABKA4yJC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhcHR1cmVMZXZlbBI2ChJzYW1wbGluZ19yZXF1ZXN0ZWQYDiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nEhYKDm5vcm1hbGlzYXRpb25zGA8gAygJEiUKBXRvb2xzGBAgAygLMhYucGVuc3RvY2suY2hhdC52MS5Ub29sEhQKDHJlcXVlc3RfYm9keRgRIAEoDBIbChNyZXF1ZXN0X2JvZHlfc2hhMjU2GBIgASgMEhcKD21vZGVsX3JlcXVlc3RlZBgTIAEoCRJFCg1hZ2VudF9zZXNzaW9uGBQgAygLMi4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsLkFnZW50U2Vzc2lvbkVudHJ5EhUKDWh0dHBfYXR0ZW1wdHMYFSABKAUSDgoGbGVhc2VzGBYgASgFEhAKCGluamVjdGVkGBcgASgIEjAKDHJlY2VpdmVfdGltZRgYIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLgoKbGVhc2VfdGltZRgZIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYGiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDGNoYWluX3NoYTI1NhgbIAEoDBISCgplbmRfcmVhc29uGBwgASgJEjIKCGFuc3dlcmVyGB0gASgOMiAucGVuc3RvY2sudHJhamVjdG9yeS52MS5BbnN3ZXJlchIYCgtjaGFpbl9pbmRleBgeIAEoBUgCiAEBEhQKDHRvb2xzX3NoYTI1NhgfIAEoDBIfCglwb2xpY3lfaWQYICABKAlCDLq7GAhwb2xpY2llcxIxCgVtZWRpYRghIAMoCzIXLnBlbnN0b2NrLmNoYXQudjEuTWVkaWFCCbq7GAVtZWRpYRJACg1yZXBsYXllZF9mcm9tGCIgASgLMiQucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXBsYXlPcmlnaW5IA4gBARIUCgxicmFuY2hfcG9pbnQYIyABKAgSDQoFZ2l2ZW4YJCABKAgaMwoRQWdlbnRTZXNzaW9uRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIRCg9fcGFyZW50X2NhbGxfaWRCDQoLX2NvbXBsZXRpb25CDgoMX2NoYWluX2luZGV4QhAKDl9yZXBsYXllZF9mcm9tIkQKDFJlcGxheU9yaWdpbhISCgpyb2xsb3V0X2lkGAEgASgJEg8KB2F0dGVtcHQYAiABKAUSDwoHY2FsbF9pZBgDIAEoCSKVAQoLQnJhbmNoUG9pbnQSGQoRcGFyZW50X3JvbGxvdXRfaWQYASABKAkSDwoHY2FsbF9pZBgCIAEoCRISCgpjYWxsX2luZGV4GAMgASgFEhQKDGFuc3dlcl9naXZlbhgEIAEoCBIUCgx0cmFpbl9wcmVmaXgYBSABKAgSEQoEc2VlZBgGIAEoA0gAiAEBQgcKBV9zZWVkIrsDCgxIb3N0VG9vbENhbGwSFAoMdG9vbF9jYWxsX2lkGAEgASgJEhIKCnJvbGxvdXRfaWQYAiABKAkSDQoFaW5kZXgYAyABKAUSDAoEbmFtZRgEIAEoCRIwCgVzdGF0ZRgFIAEoDjIhLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FsbFN0YXRlEhYKDmFyZ3VtZW50c19qc29uGAYgASgJEhAKCGlzX2Vycm9yGAcgASgIEhMKC3Jlc3VsdF9qc29uGAggASgJEhUKDXJlc3VsdF9zaGEyNTYYCSABKAwSFAoMcmVzdWx0X2J5dGVzGAogASgDEhIKCmVuZF9yZWFzb24YCyABKAkSMAoMcmVjZWl2ZV90aW1lGAwgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgNIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASQAoNcmVwbGF5ZWRfZnJvbRgOIAEoCzIkLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuUmVwbGF5T3JpZ2luSACIAQFCEAoOX3JlcGxheWVkX2Zyb20iuAEKBkJyYW5jaBIRCglicmFuY2hfaWQYASABKAkSNwoMYnJhbmNoX2NsYXNzGAIgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSGQoMZm9ya19jYWxsX2lkGAMgASgJSACIAQESFAoMc2hhcmVkX2NvdW50GAQgASgNEhAKCGNhbGxfaWRzGAUgAygJEg4KBnJlYXNvbhgGIAEoCUIPCg1fZm9ya19jYWxsX2lkIvABCghUdXJuU3BhbhIPCgdjYWxsX2lkGAEgASgJEg0KBXN0YXJ0GAIgASgNEgsKA2VuZBgDIAEoDRIYChB1bnRyYWluZWRfcmVhc29uGAQgASgJEiUKBnJld2FyZBgFIAEoAUIQursYDHR1cm5fcmV3YXJkc0gAiAEBEkoKDXNhbXBsaW5nX3VzZWQYBiABKAsyGi5wZW5zdG9jay5jaGF0LnYxLlNhbXBsaW5nQhe6uxgTdHVybnMuc2FtcGxpbmdfdXNlZBIfCglwb2xpY3lfaWQYByABKAlCDLq7GAhwb2xpY2llc0IJCgdfcmV3YXJkIpgFCgZTYW1wbGUSEQoJc2FtcGxlX2lkGAEgASgJEhEKCWJyYW5jaF9pZBgCIAEoCRINCgVjb3VudBgDIAEoDRIRCglpbnB1dF9pZHMYBCABKAwSEQoJbG9zc19tYXNrGAUgASgMEhAKCGxvZ3Byb2JzGAYgASgMEjUKDWxvZ3Byb2JzX21vZGUYByABKA4yHi5wZW5zdG9jay5jaGF0LnYxLkxvZ3Byb2JzTW9kZRI1Cgh2ZXJzaW9ucxgIIAMoCzIjLnBlbnN0b2NrLmNoYXQudjEuUG9saWN5VmVyc2lvblNwYW4SLwoFdHVybnMYCSADKAsyIC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlR1cm5TcGFuEhQKDHByb21wdF9jb3VudBgKIAEoDRIOCgZ3ZWlnaHQYCyABKAESNwoMYnJhbmNoX2NsYXNzGAwgASgOMiEucGVuc3RvY2sudHJhamVjdG9yeS52MS5DYWxsQ2xhc3MSEQoJdHJ1bmNhdGVkGA0gASgIEhUKDXRvcF90b2tlbl9pZHMYDiABKAwSFAoMdG9wX2xvZ3Byb2JzGA8gASgMEhEKCXRvcF9jb3VudBgQIAEoDRInCg10b2tlbl9yZXdhcmRzGBEgASgMQhC6uxgMdHVybl9yZXdhcmRzEkEKB3RlbnNvcnMYEiADKAsyHS5wZW5zdG9jay5jaGF0LnYxLlRva2VuVGVuc29yQhG6uxgNdG9rZW5fdGVuc29ycxIxCgVtZWRpYRgTIAMoCzIXLnBlbnN0b2NrLmNoYXQudjEuTWVkaWFCCbq7GAVtZWRpYRIZChFwYXJlbnRfcm9sbG91dF9pZBgUIAEoCRIWCg5icmFuY2hfY2FsbF9pZBgVIAEoCSLrAQoHRmluZGluZxI6CghzZXZlcml0eRgBIAEoDjIoLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuRmluZGluZy5TZXZlcml0eRIOCgZyZWFzb24YAiABKAkSDwoHbWVzc2FnZRgDIAEoCRIUCgdjYWxsX2lkGAQgASgJSACIAQEiYQoIU2V2ZXJpdHkSGAoUU0VWRVJJVFlfVU5TUEVDSUZJRUQQABIRCg1TRVZFUklUWV9JTkZPEAESFAoQU0VWRVJJVFlfV0FSTklORxACEhIKDlNFVkVSSVRZX0ZBVEFMEANCCgoIX2NhbGxfaWQi+QEKBlJld2FyZBINCgV2YWx1ZRgBIAEoARIRCglyYW5nZV9taW4YAiABKAESEQoJcmFuZ2VfbWF4GAMgASgBEkIKCmNvbXBvbmVudHMYBCADKAsyLi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlJld2FyZC5Db21wb25lbnRzRW50cnkSQwoFdHVybnMYBSADKAsyIi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlR1cm5SZXdhcmRCELq7GAx0dXJuX3Jld2FyZHMaMQoPQ29tcG9uZW50c0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEizAEKClR1cm5SZXdhcmQSDwoHY2FsbF9pZBgBIAEoCRISCgV2YWx1ZRgCIAEoAUgAiAEBEkYKCmNvbXBvbmVudHMYAyADKAsyMi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlR1cm5SZXdhcmQuQ29tcG9uZW50c0VudHJ5EhQKDHRva2VuX3ZhbHVlcxgEIAEoDBoxCg9Db21wb25lbnRzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4AUIICgZfdmFsdWUi8QEKCkFubm90YXRpb24SDAoEbmFtZRgBIAEoCRIOCgZhdXRob3IYAiABKAkSFAoHY2FsbF9pZBgDIAEoCUgAiAEBEhIKBXZhbHVlGAQgASgBSAGIAQESFAoMdG9rZW5fdmFsdWVzGAUgASgMEigKB2RldGFpbHMYBiABKAsyFy5nb29nbGUucHJvdG9idWYuU3RydWN0Ei8KC2NyZWF0ZV90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIUCgxjaGFpbl9zaGEyNTYYCCABKAxCCgoIX2NhbGxfaWRCCAoGX3ZhbHVlIvoJCgpUcmFqZWN0b3J5EhIKCnJvbGxvdXRfaWQYASABKAkSFQoIZ3JvdXBfaWQYAiABKAlIAIgBARITCgZydW5faWQYAyABKAlIAYgBARI+CgZsYWJlbHMYBCADKAsyLi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLlRyYWplY3RvcnkuTGFiZWxzRW50cnkSKwoFY2FsbHMYBSADKAsyHC5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkNhbGwSMAoIYnJhbmNoZXMYBiADKAsyHi5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkJyYW5jaBIvCgdzYW1wbGVzGAcgAygLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5TYW1wbGUSMwoGcmV3YXJkGAggASgLMh4ucGVuc3RvY2sudHJhamVjdG9yeS52MS5SZXdhcmRIAogBARIsCgVncmFkZRgJIAEoDjIdLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuR3JhZGUSMQoIZmluZGluZ3MYCiADKAsyHy5wZW5zdG9jay50cmFqZWN0b3J5LnYxLkZpbmRpbmcSOwoNY2FwdHVyZV9sZXZlbBgLIAEoDjIkLnBlbnN0b2NrLnRyYWplY3RvcnkudjEuQ2FwdHVyZUxldmVsEhgKEHRva2VuaXplcl9zaGEyNTYYDCABKAwSHAoUY2hhdF90ZW1wbGF0ZV9zaGEyNTYYDSABKAwSFAoMY2hhaW5fc2hhMjU2GA4gASgMEi8KC2NyZWF0ZV90aW1lGA8gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgQIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASDQoFYWdlbnQYESABKAkSGQoRYWdlbnRfc3BlY19zaGEyNTYYEiABKAkSDwoHdGFza19pZBgTIAEoCRIrCghkdXJhdGlvbhgUIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCg10YXNrX21ldGFkYXRhGBUgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIVCg1mYWlsdXJlX2NhdXNlGBYgASgJEhYKDmZhaWx1cmVfcmVhc29uGBcgASgJEhgKC2dyb3VwX2luZGV4GBggASgFSAOIAQESPQoPaG9zdF90b29sX2NhbGxzGBkgAygLMiQucGVuc3RvY2sudHJhamVjdG9yeS52MS5Ib3N0VG9vbENhbGwSGQoRZmFpbHVyZV9jYXVzZWRfYnkYGiABKAkSEQoJbmFtZXNwYWNlGBsgASgJEkgKC2Fubm90YXRpb25zGBwgAygLMiIucGVuc3RvY2sudHJhamVjdG9yeS52MS5Bbm5vdGF0aW9uQg+6uxgLYW5ub3RhdGlvbnMSDwoHYXR0ZW1wdBgdIAEoBRI/Cg1icmFuY2hlZF9mcm9tGB4gASgLMiMucGVuc3RvY2sudHJhamVjdG9yeS52MS5CcmFuY2hQb2ludEgEiAEBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAFCCwoJX2dyb3VwX2lkQgkKB19ydW5faWRCCQoHX3Jld2FyZEIOCgxfZ3JvdXBfaW5kZXhCEAoOX2JyYW5jaGVkX2Zyb20qiwEKB0RpYWxlY3QSFwoTRElBTEVDVF9VTlNQRUNJRklFRBAAEhwKGERJQUxFQ1RfQ0hBVF9DT01QTEVUSU9OUxABEhUKEURJQUxFQ1RfUkVTUE9OU0VTEAISFAoQRElBTEVDVF9NRVNTQUdFUxADEhwKGERJQUxFQ1RfR0VORVJBVEVfQ09OVEVOVBAEKp4BCgxDYXB0dXJlTGV2ZWwSHQoZQ0FQVFVSRV9MRVZFTF9VTlNQRUNJRklFRBAAEhYKEkNBUFRVUkVfTEVWRUxfTk9ORRABEhYKEkNBUFRVUkVfTEVWRUxfVEVYVBACEhgKFENBUFRVUkVfTEVWRUxfVE9LRU5TEAMSJQohQ0FQVFVSRV9MRVZFTF9UT0tFTlNfQU5EX0xPR1BST0JTEAQqyAEKCUNhbGxDbGFzcxIaChZDQUxMX0NMQVNTX1VOU1BFQ0lGSUVEEAASEwoPQ0FMTF9DTEFTU19NQUlOEAESGAoUQ0FMTF9DTEFTU19TVUJfQUdFTlQQAhIZChVDQUxMX0NMQVNTX0NPTVBBQ1RJT04QAxIUChBDQUxMX0NMQVNTX1RJVExFEAQSFAoQQ0FMTF9DTEFTU19QUk9CRRAFEhMKD0NBTExfQ0xBU1NfRURJVBAGEhQKEENBTExfQ0xBU1NfUkVUUlkQByrTAQoJQ2FsbFN0YXRlEhoKFkNBTExfU1RBVEVfVU5TUEVDSUZJRUQQABIVChFDQUxMX1NUQVRFX1FVRVVFRBABEhUKEUNBTExfU1RBVEVfTEVBU0VEEAISGAoUQ0FMTF9TVEFURV9ERUxJVkVSRUQQAxIVChFDQUxMX1NUQVRFX0ZBSUxFRBAEEhgKFENBTExfU1RBVEVfQ0FOQ0VMTEVEEAUSFgoSQ0FMTF9TVEFURV9FWFBJUkVEEAYSGQoVQ0FMTF9TVEFURV9ESVNQQVRDSEVEEAcqaQoIQW5zd2VyZXISGAoUQU5TV0VSRVJfVU5TUEVDSUZJRUQQABIUChBBTlNXRVJFUl9UUkFJTkVSEAESFgoSQU5TV0VSRVJfSU5GRVJFTkNFEAISFQoRQU5TV0VSRVJfVVBTVFJFQU0QAypVCgVHcmFkZRIVChFHUkFERV9VTlNQRUNJRklFRBAAEg8KC0dSQURFX0VYQUNUEAESEAoMR1JBREVfVVNBQkxFEAISEgoOR1JBREVfVU5VU0FCTEUQA0KyAQoWcGVuc3RvY2sudHJhamVjdG9yeS52MUIPVHJhamVjdG9yeVByb3RvUAFaOHBlbnN0b2NrLmV4YW1wbGUvcGVuc3RvY2svZ2VuL3RyYWplY3RvcnkvdjE7dHJhamVjdG9yeXYxqgIWUGVuc3RvY2suVHJhamVjdG9yeS5WMcoCFlBlbnN0b2NrXFRyYWplY3RvcnlcVjHqAhhQZW5zdG9jazo6VHJhamVjdG9yeTo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_struct, file_google_protobuf_timestamp, file_penstock_chat_v1_chat, file_penstock_chat_v1_completion, file_penstock_options_v1_options]);
 
 /**
  * Call is one model call of an agent.
@@ -239,6 +239,30 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
    * @generated from field: repeated penstock.chat.v1.Media media = 33;
    */
   media: Media[];
+
+  /**
+   * Set if its completion was replayed: for which call it was sampled. Then it was not sampled again, and its ids, logprobs,
+   * policy versions and message are those of that call.
+   *
+   * @generated from field: optional penstock.trajectory.v1.ReplayOrigin replayed_from = 34;
+   */
+  replayedFrom?: ReplayOrigin | undefined;
+
+  /**
+   * Whether it is the call at which this rollout, a branch, leaves its parent (Trajectory.branched_from): the one that has the
+   * prompt of BranchPoint.call_id. With an answer that was given, `injected` is set, and neither a span nor replayed_from is.
+   *
+   * @generated from field: bool branch_point = 35;
+   */
+  branchPoint: boolean;
+
+  /**
+   * Whether its answer was given by the creator of this rollout, a branch, or of one of those that it was branched from: nobody
+   * sampled it. Then `injected` is set, and neither a span nor replayed_from is.
+   *
+   * @generated from field: bool given = 36;
+   */
+  given: boolean;
 };
 
 /**
@@ -247,6 +271,92 @@ export type Call = Message<"penstock.trajectory.v1.Call"> & {
  */
 export const CallSchema: GenMessage<Call> = /*@__PURE__*/
   messageDesc(file_penstock_trajectory_v1_trajectory, 0);
+
+/**
+ * ReplayOrigin is the call for which a replayed completion was sampled.
+ *
+ * @generated from message penstock.trajectory.v1.ReplayOrigin
+ */
+export type ReplayOrigin = Message<"penstock.trajectory.v1.ReplayOrigin"> & {
+  /**
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * Of the rollout, from 1.
+   *
+   * @generated from field: int32 attempt = 2;
+   */
+  attempt: number;
+
+  /**
+   * @generated from field: string call_id = 3;
+   */
+  callId: string;
+};
+
+/**
+ * Describes the message penstock.trajectory.v1.ReplayOrigin.
+ * Use `create(ReplayOriginSchema)` to create a new message.
+ */
+export const ReplayOriginSchema: GenMessage<ReplayOrigin> = /*@__PURE__*/
+  messageDesc(file_penstock_trajectory_v1_trajectory, 1);
+
+/**
+ * BranchPoint is the call of another rollout, the parent, at which a rollout begins to differ (RolloutService.BranchRollout).
+ * Calls before it have the parent's answers.
+ *
+ * @generated from message penstock.trajectory.v1.BranchPoint
+ */
+export type BranchPoint = Message<"penstock.trajectory.v1.BranchPoint"> & {
+  /**
+   * @generated from field: string parent_rollout_id = 1;
+   */
+  parentRolloutId: string;
+
+  /**
+   * The parent's call, and its Call.index.
+   *
+   * @generated from field: string call_id = 2;
+   */
+  callId: string;
+
+  /**
+   * @generated from field: int32 call_index = 3;
+   */
+  callIndex: number;
+
+  /**
+   * Whether the call is answered as the branch's creator gave it, and not sampled.
+   *
+   * @generated from field: bool answer_given = 4;
+   */
+  answerGiven: boolean;
+
+  /**
+   * Whether turns that the parent sampled are trained in the branch too. False = they are context
+   * (TurnSpan.untrained_reason PARENT), and policy bounds do not apply to them.
+   *
+   * @generated from field: bool train_prefix = 5;
+   */
+  trainPrefix: boolean;
+
+  /**
+   * Seed of the group's first branch; each further one has the seed plus its index in the group. It overrides the seed of each
+   * of its agent's calls. Unset = the calls have the parent's seeds, if any.
+   *
+   * @generated from field: optional int64 seed = 6;
+   */
+  seed?: bigint | undefined;
+};
+
+/**
+ * Describes the message penstock.trajectory.v1.BranchPoint.
+ * Use `create(BranchPointSchema)` to create a new message.
+ */
+export const BranchPointSchema: GenMessage<BranchPoint> = /*@__PURE__*/
+  messageDesc(file_penstock_trajectory_v1_trajectory, 2);
 
 /**
  * HostToolCall is an agent's call of a tool of a trainer's host. Calls that the gate refused by itself (unknown names,
@@ -335,6 +445,13 @@ export type HostToolCall = Message<"penstock.trajectory.v1.HostToolCall"> & {
    * @generated from field: google.protobuf.Timestamp end_time = 13;
    */
   endTime?: Timestamp | undefined;
+
+  /**
+   * Set if its result was replayed: the host tool call (call_id) for which a host gave it. No host got this one.
+   *
+   * @generated from field: optional penstock.trajectory.v1.ReplayOrigin replayed_from = 14;
+   */
+  replayedFrom?: ReplayOrigin | undefined;
 };
 
 /**
@@ -342,7 +459,7 @@ export type HostToolCall = Message<"penstock.trajectory.v1.HostToolCall"> & {
  * Use `create(HostToolCallSchema)` to create a new message.
  */
 export const HostToolCallSchema: GenMessage<HostToolCall> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 1);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 3);
 
 /**
  * Branch is a path through the graph of calls.
@@ -394,7 +511,7 @@ export type Branch = Message<"penstock.trajectory.v1.Branch"> & {
  * Use `create(BranchSchema)` to create a new message.
  */
 export const BranchSchema: GenMessage<Branch> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 2);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 4);
 
 /**
  * TurnSpan is the part of a sample that one call sampled: tokens [start, end).
@@ -419,8 +536,9 @@ export type TurnSpan = Message<"penstock.trajectory.v1.TurnSpan"> & {
 
   /**
    * Why its tokens are masked 0; empty = they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
-   * limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE,
-   * or CLASS_ and the name of a class that is not trained.
+   * limit cut it. BUDGET: the rest of a budget of the rollout or its run cut it. PARENT: it was sampled for the rollout of
+   * which this one is a branch, which trains it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class
+   * that is not trained.
    *
    * @generated from field: string untrained_reason = 4;
    */
@@ -454,7 +572,7 @@ export type TurnSpan = Message<"penstock.trajectory.v1.TurnSpan"> & {
  * Use `create(TurnSpanSchema)` to create a new message.
  */
 export const TurnSpanSchema: GenMessage<TurnSpan> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 3);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 5);
 
 /**
  * Sample is one token sequence to train on, from the root to the leaf of a branch.
@@ -587,6 +705,19 @@ export type Sample = Message<"penstock.trajectory.v1.Sample"> & {
    * @generated from field: repeated penstock.chat.v1.Media media = 19;
    */
   media: Media[];
+
+  /**
+   * Of a branch: BranchPoint.parent_rollout_id and call_id. The turns up to that call are the parent's, token for token. Empty
+   * = the rollout is no branch.
+   *
+   * @generated from field: string parent_rollout_id = 20;
+   */
+  parentRolloutId: string;
+
+  /**
+   * @generated from field: string branch_call_id = 21;
+   */
+  branchCallId: string;
 };
 
 /**
@@ -594,7 +725,7 @@ export type Sample = Message<"penstock.trajectory.v1.Sample"> & {
  * Use `create(SampleSchema)` to create a new message.
  */
 export const SampleSchema: GenMessage<Sample> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 4);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 6);
 
 /**
  * Finding is a reason for a trajectory's grade.
@@ -630,7 +761,7 @@ export type Finding = Message<"penstock.trajectory.v1.Finding"> & {
  * Use `create(FindingSchema)` to create a new message.
  */
 export const FindingSchema: GenMessage<Finding> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 5);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 7);
 
 /**
  * Severity is how much a finding matters.
@@ -663,7 +794,7 @@ export enum Finding_Severity {
  * Describes the enum penstock.trajectory.v1.Finding.Severity.
  */
 export const Finding_SeveritySchema: GenEnum<Finding_Severity> = /*@__PURE__*/
-  enumDesc(file_penstock_trajectory_v1_trajectory, 5, 0);
+  enumDesc(file_penstock_trajectory_v1_trajectory, 7, 0);
 
 /**
  * Reward is a reward, computed inside the environment.
@@ -709,7 +840,7 @@ export type Reward = Message<"penstock.trajectory.v1.Reward"> & {
  * Use `create(RewardSchema)` to create a new message.
  */
 export const RewardSchema: GenMessage<Reward> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 6);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 8);
 
 /**
  * TurnReward is the reward of one turn: what the model answered to one call.
@@ -749,7 +880,7 @@ export type TurnReward = Message<"penstock.trajectory.v1.TurnReward"> & {
  * Use `create(TurnRewardSchema)` to create a new message.
  */
 export const TurnRewardSchema: GenMessage<TurnReward> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 7);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 9);
 
 /**
  * Annotation is what somebody outside the environment says about a trajectory: a judge, a critic, a person. It never changes
@@ -821,7 +952,7 @@ export type Annotation = Message<"penstock.trajectory.v1.Annotation"> & {
  * Use `create(AnnotationSchema)` to create a new message.
  */
 export const AnnotationSchema: GenMessage<Annotation> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 8);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 10);
 
 /**
  * Trajectory is the result of a rollout. Streams carry it in fragments; merged in order (MergeFrom, or their bytes joined and
@@ -989,6 +1120,20 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
    * @generated from field: repeated penstock.trajectory.v1.Annotation annotations = 28;
    */
   annotations: Annotation[];
+
+  /**
+   * The attempt at the rollout that it is of, from 1. 0 until the driver has set it.
+   *
+   * @generated from field: int32 attempt = 29;
+   */
+  attempt: number;
+
+  /**
+   * Where it leaves another rollout. Unset = it is no branch.
+   *
+   * @generated from field: optional penstock.trajectory.v1.BranchPoint branched_from = 30;
+   */
+  branchedFrom?: BranchPoint | undefined;
 };
 
 /**
@@ -996,7 +1141,7 @@ export type Trajectory = Message<"penstock.trajectory.v1.Trajectory"> & {
  * Use `create(TrajectorySchema)` to create a new message.
  */
 export const TrajectorySchema: GenMessage<Trajectory> = /*@__PURE__*/
-  messageDesc(file_penstock_trajectory_v1_trajectory, 9);
+  messageDesc(file_penstock_trajectory_v1_trajectory, 11);
 
 /**
  * Dialect is the API in which an agent made a call.

@@ -1,0 +1,1 @@
+"""`penstock regrade` and `penstock rewards`: further grades of ended rollouts."""

@@ -1,0 +1,401 @@
+"""Rows of exported tables, made from a trajectory's message, for services and clients. docs/exports.md documents each
+column.
+
+Invariants of a row of `sequences`: input_ids, loss_mask and logprobs have one length; the mask is 1 exactly on sampled
+tokens that may be trained; there the logprob is finite and <= 0, elsewhere it is 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC
+from functools import cache
+from typing import Any, Final, cast
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from penstock.chat.v1 import chat_pb2, completion_pb2
+from penstock.tables.columns import SCHEMA_VERSION, Row, Table, sealed
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock.values import times
+from penstock.values.provisional import is_provisional
+
+
+class BrokenSample(ValueError):
+    """A sample breaks an invariant of this module."""
+
+
+_EXACT: Final = (trajectory_pb2.CAPTURE_LEVEL_TOKENS, trajectory_pb2.CAPTURE_LEVEL_TOKENS_AND_LOGPROBS)
+_INT32, _FLOAT32 = "i", "f"
+
+
+def turns(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
+    """Yields a row per model call, in order of arrival."""
+    calls = {call.call_id: call for call in trajectory.calls}
+    for call in trajectory.calls:
+        done = call.completion if call.HasField("completion") else None
+        span = completion_pb2.TokenSpan() if done is None else done.span
+        top = (None, None) if done is None or not span.top_count else _top(span)
+        row = {
+            **_common(trajectory),
+            "turn_index": call.index,
+            "call_id": call.call_id,
+            "parent_call_id": _optional(call, "parent_call_id"),
+            "branch_id": call.branch_id,
+            "role": _word(trajectory_pb2.CallClass, call.call_class),
+            "state": _word(trajectory_pb2.CallState, call.state),
+            "dialect": _word(trajectory_pb2.Dialect, call.dialect),
+            "capture_level": _word(trajectory_pb2.CaptureLevel, call.capture_level),
+            "answerer": _word(trajectory_pb2.Answerer, call.answerer),
+            "injected": call.injected,
+            "prompt_token_ids": _prompt(calls, call) if call.capture_level in _EXACT else None,
+            "prompt_shared_count": call.prompt_shared_count,
+            "completion_token_ids": None if done is None else _sampled(done),
+            "completion_logprobs": _numbers(_FLOAT32, span.logprobs) if span.logprobs else None,
+            "completion_top_token_ids": top[0],
+            "completion_top_logprobs": top[1],
+            "completion_top_count": span.top_count,
+            "completion_top_sha256": span.top_sha256.hex() or None,
+            "logprobs_mode": None if done is None else _word(completion_pb2.LogprobsMode, span.logprobs_mode),
+            "policy_spans": _versions(span.versions),
+            "finish_reason": None if done is None else _word(chat_pb2.FinishReason, done.finish_reason),
+            "stop_token_id": None if done is None else _optional(done, "stop_token_id"),
+            "stop_text": None if done is None else _optional(done, "stop_text"),
+            "sampling_requested": _sampling(call.sampling_requested),
+            "sampling_used": None if done is None else _sampling_used(done),
+            "engine": None if done is None else done.engine,
+            "engine_version": None if done is None else done.engine_version,
+            "model": None if done is None else done.model,
+            "model_requested": call.model_requested,
+            "cached_tokens": _optional(done.usage, "cached_tokens") if done and done.HasField("usage") else None,
+            "normalisations": list(call.normalisations),
+            "tools": [
+                {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters_json_schema": tool.parameters_json_schema,
+                    "strict": _optional(tool, "strict"),
+                }
+                for tool in call.tools
+            ],
+            "tools_sha256": call.tools_sha256.hex(),
+            "response_message": _message(done.message) if done and done.HasField("message") else None,
+            "request_body": call.request_body.decode("utf-8", errors="replace") or None,
+            "request_body_sha256": call.request_body_sha256.hex(),
+            "http_attempts": call.http_attempts,
+            "end_reason": call.end_reason or None,
+            "receive_time": _time(call, "receive_time"),
+            "lease_time": _time(call, "lease_time"),
+            "end_time": _time(call, "end_time"),
+            "chain_index": _optional(call, "chain_index"),
+            "chain_sha256": call.chain_sha256.hex() or None,
+            "rollout_chain_sha256": trajectory.chain_sha256.hex() or None,
+            "replayed_from": _origin(call.replayed_from) if call.HasField("replayed_from") else None,
+            "branch_point": call.branch_point,
+        }
+        yield sealed(row, len(trajectory.calls))
+
+
+def sequences(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
+    """Yields a row per sample. BrokenSample: one breaks an invariant of this module."""
+    samplings = {
+        call.call_id: _sampling(call.completion.sampling_used)
+        for call in trajectory.calls
+        if call.HasField("completion") and call.completion.HasField("sampling_used")
+    }
+    for index, sample in enumerate(trajectory.samples):
+        ids, mask = _numbers(_INT32, sample.input_ids), list(sample.loss_mask)
+        logprobs = _numbers(_FLOAT32, sample.logprobs) if sample.logprobs else None
+        top = _top(sample)
+        _check(sample.sample_id, ids, mask, logprobs, top)
+        versions = [span.policy_version for span in sample.versions]
+        row = {
+            **_common(trajectory),
+            "sequence_index": index,
+            "sample_id": sample.sample_id,
+            "branch_id": sample.branch_id,
+            "role": _word(trajectory_pb2.CallClass, sample.branch_class),
+            "input_ids": ids,
+            "loss_mask": mask,
+            "logprobs": logprobs,
+            "top_token_ids": top[0],
+            "top_logprobs": top[1],
+            "logprobs_mode": _word(completion_pb2.LogprobsMode, sample.logprobs_mode),
+            "prompt_len": sample.prompt_count,
+            "turn_spans": [
+                {
+                    "call_id": turn.call_id,
+                    "start": turn.start,
+                    "end": turn.end,
+                    "untrained_reason": turn.untrained_reason,
+                }
+                for turn in sample.turns
+            ],
+            "policy_version_min": min(versions, default=None),
+            "policy_version_max": max(versions, default=None),
+            "policy_spans": _versions(sample.versions),
+            "weight": sample.weight,
+            **_reward(trajectory),
+            "truncated": sample.truncated,
+            "grade": _word(trajectory_pb2.Grade, trajectory.grade),
+            "findings": _findings(trajectory),
+            "temperatures": [(samplings.get(turn.call_id) or {}).get("temperature") for turn in sample.turns],
+            "samplings": [samplings.get(turn.call_id) for turn in sample.turns],
+            "parent_rollout_id": sample.parent_rollout_id or None,
+            "branch_call_id": sample.branch_call_id or None,
+        }
+        yield sealed(row, len(trajectory.samples))
+
+
+def tool_calls(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
+    """Yields a row per call of a host tool, in order of arrival."""
+    for call in trajectory.host_tool_calls:
+        row = {
+            **_common(trajectory),
+            "tool_call_index": call.index,
+            "tool_call_id": call.tool_call_id,
+            "name": call.name,
+            "state": _word(trajectory_pb2.CallState, call.state),
+            "arguments_json": call.arguments_json,
+            "is_error": call.is_error,
+            "result_json": call.result_json or None,
+            "result_sha256": call.result_sha256.hex() or None,
+            "result_bytes": call.result_bytes,
+            "end_reason": call.end_reason or None,
+            "receive_time": _time(call, "receive_time"),
+            "end_time": _time(call, "end_time"),
+        }
+        yield sealed(row, len(trajectory.host_tool_calls))
+
+
+def rollouts(trajectory: trajectory_pb2.Trajectory) -> Iterator[Row]:
+    """Yields the one row of the rollout, which exists also for one without a call."""
+    seconds = times.seconds(trajectory.duration) if trajectory.HasField("duration") else None
+    row = {
+        **_common(trajectory),
+        "namespace": trajectory.namespace,
+        "agent_spec_sha256": trajectory.agent_spec_sha256,
+        "task_metadata": _whole(MessageToDict(trajectory.task_metadata)),
+        **_reward(trajectory),
+        "grade": _word(trajectory_pb2.Grade, trajectory.grade),
+        "findings": _findings(trajectory),
+        "capture_level": _word(trajectory_pb2.CaptureLevel, trajectory.capture_level),
+        "calls": len(trajectory.calls),
+        "samples": len(trajectory.samples),
+        "host_tool_calls": len(trajectory.host_tool_calls),
+        "chat_template_sha256": trajectory.chat_template_sha256.hex(),
+        "rollout_chain_sha256": trajectory.chain_sha256.hex() or None,
+        "create_time": _time(trajectory, "create_time"),
+        "end_time": _time(trajectory, "end_time"),
+        "seconds": seconds,
+        "branched_from": _branch(trajectory.branched_from) if trajectory.HasField("branched_from") else None,
+    }
+    yield sealed(row, 1)
+
+
+ROWS: Final[Mapping[Table, Callable[[trajectory_pb2.Trajectory], Iterator[Row]]]] = {
+    Table.TURNS: turns,
+    Table.SEQUENCES: sequences,
+    Table.TOOL_CALLS: tool_calls,
+    Table.ROLLOUTS: rollouts,
+}
+"""The function that makes each table's rows. `rollouts` is last: it has a row for each rollout."""
+
+
+def _common(trajectory: trajectory_pb2.Trajectory) -> Row:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": _optional(trajectory, "run_id"),
+        "group_id": _optional(trajectory, "group_id"),
+        "group_index": _optional(trajectory, "group_index"),
+        "rollout_id": trajectory.rollout_id,
+        "attempt": trajectory.attempt or None,
+        "task_id": trajectory.task_id,
+        "agent": trajectory.agent,
+        "labels": dict(trajectory.labels),
+        "tokenizer_sha256": trajectory.tokenizer_sha256.hex(),
+        "error": trajectory.failure_reason or None,
+        "error_cause": trajectory.failure_cause or None,
+        "error_caused_by": trajectory.failure_caused_by or None,
+    }
+
+
+def _reward(trajectory: trajectory_pb2.Trajectory) -> Row:
+    reward = trajectory.reward if trajectory.HasField("reward") else None
+    return {
+        "reward": None if reward is None else reward.value,
+        "reward_components": {} if reward is None else dict(reward.components),
+    }
+
+
+def _findings(trajectory: trajectory_pb2.Trajectory) -> list[Row]:
+    return [
+        {
+            "severity": _word(trajectory_pb2.Finding.Severity, finding.severity),
+            "reason": finding.reason,
+            "message": finding.message,
+            "call_id": _optional(finding, "call_id"),
+        }
+        for finding in trajectory.findings
+    ]
+
+
+def _check(
+    sample_id: str,
+    ids: Sequence[int],
+    mask: Sequence[int],
+    logprobs: Sequence[float] | None,
+    top: tuple[Sequence[Any] | None, Sequence[Any] | None],
+) -> None:
+    if len(mask) != len(ids) or (logprobs is not None and len(logprobs) != len(ids)):
+        raise BrokenSample(f"sample {sample_id} has arrays of several lengths")
+    if logprobs is not None and not all(
+        math.isfinite(value) and value <= 0 for value, trained in zip(logprobs, mask, strict=True) if trained
+    ):
+        raise BrokenSample(f"sample {sample_id} has invalid logprobs")
+    trained = sum(mask)
+    if any(rows is not None and len(rows) != trained for rows in top) or (top[0] is None) != (top[1] is None):
+        raise BrokenSample(f"sample {sample_id} has alternatives of other tokens")
+
+
+def _numbers(kind: str, data: bytes) -> list[Any]:
+    values = array(kind, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def _top(holder: completion_pb2.TokenSpan | trajectory_pb2.Sample) -> tuple[list[Any] | None, list[Any] | None]:
+    """Rows of alternatives, None where they were left out; JSON has no -infinity, so its logprob is null."""
+    ids = _numbers(_INT32, holder.top_token_ids) if holder.top_token_ids and holder.top_count else None
+    logprobs = _numbers(_FLOAT32, holder.top_logprobs) if holder.top_logprobs and holder.top_count else None
+    if logprobs is not None:
+        logprobs = [None if value == -math.inf else value for value in logprobs]
+    return _in_rows(ids, holder.top_count), _in_rows(logprobs, holder.top_count)
+
+
+def _in_rows(values: list[Any] | None, length: int) -> list[list[Any]] | None:
+    return None if values is None else [values[start : start + length] for start in range(0, len(values), length)]
+
+
+def _prompt(calls: Mapping[str, trajectory_pb2.Call], call: trajectory_pb2.Call) -> list[int]:
+    line = [call]
+    while line[-1].HasField("parent_call_id") and line[-1].prompt_shared_count:
+        line.append(calls[line[-1].parent_call_id])
+    parent = line.pop()
+    prompt = parent.prompt_suffix_token_ids
+    while line:
+        child = line.pop()
+        whole = prompt + parent.completion.span.token_ids
+        prompt = whole[: 4 * child.prompt_shared_count] + child.prompt_suffix_token_ids
+        parent = child
+    return _numbers(_INT32, prompt)
+
+
+def _sampled(done: completion_pb2.Completion) -> list[int] | None:
+    is_left_out = done.span.count > 0 and not done.span.token_ids
+    return _numbers(_INT32, done.span.token_ids) if done.HasField("span") and not is_left_out else None
+
+
+def _versions(spans: Sequence[completion_pb2.PolicyVersionSpan]) -> list[Row]:
+    return [{"policy_version": span.policy_version, "start": span.start, "end": span.end} for span in spans]
+
+
+def _sampling_used(done: completion_pb2.Completion) -> Row | None:
+    return _sampling(done.sampling_used) if done.HasField("sampling_used") else None
+
+
+def _sampling(sampling: chat_pb2.Sampling) -> Row:
+    """The fields that are set, in the order of their numbers."""
+    row: Row = {}
+    for name, is_list in _sampling_fields():
+        if is_list:
+            if values := getattr(sampling, name):
+                row[name] = list(values)
+        elif sampling.HasField(cast("Any", name)):
+            row[name] = getattr(sampling, name)
+    return row
+
+
+@cache
+def _sampling_fields() -> tuple[tuple[str, bool], ...]:
+    fields = chat_pb2.Sampling.DESCRIPTOR.fields
+    return tuple((field.name, field.is_repeated) for field in fields if not is_provisional(field))
+
+
+def _message(message: chat_pb2.Message) -> Row:
+    parts = [{"kind": _kind(part), **_part(part)} for part in message.parts]
+    return {"role": _word(chat_pb2.Role, message.role), "parts": parts}
+
+
+def _kind(part: chat_pb2.Part) -> str:
+    return (part.WhichOneof("part") or "text").replace("_", "")
+
+
+def _part(part: chat_pb2.Part) -> Row:
+    match part.WhichOneof("part"):
+        case "reasoning":
+            return {"text": part.reasoning.text, "signature": part.reasoning.signature.hex()}
+        case "image":
+            image = part.image
+            return {"media_type": image.media_type, "data": image.data.hex(), "url": image.url}
+        case "tool_call":
+            call = part.tool_call
+            return {"id": call.id, "name": call.name, "arguments_json": call.arguments_json}
+        case "tool_result":
+            result = part.tool_result
+            parts = [_part(item) for item in result.parts]
+            return {"tool_call_id": result.tool_call_id, "parts": parts, "is_error": result.is_error}
+        case _:
+            return {"text": part.text.text}
+
+
+def _optional(message: Message, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _origin(origin: trajectory_pb2.ReplayOrigin) -> Row:
+    return {"rollout_id": origin.rollout_id, "attempt": origin.attempt, "call_id": origin.call_id}
+
+
+def _branch(point: trajectory_pb2.BranchPoint) -> Row:
+    return {
+        "parent_rollout_id": point.parent_rollout_id,
+        "call_id": point.call_id,
+        "call_index": point.call_index,
+        "answer_given": point.answer_given,
+        "train_prefix": point.train_prefix,
+    }
+
+
+def _time(message: Message, name: str) -> str | None:
+    if not message.HasField(name):
+        return None
+    moment: str = getattr(message, name).ToDatetime(tzinfo=UTC).isoformat()
+    return moment
+
+
+def _word(enum: Any, number: int) -> str:
+    """The lower-case word of an enum's value; the number itself if it is unknown."""
+    return _words(enum).get(number, str(number))
+
+
+@cache
+def _words(enum: Any) -> dict[int, str]:
+    prefix = enum.DESCRIPTOR.values[0].name.removesuffix("UNSPECIFIED")
+    return {value.number: value.name.removeprefix(prefix).lower() for value in enum.DESCRIPTOR.values}
+
+
+def _whole(value: Any) -> Any:
+    """A Struct's value as JSON has it: whole numbers are integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return value

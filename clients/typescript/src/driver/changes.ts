@@ -1,0 +1,14 @@
+/** What a watch of rollouts says. */
+
+import type { RolloutSummary } from "../gen/penstock/driver/v1/rollout_pb.js";
+
+/** States of rollouts at one moment. */
+export interface RolloutChanges {
+  readonly rollouts: readonly RolloutSummary[];
+  /** Those that were given and match no more, or were deleted. */
+  readonly gone: readonly string[];
+  /** True once all that existed at the start were given, this message included. */
+  readonly complete: boolean;
+  /** Names of the drivers that cannot be watched now: what these have is not known. */
+  readonly away: readonly string[];
+}

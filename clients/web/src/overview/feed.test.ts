@@ -1,0 +1,70 @@
+import { createConnectRouter } from "@connectrpc/connect";
+import { createFetchHandler } from "@connectrpc/connect/protocol";
+import { effect, type ReadonlySignal } from "@preact/signals";
+import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
+import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
+import { OperationsService } from "@gen/penstock/ops/v1/operations_service_pb";
+
+let listed: string[] = [];
+/** The drivers that were watched, by the header that names them. */
+let watched: (string | null)[] = [];
+
+beforeEach(() => {
+  watched = [];
+  const router = createConnectRouter()
+    .service(OperationsService, { getServerInfo: () => ({ members: listed.map((name) => ({ service: "driver", name })) }) })
+    .service(RolloutService, {
+      async *watchRollouts(_, { requestHeader, signal }) {
+        const name = requestHeader.get("penstock-member");
+        watched.push(name);
+        yield { rollouts: [{ rolloutId: `of ${name ?? "the only one"}`, home: { driver: name ?? "" } }], snapshotComplete: true };
+        await new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
+      },
+    });
+  const handlers = new Map(router.handlers.map((handler) => [`/rpc${handler.requestPath}`, createFetchHandler(handler)]));
+  vi.stubGlobal("document", Object.assign(new EventTarget(), { baseURI: "http://page.test/", hidden: false }));
+  vi.stubGlobal("window", new EventTarget());
+  vi.stubGlobal("fetch", async (url: string, init: RequestInit) => {
+    const handler = handlers.get(new URL(url).pathname);
+    return handler ? handler(new Request(url, { ...init, duplex: "half" } as RequestInit)) : new Response(null, { status: 404 });
+  });
+  vi.resetModules();
+});
+vi.setConfig({ testTimeout: 60_000 });
+afterEach(() => vi.unstubAllGlobals());
+
+function until<T>(of: ReadonlySignal<T>, isWanted: (value: T) => boolean): Promise<T> {
+  return new Promise((resolve) => {
+    const stop = effect(() => {
+      if (isWanted(of.value)) queueMicrotask(() => (stop(), resolve(of.peek())));
+    });
+  });
+}
+
+describe("the rows of all drivers", () => {
+  test.each<[string[], (string | null)[]]>([
+    [[], [null]],
+    [["d0", "d1"], ["d0", "d1"]],
+    [["d0", "d1", "d2", "d3", "d4"], ["d0", "d1", "d2", "d3"]],
+  ])("of drivers %j come from %j", async (names, asked) => {
+    listed = names;
+    const feed = await import("./feed");
+    const stop = feed.watch();
+    const rows = await until(feed.rows, (all) => all.length === asked.length);
+    expect(rows.map((row) => row.id).sort()).toEqual(asked.map((name) => `of ${name ?? "the only one"}`));
+    await until(feed.complete, (isComplete) => isComplete);
+    expect(watched.sort()).toEqual(asked);
+    stop();
+  });
+
+  test("are of the driver that is asked for by name", async () => {
+    listed = ["d0", "d1", "d2", "d3", "d4"];
+    const feed = await import("./feed");
+    const stop = feed.watch();
+    await until(feed.rows, (all) => all.length === feed.MOST_DRIVERS);
+    feed.wanted.value = "d4";
+    const rows = await until(feed.rows, (all) => all.length === 1);
+    expect(rows.map((row) => row.id)).toEqual(["of d4"]);
+    stop();
+  });
+});

@@ -1,0 +1,1 @@
+"""Several connections between two processes: a port of several gRPC servers, and a channel of several connections."""

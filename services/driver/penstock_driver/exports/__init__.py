@@ -1,0 +1,1 @@
+"""Stores ended rollouts at any fsspec URL, as the tables of docs/exports.md."""

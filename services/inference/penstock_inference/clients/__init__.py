@@ -1,0 +1,1 @@
+"""Calls to other services: the engines of the same pool."""

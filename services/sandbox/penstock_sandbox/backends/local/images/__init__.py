@@ -1,0 +1,1 @@
+"""Images as the base of local sandboxes."""

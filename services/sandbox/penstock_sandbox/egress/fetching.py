@@ -1,0 +1,242 @@
+"""Answers requests: from a recording, or once from upstream for all sandboxes of a recording (R141).
+
+Invariants
+- Of equal requests of one recording, one is sent upstream; the others wait for its response. It goes on when its first
+  asker leaves, and ends in bounded time.
+- Failures are not recorded (5xx, 401, 403, 429 and others): only what a later replay may rely on.
+- Bodies go to disk as they come; those of unrecorded responses are cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import netrc
+import ssl
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import h11
+import structlog
+from yarl import URL
+
+from penstock.values.hosts import address
+from penstock_chassis.aio.tasks import TaskOwner
+from penstock_sandbox.egress.addresses import Addresses, AddressRefused, CheckedResolver, refused
+from penstock_sandbox.egress.errors import Refusal
+from penstock_sandbox.egress.greeting import Greeting
+from penstock_sandbox.egress.requests import Request
+from penstock_sandbox.egress.store import Response, Store
+
+RECORDED: Final = frozenset({200, 203, 204, 301, 302, 303, 307, 308, 404, 410})
+_UNRECORDED_BYTES: Final = 64 * 1024
+_CHUNK: Final = 64 * 1024
+_CONNECT_S: Final = 20.0
+_MOST_CONNECTIONS: Final = 512
+_MOST_FETCHES: Final = 256
+"""Of one recording at a time: fetches whose askers left count too."""
+_MOST_SENDING_BYTES: Final = 128 * 1024 * 1024
+"""Of the bodies of all requests to upstream."""
+_DROPPED: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer", "transfer-encoding"),
+        # Of the connection to upstream, or of one client: a recording is for all.
+        *("upgrade", "alt-svc", "content-length", "set-cookie", "set-cookie2", "strict-transport-security"),
+    }
+)
+_NAME: Final = "Penstock-egress/1"
+_OURS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+_log = structlog.get_logger(__name__)
+
+
+class Credentials:
+    """Bearer tokens by host, and logins from a file in netrc's format: the service's, which no sandbox sees."""
+
+    def __init__(self, file: Path | None, tokens: Mapping[str, str]) -> None:
+        self._logins = netrc.netrc(str(file)).hosts if file is not None else {}
+        self._tokens = tokens
+
+    def header(self, request: Request) -> str | None:
+        """Returns a request's Authorization; None without TLS, which would show it to the network."""
+        host = request.origin.host
+        if request.origin.scheme != "https":
+            return None
+        if (token := self._tokens.get(host)) is not None:
+            return f"Bearer {token}"
+        if (entry := self._logins.get(host)) is None:
+            return None
+        login, _, password = entry
+        return "Basic " + base64.b64encode(f"{login}:{password}".encode()).decode()
+
+
+class Fetcher:
+    """Answers requests. One for the process; closes the store with itself."""
+
+    def __init__(
+        self,
+        store: Store,
+        addresses: Addresses,
+        credentials: Credentials,
+        *,
+        max_object_bytes: int,
+        timeout_s: float,
+        ca: Path | None,
+    ) -> None:
+        self._store = store
+        self._addresses = addresses
+        self._credentials = credentials
+        self._max_object_bytes = max_object_bytes
+        self._timeout_s = timeout_s
+        self._flights: dict[tuple[str, str], asyncio.Task[Response | Refusal]] = {}
+        self._tasks = TaskOwner()
+        self._fetching: Counter[str] = Counter()
+        self._sending = 0
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                resolver=CheckedResolver(addresses),
+                use_dns_cache=False,
+                limit=_MOST_CONNECTIONS,
+                ssl=ssl.create_default_context(cafile=ca),
+            ),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+            skip_auto_headers=_OURS,
+        )
+
+    async def aclose(self) -> None:
+        """Ends all fetches."""
+        await self._tasks.aclose()
+        await self._client.close()
+        self._store.close()
+
+    async def answer(self, request: Request, greeting: Greeting) -> Response:
+        """Returns the response to a request.
+
+        Raises Refusal (NOT_RECORDED, ADDRESS_NOT_ALLOWED, RECORDING_FULL, RESPONSE_TOO_LARGE, UPSTREAM_UNREACHABLE,
+        UPSTREAM_TIMEOUT, PROXY_BUSY).
+        """
+        key = request.key()
+        found = self._store.find(greeting.recording, key)
+        if found is not None:
+            return found
+        if greeting.recorded_only:
+            raise Refusal(
+                "NOT_RECORDED",
+                f"{request.method} {request.url} is not recorded, and this sandbox gets recorded responses only",
+            )
+        flight = (greeting.recording, key)
+        task = self._flights.get(flight)
+        if task is None:
+            if self._fetching[greeting.recording] >= _MOST_FETCHES:
+                raise Refusal("PROXY_BUSY", f"at most {_MOST_FETCHES} requests of a recording wait for upstream", 503)
+            if self._sending + len(request.body) > _MOST_SENDING_BYTES:
+                raise Refusal("PROXY_BUSY", "too many requests with bodies wait for upstream", 503)
+            task = self._flights[flight] = self._tasks.start(self._quietly(request, greeting.recording, key))
+            task.add_done_callback(lambda _: self._flights.pop(flight, None))
+        outcome = await asyncio.shield(task)
+        if isinstance(outcome, Refusal):
+            raise outcome
+        return outcome
+
+    async def _quietly(self, request: Request, recording: str, key: str) -> Response | Refusal:
+        """Returns a refusal instead of raising it: every asker gets it, and it is no error of this process."""
+        self._fetching[recording] += 1
+        self._sending += len(request.body)
+        try:
+            return await self._fetch(request, recording, key)
+        except Refusal as refusal:
+            _log.info("not fetched", url=_shown(request), reason=refusal.reason, cause=repr(refusal.__cause__))
+            return refusal
+        finally:
+            self._sending -= len(request.body)
+            self._fetching[recording] -= 1
+            if not self._fetching[recording]:
+                del self._fetching[recording]
+
+    async def _fetch(self, request: Request, recording: str, key: str) -> Response:
+        written = address(request.origin.host)
+        if written is not None:
+            # The HTTP client asks no resolver for it.
+            self._addresses.check(written)
+        # As it is: one body for all, whatever encodings its clients can read.
+        headers = {"Accept-Encoding": "identity", "User-Agent": _NAME, **request.headers}
+        if (credential := self._credentials.header(request)) is not None:
+            headers["Authorization"] = credential
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.request(
+                    request.method,
+                    URL(request.url, encoded=True),
+                    headers=headers,
+                    data=request.body or None,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                ) as upstream,
+            ):
+                return await self._received(request, upstream, recording, key)
+        except TimeoutError as error:
+            raise Refusal(
+                "UPSTREAM_TIMEOUT", f"{request.origin.place} did not answer in {self._timeout_s:g} s", 504
+            ) from error
+        except AddressRefused as error:
+            raise refused(request.origin.host) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(error.__cause__, AddressRefused):
+                raise refused(request.origin.host) from error
+            raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} {_why(error)}", 502) from error
+
+    async def _received(self, request: Request, upstream: aiohttp.ClientResponse, recording: str, key: str) -> Response:
+        headers = tuple(
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in upstream.raw_headers
+            if name.decode("latin-1").lower() not in _DROPPED
+        )
+        response = Response(upstream.status, upstream.reason or "", headers, 0)
+        try:
+            h11.Response(status_code=response.status, headers=list(headers), reason=response.reason.encode("latin-1"))
+        except (h11.LocalProtocolError, UnicodeError) as error:
+            raise Refusal("UPSTREAM_UNREACHABLE", f"{request.origin.place} gave no valid answer", 502) from error
+        length = upstream.content_length
+        if upstream.status not in RECORDED:
+            body = await upstream.content.read(_UNRECORDED_BYTES)
+            return Response(response.status, response.reason, response.headers, len(body), body=body)
+        if length is not None and request.method != "HEAD":
+            self._check_size(request, length)
+            self._store.make_room(recording, length)
+        part = self._store.part()
+        try:
+            async for chunk in upstream.content.iter_chunked(_CHUNK):
+                self._check_size(request, part.size + len(chunk))
+                part.write(chunk)
+                self._store.make_room(recording, 0)
+            return self._store.keep(recording, key, response, part)
+        finally:
+            part.discard()
+
+    def _check_size(self, request: Request, size: int) -> None:
+        if size > self._max_object_bytes:
+            raise Refusal("RESPONSE_TOO_LARGE", f"{request.url} has more than {self._max_object_bytes} bytes")
+
+
+def _why(error: BaseException) -> str:
+    """What failed, without the addresses that the error names."""
+    match error:
+        case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
+            return "has no valid certificate"
+        case aiohttp.ClientConnectorDNSError():
+            return "has no address"
+        case aiohttp.ClientConnectorError() | OSError():
+            return "cannot be reached"
+        case _:
+            return "gave no valid answer"
+
+
+def _shown(request: Request) -> str:
+    """A URL without its query, which may hold a signature."""
+    return request.url.partition("?")[0]

@@ -1,0 +1,47 @@
+"""Rollouts on services that a real cluster manager launches, on namespaces of this machine.
+
+Exits with 1 if something is not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.clusters import on_ray, on_slurm
+from tests.clusters.machines import enter_world
+from tests.support.services.stack import disjoint_uids
+
+
+def main() -> int:
+    """Run the command; return 0 if nothing was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.clusters", description=__doc__)
+    parser.add_argument("manager", choices=["slurm", "ray"])
+    parser.add_argument("--rollouts", type=int, default=40, help="at least so many end")
+    parser.add_argument("--at-once", type=int, default=12)
+    parser.add_argument("--work", type=float, default=2.0, help="seconds that an agent's command takes")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs (in name only) of the inference service")
+    parser.add_argument("--late", action="store_true", help="ray: a machine comes later; none is lost")
+    parser.add_argument("--cancel", action="store_true", help="slurm: cancel the job in the middle; no node is lost")
+    parser.add_argument("--folder", type=Path, help="keep all files here; default: a temporary directory")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="penstock-") as temporary:
+        folder = (given.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        uids = disjoint_uids()
+        enter_world(folder)
+        sizes = (given.rollouts, given.at_once, given.work)
+        if given.manager == "slurm":
+            work = on_slurm.run(folder, *sizes, gpus=given.gpus, cancel=given.cancel, first_uid=uids)
+        else:
+            work = on_ray.run(folder, *sizes, gpus=given.gpus, late=given.late, first_uid=uids)
+        report = asyncio.run(work)
+    print("\n".join(report.faults))
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A fleet that grows while rollouts run: sandbox services appear in the drivers' list.
+
+One is as it should be. One says that it has the name of another, and one has a certificate of a stranger: those two get
+no work, whatever the list says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from tests.hosts.fleet import STRANGERS, Fleet
+from tests.hosts.following import Follower
+
+from penstock.client import connect
+
+NEWCOMER: Final = "n7"
+LIAR: Final = "n8"
+STRANGER: Final = "n9"
+LATER: Final = (NEWCOMER, LIAR, STRANGER)
+_ENVIRONMENTS: Final = 16
+"""Enough that some of them belong to the newcomer."""
+_LOOK_S: Final = 0.05
+_LIMIT_S: Final = 120.0
+
+
+def settings(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What the three newcomers say of themselves, and where drivers read the list."""
+    certificate = {
+        "tls_cert": str(folder / STRANGERS / "sandbox.pem"),
+        "tls_key": str(folder / STRANGERS / "sandbox.key"),
+    }
+    return {
+        "driver": {"sandbox_members": f"file:{folder / 'sandboxes.json'}"},
+        LIAR: {"name": "n0"},
+        STRANGER: certificate,
+    }
+
+
+def write_list(fleet: Fleet, more: Sequence[str] = ()) -> None:
+    """Replace the drivers' list, as a launcher does."""
+    listed = {name: fleet.address(name) for name in (*fleet.size.names("sandbox"), *more)}
+    partial = fleet.folder / "sandboxes.new"
+    partial.write_text(json.dumps(listed))
+    partial.replace(fleet.folder / "sandboxes.json")
+
+
+class Growth:
+    """One run: rollouts all the time, and the list grows in the middle."""
+
+    def __init__(self, fleet: Fleet, count: int, work_s: float) -> None:
+        self.fleet = fleet
+        self.first_s: float | None = None
+        """From the new list to the first sandbox at the newcomer."""
+        self.failures: list[str] = []
+        self.at: dict[str, int] = {}
+        """Rollouts that ended at each sandbox service, by the name that it gave."""
+        self._count = count
+        self._work_s = work_s
+
+    async def go(self, at_once: int) -> None:
+        """Run it."""
+        fleet = self.fleet
+        for name in LATER:
+            fleet.spawn(name)
+        for name in (NEWCOMER, LIAR):
+            await fleet.serving(name)
+        slots, ended, halfway = asyncio.Semaphore(at_once), 0, asyncio.Event()
+        async with AsyncExitStack() as stack:
+            drivers = [
+                await stack.enter_async_context(connect(fleet.endpoints(driver=name)))
+                for name in fleet.size.names("driver")
+            ]
+
+            async def one(number: int) -> None:
+                nonlocal ended
+                index = number % len(drivers)
+                follower = Follower(drivers[index], f"d{index}", self._work_s, 1, environments=_ENVIRONMENTS)
+                async with slots:
+                    story = follower.begin(number, 0)
+                    await follower.follow(story)
+                ended += 1
+                if ended >= self._count // 3:
+                    halfway.set()
+                if story.reward != 1.0:
+                    self.failures.append(f"{story.rollout_id}: {story.reason}, reward {story.reward}")
+                node = story.attempts[-1].node
+                self.at[node] = self.at.get(node, 0) + 1
+
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self._count):
+                    tasks.create_task(one(number))
+                await halfway.wait()
+                write_list(fleet, LATER)
+                await self._first(time.monotonic())
+
+    async def _first(self, since: float) -> None:
+        while time.monotonic() < since + _LIMIT_S:
+            if served(self.fleet, NEWCOMER):
+                self.first_s = time.monotonic() - since
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def faults(self, within_s: float) -> list[str]:
+        """Everything that is not as it must be."""
+        found = list(self.failures)
+        if self.first_s is None or self.first_s > within_s:
+            found.append(f"the first sandbox at {NEWCOMER} came after {self.first_s} s, at most {within_s:g} s")
+        if not self.at.get(NEWCOMER):
+            found.append(f"no rollout ended at {NEWCOMER}")
+        for name in (LIAR, STRANGER):
+            if served(self.fleet, name):
+                found.append(f"{name} was given work")
+            if not refused(self.fleet, name):
+                found.append(f"no driver says why {name} is not used")
+        return found
+
+    def lines(self) -> list[str]:
+        """The report, for people."""
+        first = "never" if self.first_s is None else f"after {self.first_s:.1f} s"
+        return [
+            f"first sandbox       at {NEWCOMER} {first}",
+            f"rollouts            {sum(self.at.values())}, by sandbox service {dict(sorted(self.at.items()))}",
+            f"failures            {len(self.failures)}",
+            f"given no work       {[name for name in (LIAR, STRANGER) if not served(self.fleet, name)]}",
+        ]
+
+
+def served(fleet: Fleet, node: str) -> bool:
+    """Whether a node has made a sandbox."""
+    return "sandbox ready" in fleet.log(node)
+
+
+def refused(fleet: Fleet, node: str) -> bool:
+    """Whether a driver has logged that this member is not used, or cannot be reached."""
+    logs = [fleet.log(name) for name in fleet.size.names("driver")]
+    lines = [line for log in logs for line in log.splitlines() if f'"{node}"' in line]
+    return any("a member is not used" in line or "a service is lost" in line for line in lines)

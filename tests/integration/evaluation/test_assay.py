@@ -1,0 +1,157 @@
+"""Assays of planted tasks on real services, the command, its reports and signed lines, and the scan of what ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+from benchmarks.assay.__main__ import PYTEST, measured
+from benchmarks.assay.corpus import Maker, Planted
+from tests.integration.evaluation.test_eval_cli import penstock
+from tests.support.services.stack import Running
+
+from penstock.assay import Code, Kind, Severity, Terms, assay
+from penstock.assay.report import line_of
+from penstock.client import Assays, Command, FailedPrecondition, SeedFile, Task, Verifier
+from penstock.client.tasks.spec import Solution
+from penstock.tasks.scaffold import write
+
+GOOD = """
+instruction: Write the sum of the numbers in given.txt to sum.txt.
+files: [{path: given.txt, content: "12\\n30\\n"}]
+verifier: {commands: [[python3, -I, -c, "import sys; sys.exit(open('sum.txt', 'rb').read(99) != b'42\\\\n')"]]}
+solution: {commands: ["echo 42 > sum.txt"]}
+"""
+BAD = """
+instruction: Write the sum of the numbers in given.txt to sum.txt.
+files: [{path: given.txt, content: "12\\n30\\n"}]
+verifier: {commands: ["test -e <b>sum.txt || test -e sum.txt"]}
+solution: {commands: ["echo 42 > sum.txt"]}
+"""
+
+
+@pytest.mark.requirement("R138")
+async def test_defects_are_found_by_the_trials_that_show_them(stack_with_pytest: Running) -> None:
+    """One for each kind of trial after the solution: nothing, search, order, mutants, attacks."""
+    maker = Maker(2026, PYTEST)
+    classes = {"for_nothing": 0, "in_git": 3, "ordered": 0, "half_tested": 0, "editable": 0}
+    tasks = [maker.planted(defect, number) for defect, number in classes.items()]
+    terms = Terms(solutions=2, mutants=4, fail_fast=True)
+    found, wrong = await measured(stack_with_pytest.ps, tasks, terms, 6)
+    assert wrong == []
+    assert len(found) == 5
+
+
+@pytest.mark.requirement("R138")
+async def test_a_task_without_a_defect_passes(stack_with_pytest: Running) -> None:
+    """And nothing of its trials is left at the driver."""
+    task = Maker(2027, PYTEST).clean(4)
+    found, wrong = await measured(stack_with_pytest.ps, [task], Terms(solutions=2, mutants=4), 6)
+    assert wrong == []
+    assert found[0].files and found[0].size_bytes
+    assert {trial.kind for trial in found[0].trials} == set(Kind)
+    left = stack_with_pytest.ps.rollouts.list(task_id=task.task.task_id)
+    assert [rollout async for rollout in left] == []
+
+
+@pytest.mark.on_demand("some 500 rollouts: the other tests here have a task for each kind of trial")
+@pytest.mark.requirement("R138")
+async def test_each_class_of_defects_is_found_and_nothing_else(stack_with_pytest: Running, tmp_path: Path) -> None:
+    """All classes but the one of chance, all kinds of good tasks, and what `penstock tasks new` writes."""
+    maker = Maker(2026, PYTEST)
+    tasks = [maker.planted(defect, 5) for defect in Maker.DEFECTS if defect != "flaky"]
+    tasks += [maker.clean(number) for number in range(len(Maker.CLEAN))]
+    write(tmp_path / "fix-slug")
+    tasks.append(Planted(Task.load(tmp_path / "fix-slug"), ""))
+    _, wrong = await measured(stack_with_pytest.ps, tasks, Terms(solutions=2, mutants=8, fail_fast=True), 6)
+    assert wrong == []
+
+
+async def test_accepted_defects_are_warnings_and_in_the_result(stack: Running) -> None:
+    task = Task(
+        task_id="accepted",
+        instruction="Write it.",
+        verifier=Verifier(commands=[Command(argv=["test", "-s", "it.txt"])]),
+        solution=Solution(commands=[Command(shell="echo some text > it.txt")]),
+    )
+    (found,) = await assay(stack.ps, [task], Terms(solutions=1, accept={Code.REWARD_FORGED}))
+    assert found.passed
+    assert {finding.severity for finding in found.findings if finding.code is Code.REWARD_FORGED} == {Severity.WARNING}
+    assert "REWARD_FORGED" in line_of(found).accepted
+
+
+async def test_tasks_that_cannot_be_assayed_say_what_they_lack(stack: Running) -> None:
+    """Also one that the services refuse: the others are assayed all the same."""
+    bare = Task(task_id="bare", instruction="x")
+    graded = Task(task_id="graded", instruction="x", verifier=Verifier(commands=[Command(argv=["true"])]))
+    broken = Task(
+        task_id="broken",
+        instruction="x",
+        files=[SeedFile("../up", b"x")],
+        verifier=Verifier(commands=[Command(argv=["true"])]),
+        solution=Solution(commands=[Command(argv=["true"])]),
+    )
+    found = await assay(stack.ps, [bare, graded, broken], Terms(solutions=1, attacks=False))
+    codes = [[finding.code for finding in item.defects] for item in found]
+    assert codes == [[Code.VERIFIER_MISSING], [Code.SOLUTION_MISSING], [Code.SETUP_FAILS]]
+
+
+@pytest.mark.requirement("R138")
+async def test_the_command_reports_signs_and_its_lines_decide_what_starts(stack: Running, tmp_path: Path) -> None:
+    """Table, HTML, JSON and lines; `--require-assay` of both commands, and of the client."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/good.yaml").write_text(GOOD)
+    (tmp_path / "tasks/bad.yaml").write_text(BAD)
+    code, out, err = await penstock(
+        stack, tmp_path, "tasks", "assay", "tasks", "--solutions", "2", "--out", "a/assay.jsonl", "--concurrency", "6"
+    )
+    assert code == 1, err
+    rows = {line.split()[0]: line for line in out.splitlines()[:3]}
+    assert "passed" in rows["good"] and "defects" in rows["bad"], out
+    assert "1 of 2 tasks passed" in err
+    page = (tmp_path / "a/assay.html").read_text()
+    assert "REWARD_FORGED" in page and "prefers-color-scheme: dark" in page
+    assert "<b>sum.txt" not in page and "http" not in page.replace('http-equiv="Content', "")
+    data = orjson.loads((tmp_path / "a/assay.json").read_bytes())
+    assert {item["task_id"]: item["passed"] for item in data["assays"]} == {"good": True, "bad": False}
+
+    lines = tmp_path / "a/assay.jsonl"
+    assays = Assays.load(lines)
+    task = Task.load(tmp_path / "tasks/good.yaml")
+    handle = await stack.ps.groups.create(task, "shell", 2, mode="transparent_proxy", require_assay=assays)
+    assert len(await handle.results()) == 2
+    with pytest.raises(FailedPrecondition, match="did not pass its assay"):
+        await stack.ps.groups.create(Task.load(tmp_path / "tasks/bad.yaml"), "shell", 2, require_assay=assays)
+    for command in (["rollout", "--task", "tasks/bad.yaml"], ["eval", "tasks"]):
+        code, _, err = await penstock(stack, tmp_path, *command, "--agent", "shell", "--require-assay", str(lines))
+        assert code == 4 and "did not pass its assay" in err, err
+    (tmp_path / "a/assay.key").write_bytes(b"k" * 32)
+    code, _, err = await penstock(
+        stack, tmp_path, "rollout", "--task", "tasks/good.yaml", "--agent", "shell", "--require-assay", str(lines)
+    )
+    assert code == 2 and "not signed with this key" in err
+
+
+@pytest.mark.requirement("R139")
+async def test_what_agents_did_is_scanned_from_services_and_exports(stack: Running, tmp_path: Path) -> None:
+    """By run, by rollout and from files, with the same findings."""
+    task = Task(task_id="looks", instruction="Do the work.", files=[SeedFile("work.sh", b"git reflog\n")])
+    handle = await stack.ps.rollouts.create(task, "shell", mode="transparent_proxy", run_id="scanned")
+    await handle.result()
+    code, out, _ = await penstock(stack, tmp_path, "export", "t.jsonl", "--table", "turns", "--run-id", "scanned")
+    assert code == 0, out
+    (tmp_path / "r.yaml").write_text("- {name: runs-work, says: runs the work, severity: high, text: work.sh}\n")
+    found = []
+    for place in ("t.jsonl", "scanned", handle.rollout_id):
+        code, out, err = await penstock(stack, tmp_path, "scan", place, "--json", "--rules", "r.yaml")
+        assert code == 1 and "in 1 of 1 rollout" in err, err
+        found.append([orjson.loads(line) for line in out.splitlines()])
+    assert found[0] == found[1] == found[2]
+    assert {(item["rule"], item["rollout_id"], item["task_id"]) for item in found[0]} == {
+        ("runs-work", handle.rollout_id, "looks")
+    }
+    code, out, err = await penstock(stack, tmp_path, "scan", "t.jsonl")
+    assert (code, out) == (0, ""), err
+    code, _, err = await penstock(stack, tmp_path, "scan", "no-such-run")
+    assert code == 1 and "nothing to scan" in err

@@ -1,0 +1,113 @@
+"""A stack on Kubernetes from start to end: the chart as Helm renders it, services as its pods run them.
+
+`helm` and `kubectl` are strict stand-ins; `python -m tests.kubernetes check` has the real ones, and no machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tests.hosts import model
+from tests.support.release_commands import commands
+from tests.support.release_commands.installing import objects, put
+
+from penstock.client import Mode, PenstockError, connect
+from penstock.launchers import Stack
+from penstock.local.stack import StackFailed, UpstreamEndpoint
+
+API_KEY = "key-of-the-upstream"
+
+
+@pytest.mark.requirement("R125")
+async def test_a_rollout_runs_on_services_that_a_cluster_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By forwarded ports, of which one comes back after its pod; nothing secret is in a command, nothing is left."""
+    cluster = put(tmp_path, monkeypatch)
+    model.write(tmp_path)
+    monkeypatch.setenv(commands.MODEL, str(tmp_path / "model"))
+    values = {
+        "inference": {
+            "model": {"claim": "model"},
+            "engine": "scripted",
+            "engineOptions": {"script": str(tmp_path / "script.yaml")},
+        }
+    }
+    stack = Stack(
+        on="kubernetes",
+        nodes=1,
+        values=values,
+        upstreams={"big": UpstreamEndpoint("http://127.0.0.1:9/v1", API_KEY)},
+        settings={"driver": {"max_running": 7}},
+        state_dir=tmp_path / "stack",
+        start_timeout=240,
+    )
+    async with stack, connect(stack.endpoints) as ps:
+        assert not stack.endpoints.discover
+        rollout = await ps.rollouts.create(model.task(0, 0.0), "shell", mode=Mode.TRANSPARENT_PROXY)
+        outcome = (await rollout.result()).outcome
+        assert outcome.reward is not None and outcome.reward.value == 1.0, outcome
+        told = {one["metadata"]["namespace"] for one in objects(cluster)}
+        assert told == {"team"}
+        os.kill(int((cluster / "driver.pid").read_text()), signal.SIGTERM)
+        again = await _read(stack, rollout.rollout_id)
+        assert again == 1.0
+        secret = stack.endpoints.token
+    arguments = (cluster / "arguments").read_text("utf-8")
+    assert secret is not None and secret not in arguments and API_KEY not in arguments
+    assert not objects(cluster)
+
+
+async def _read(stack: Stack, rollout_id: str) -> float | None:
+    """The reward of a rollout, as its driver's volume has it, once the driver's port is back at the same place."""
+    while True:
+        try:
+            async with connect(stack.endpoints) as ps:
+                outcome = (await ps.rollouts.get(rollout_id)).outcome
+                return None if outcome is None or outcome.reward is None else outcome.reward.value
+        except PenstockError:
+            continue
+
+
+async def test_a_pod_that_cannot_start_ends_the_start_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And everything is removed."""
+    cluster = put(tmp_path, monkeypatch)
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 40s"}
+    container = {"name": "driver", "restartCount": 3, "state": {"waiting": waiting}}
+    (cluster / "broken.json").write_text(f'{{"containerStatuses": [{json.dumps(container)}]}}', "utf-8")
+    with pytest.raises(StackFailed, match=r"back-off 40s(.|\n)*the log of driver in penstock-\w+-") as caught:
+        async with Stack(on="kubernetes", kube_namespace="rl"):
+            pass
+    assert caught.value.reason == "POD_FAILED"
+    assert not objects(cluster)
+
+
+async def test_pods_that_are_late_are_counted_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the scheduler says."""
+    cluster = put(tmp_path, monkeypatch)
+    condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes have penstock-pool=sandboxes"}
+    (cluster / "broken.json").write_text(f'{{"conditions": [{json.dumps(condition)}]}}', "utf-8")
+    with pytest.raises(StackFailed, match=r"0 of 5 pods were ready.*0/3 nodes have penstock-pool") as caught:
+        async with Stack(on="kubernetes", start_timeout=20):
+            pass
+    assert caught.value.reason == "SERVICE_SLOW"
+    assert not objects(cluster)
+
+
+async def test_a_release_that_cannot_be_removed_is_named_with_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a person can remove it."""
+    cluster = put(tmp_path, monkeypatch)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # inside: no port is forwarded
+    with pytest.raises(StackFailed, match=r"the server is away.*helm uninstall penstock-\w+ -n rl; kubectl") as caught:
+        async with Stack(on="kubernetes", kube_namespace="rl", state_dir=tmp_path / "stack") as stack:
+            name = stack.endpoints.origin.split()[-1]
+            assert stack.endpoints.driver == f"{name}.rl.svc:7702" and stack.endpoints.discover
+            assert stack.endpoints.inference == ""
+            (cluster / "stuck").touch()
+    assert caught.value.reason == "RELEASE_LEFT"

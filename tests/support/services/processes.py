@@ -1,0 +1,24 @@
+"""Processes of this machine, as /proc shows them; one that ends while it is looked at is none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+
+def children_of(pid: int) -> list[int]:
+    """The direct children of a process, whichever of its threads started them; none if it has ended."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def argv_of(pid: int) -> list[bytes]:
+    """The arguments of a process, its program first; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []

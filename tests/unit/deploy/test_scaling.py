@@ -1,0 +1,108 @@
+"""What the chart scales, and by what: existing metrics, existing workloads, never below one."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import promql_parser
+import pytest
+from tests.support.charts import CASES, Rendered, component, defaults, render
+from tests.unit.docs.test_operate import PROCESS, families
+
+SCALED: Final = {"driver", "interception", "sandbox"}
+TRIGGERS: Final = [
+    (service, trigger["name"], trigger["query"])
+    for service in sorted(SCALED)
+    for trigger in defaults()["autoscaling"][service]["triggers"]
+]
+
+
+@pytest.mark.parametrize(("service", "name", "query"), TRIGGERS)
+def test_scaling_queries_use_existing_metrics_and_labels(service: str, name: str, query: str) -> None:
+    """A query of what nobody tells would never scale anything."""
+    assert promql_parser.parse(query) is not None
+    names = re.findall(r"\b((?:penstock|process)_\w+)", query)
+    assert names
+    for found in names:
+        base = re.sub(r"_(bucket|sum|count)$", "", found)
+        assert found in PROCESS or found in families() or families()[base].kind == "histogram", found
+    selectors = re.findall(r"\{([^}]*)\}", query)
+    assert len(selectors) == len(names)  # each is of this release, and of what the PodMonitor adds
+    for selector in selectors:
+        labels = dict(re.findall(r'(\w+)="(\w+)"', selector))
+        assert labels["release"] == "RELEASE" and labels.get("service", service) == service
+        assert set(labels) <= {"release", "service"}
+    assert name.startswith("penstock_")
+
+
+def targets(rendered: Rendered) -> dict[str, tuple[str, str]]:
+    """Kind and name of what each scaler scales, by service."""
+    found = {}
+    for one in rendered.kind("ScaledObject", "HorizontalPodAutoscaler"):
+        target = one["spec"]["scaleTargetRef"]
+        assert target["apiVersion"] == "apps/v1"
+        found[component(one)] = (target["kind"], target["name"])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["keda", "hpa"])
+def test_a_scaler_has_the_number_of_pods_alone(mode: str) -> None:
+    """An upgrade that named another number would undo it; without scalers the chart names it."""
+    rendered = render(CASES[mode])
+    assert targets(rendered) == {service: ("StatefulSet", f"penstock-{service}") for service in SCALED}
+    for service, workload in rendered.workloads().items():
+        assert ("replicas" in workload["spec"]) == (service not in SCALED)
+    fixed = render({})
+    assert not targets(fixed)
+    assert all("replicas" in one["spec"] for one in fixed.workloads().values())
+    partly = render({"autoscaling": {"mode": mode, "driver": {"enabled": False}}})
+    assert set(targets(partly)) == SCALED - {"driver"}
+    assert partly.workloads()["driver"]["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("mode", ["keda", "hpa"])
+def test_machines_leave_one_at_a_time_and_never_all(mode: str) -> None:
+    """The one with the highest ordinal, which drains."""
+    for one in render(CASES[mode]).kind("ScaledObject", "HorizontalPodAutoscaler"):
+        spec = one["spec"]
+        least = spec.get("minReplicaCount", spec.get("minReplicas"))
+        behavior = spec.get("behavior") or spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert least >= 1
+        (policy,) = behavior["scaleDown"]["policies"]
+        assert policy["type"] == "Pods" and policy["value"] == 1
+
+
+def test_both_ways_of_scaling_have_the_same_signals() -> None:
+    """A trigger's name is the adapter's metric."""
+    keda, hpa = render(CASES["keda"]), render(CASES["hpa"])
+    for service in SCALED:
+        name = f"penstock-{service}"
+        triggers = keda.by_name["ScaledObject", name]["spec"]["triggers"]
+        metrics = hpa.by_name["HorizontalPodAutoscaler", name]["spec"]["metrics"]
+        assert [one["name"] for one in triggers] == [one["external"]["metric"]["name"] for one in metrics]
+        for trigger, metric in zip(triggers, metrics, strict=True):
+            target = metric["external"]["target"]
+            assert target["type"] == trigger["metricType"]
+            assert target["value" if target["type"] == "Value" else "averageValue"] == trigger["metadata"]["threshold"]
+            assert 'release="penstock"' in trigger["metadata"]["query"]
+            assert trigger["authenticationRef"] == {"name": "prometheus"}
+
+
+def test_prometheus_adds_the_labels_that_queries_and_dashboard_ask_for() -> None:
+    """From each pod's metrics port, over TLS with the certificate's name, by the observer's token."""
+    rendered = render(CASES["cert-manager and the Prometheus operator"])
+    for one in rendered.kind("PodMonitor"):
+        service = component(one)
+        (endpoint,) = one["spec"]["podMetricsEndpoints"]
+        added = {item["targetLabel"]: item["replacement"] for item in endpoint["relabelings"]}
+        assert added == {"service": service, "release": "penstock"}
+        workload = rendered.workloads()[service]
+        assert one["spec"]["selector"] == workload["spec"]["selector"]
+        assert one["metadata"]["namespace"] == workload["metadata"]["namespace"]
+        names = [port["name"] for port in rendered.pods()[service]["containers"][0]["ports"]]
+        assert endpoint["scheme"] == "https" and endpoint["port"] in names
+        certificate = rendered.by_name["Certificate", f"penstock-{service}"]["spec"]
+        assert endpoint["tlsConfig"]["serverName"] in certificate["dnsNames"]
+        assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == certificate["secretName"]
+        assert endpoint["authorization"]["credentials"] == {"name": "scrape", "key": "observer.token"}

@@ -1,0 +1,192 @@
+"""A stack on Kubernetes: its values and Secrets, what it says of pods, what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from tests.support.charts import render
+from tests.support.release_commands.installing import put
+from tests.unit.deploy.test_network import covers, dialled
+
+from penstock.client.errors import ConfigurationError
+from penstock.client.transport.endpoints import SERVICES, Endpoints, read_connection, write_connection
+from penstock.launchers import Stack
+from penstock.launchers.kubernetes_release import (
+    SECRET,
+    Release,
+    chart_values,
+    progress,
+    read_values,
+    secrets_of,
+    settings_tables,
+)
+from penstock.launchers.kubernetes_tools import chart
+from penstock.local.certificates import Authority
+from tools.helm import CHART
+
+CLAIM = {"inference": {"model": {"claim": "model"}}}
+
+
+def values(given: dict[str, Any], *, outside: bool = False, **options: Any) -> Any:
+    """As a stack makes them."""
+    return chart_values(given, outside=outside, **{"nodes": None, "gpus": 0, "settings": {}, **options})
+
+
+def test_the_charts_directory_is_found_from_a_checkout() -> None:
+    assert chart() == CHART
+
+
+def test_options_go_over_values_and_values_over_the_stacks_own() -> None:
+    given = {**CLAIM, "driver": {"drainSeconds": 90}, "sandbox": {"replicas": 5}}
+    made = values(given, nodes=2, gpus=4, settings={"driver": {"max_running": 9}})
+    assert made["driver"] == {"replicas": 1, "drainSeconds": 90, "settings": {"max_running": 9}}
+    assert made["sandbox"]["replicas"] == 2 and made["inference"]["enabled"]
+    rendered = render(made, release="penstock-abcdef")
+    limits = rendered.pods()["inference"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 4 and "memory" in limits
+    assert not values({})["inference"]["enabled"]
+
+
+def test_settings_that_may_be_secret_are_those_that_the_chart_refuses() -> None:
+    """And they go into the Secret, whatever service they are of."""
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
+    (pattern,) = re.findall(r'if regexMatch "(\(\^\|_\)[^"]*)" \$key', helpers)
+    assert pattern == SECRET.pattern
+    settings = {"inference": {"upstream_api_key": "hidden", "replicas": 2}}
+    made = values(CLAIM, settings=settings)
+    assert made["inference"]["settings"] == {"replicas": 2}
+    release = Release("penstock-abcdef", "rl", made)
+    tables = settings_tables(release, settings, {}, operator="o", trainer="t", node="n")
+    assert tables["inference"]["upstream_api_key"] == "hidden" and "replicas" not in tables["inference"]
+
+
+def test_secrets_are_those_that_pods_mount_with_every_name_that_is_dialled() -> None:
+    """In the namespace of the pods; each service's certificate is also valid for a forwarded port."""
+    made = values({**CLAIM, "sandbox": {"namespace": "pods"}})
+    release = Release("penstock-abcdef", "penstock", made)
+    tables = settings_tables(release, {}, {"big": {"base_url": "http://x/v1"}}, operator="o", trainer="t", node="n")
+    assert "o" not in tables["sandbox"].values()  # what an agent finds that breaks out
+    found = {one["metadata"]["name"]: one for one in secrets_of(release, Authority(1), tables)["items"]}
+    rendered = render(made, release=release.name)
+    names = dialled(rendered, release.name)
+    for service, workload in rendered.workloads().items():
+        (volume,) = [one for one in rendered.pods()[service]["volumes"] if one["name"] == "credentials"]
+        secret = found[f"{release.name}-{service}"]
+        for source in volume["projected"]["sources"]:
+            assert source["secret"]["name"] == secret["metadata"]["name"]
+            assert {item["key"] for item in source["secret"]["items"]} <= set(secret["stringData"])
+            assert secret["metadata"]["namespace"] == workload["metadata"]["namespace"]
+        certificate = x509.load_pem_x509_certificate(secret["stringData"]["tls.crt"].encode())
+        certified = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        known = certified.get_values_for_type(x509.DNSName)
+        assert all(any(covers(pattern, name) for pattern in known) for name in names[service]), (
+            service,
+            names[service],
+        )
+        assert [str(one) for one in certified.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+    assert set(found) == {f"penstock-abcdef-{service}" for service in SERVICES}
+
+
+def workload(kind: str, ready: int, **spec: Any) -> dict[str, Any]:
+    """A StatefulSet or DaemonSet."""
+    status = {"readyReplicas": ready} if kind == "StatefulSet" else {"numberReady": ready, "desiredNumberScheduled": 2}
+    return {"kind": kind, "metadata": {"name": "x", "namespace": "rl"}, "spec": spec, "status": status}
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    """A pod with a status."""
+    return {"kind": "Pod", "metadata": {"name": "p-0", "namespace": "rl"}, "status": status}
+
+
+def container(reason: str, restarts: int = 0) -> dict[str, Any]:
+    """The status of a container that waits."""
+    return {"name": "driver", "restartCount": restarts, "state": {"waiting": {"reason": reason}}}
+
+
+def test_a_release_is_ready_when_all_pods_of_all_workloads_are() -> None:
+    sets, daemons = workload("StatefulSet", 2, replicas=2), workload("DaemonSet", 2)
+    assert progress([sets, daemons], 2).complete
+    assert not progress([sets], 2).complete  # the other is not there yet
+    assert not progress([workload("StatefulSet", 1, replicas=2), daemons], 2).complete
+    assert not progress([sets, workload("DaemonSet", 1)], 2).complete
+    assert not progress([], 0).complete
+
+
+@pytest.mark.parametrize(
+    ("status", "hopeless"),
+    [
+        ({"containerStatuses": [container("ImagePullBackOff")]}, True),
+        ({"containerStatuses": [container("CreateContainerConfigError")]}, True),
+        ({"containerStatuses": [container("CrashLoopBackOff", 3)]}, True),
+        ({"containerStatuses": [container("CrashLoopBackOff", 2)]}, False),  # it may have come before what it needs
+        ({"containerStatuses": [container("ErrImagePull")]}, False),
+        ({"containerStatuses": [container("ContainerCreating")]}, False),
+        ({"conditions": [{"type": "PodScheduled", "status": "False", "message": "no machine"}]}, False),
+        ({}, False),
+    ],
+)
+def test_waiting_ends_at_once_only_where_it_is_useless(status: dict[str, Any], hopeless: bool) -> None:
+    found = progress([workload("StatefulSet", 0, replicas=1), pod(**status)], 1)
+    assert bool(found.hopeless) == hopeless
+    assert (found.crashed == ("rl", "p-0", "driver")) == ("CrashLoopBackOff" in str(status) and hopeless)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model_dir": "model"}, "inference.model.claim"),
+        ({"engine": "vllm"}, "inference.engine"),
+        ({"gpus": 1}, "inference.model.claim"),
+        ({"nodes": 0}, "at least 1"),
+        ({"values": {"credentials": {}}}, "makes its own Secrets"),
+        ({"values": {"driver": {"replicas": 2}}}, "driver: from outside"),
+        ({"values": {"autoscaling": {"mode": "keda"}}}, "driver: from outside"),
+        ({"values": {"inference": 1}}, "inference is not a mapping"),
+        ({"values": "absent.yaml"}, "absent.yaml cannot be read"),
+        ({"scratch": "/tmp"}, "scratch is not an option"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        Stack(on="kubernetes", **options)
+    assert caught.value.reason == "STACK_OPTION"
+
+
+def test_inside_the_cluster_there_may_be_several_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    Stack(on="kubernetes", values={"driver": {"replicas": 2}, "autoscaling": {"mode": "keda"}})
+
+
+@pytest.mark.parametrize(("there", "reason"), [("kubectl", "HELM_MISSING"), ("helm", "KUBECTL_MISSING")])
+async def test_a_missing_program_is_named_with_how_to_get_it(
+    there: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, monkeypatch, (there,))
+    with pytest.raises(ConfigurationError, match=r"https://(.|\n)*make helm") as caught:
+        async with Stack(on="kubernetes", state_dir=tmp_path / "state"):
+            pass
+    assert caught.value.reason == reason
+    assert not (tmp_path / "state").exists()
+
+
+def test_values_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text("image: {registry: here}\n")
+    assert read_values(tmp_path / "values.yaml") == {"image": {"registry": "here"}}
+    (tmp_path / "values.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigurationError, match="not a YAML mapping"):
+        read_values(tmp_path / "values.yaml")
+
+
+def test_a_connection_file_keeps_that_others_are_not_looked_for(tmp_path: Path) -> None:
+    """As where ports are forwarded: the addresses that a driver lists are of no use there."""
+    for discover in (True, False):
+        write_connection(tmp_path / "connection.json", Endpoints(token="t", discover=discover), pid=None)
+        assert read_connection(tmp_path / "connection.json").discover is discover

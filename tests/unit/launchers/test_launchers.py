@@ -1,0 +1,146 @@
+"""Launchers of clusters: what they refuse, and what an order shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pytest
+
+from penstock.client.errors import ConfigurationError
+from penstock.client.transport.endpoints import SERVICES, ServiceName
+from penstock.launchers import Stack
+from penstock.launchers.cluster import ClusterStack
+from penstock.launchers.on_slurm import service_names
+from penstock.launchers.orders import Order, member_settings
+
+
+def order() -> Order:
+    """For one sandbox service."""
+    return Order(
+        name="n0",
+        service="sandbox",
+        settings={"operator_token": "token-of-the-node"},
+        hosts={"node-1": "10.0.0.1"},
+        members={"driver": {"d0": "10.0.0.1:7702"}},
+        authority="authority",
+        certificate="certificate",
+        key="private-key",
+        scratch="/tmp/x",
+        log_dir=None,
+        start_timeout=60.0,
+        stop_timeout=12.0,
+    )
+
+
+def test_an_order_arrives_as_it_was_sent() -> None:
+    assert Order.loads(order().dumps()) == order()
+
+
+def test_an_order_shows_no_secret_when_it_is_printed() -> None:
+    shown = repr(order())
+    assert "n0" in shown
+    assert "token-of-the-node" not in shown
+    assert "private-key" not in shown
+
+
+def test_a_node_gives_its_name_to_its_service_where_it_can() -> None:
+    assert service_names(["gpu-07", "CPU_1.site", "cpu-1-site", "-"]) == {
+        "gpu-07": "gpu-07",
+        "CPU_1.site": "cpu-1-site",
+        "cpu-1-site": "n2",
+        "-": "n3",
+    }
+
+
+def test_an_unknown_cluster_manager_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError, match="local, ray, slurm, kubernetes") as caught:
+        Stack(on="nomad")
+    assert caught.value.reason == "STACK_ON_UNKNOWN"
+
+
+def test_an_option_of_another_cluster_manager_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="resources is not an option of a stack on slurm") as caught:
+        Stack(on="slurm", resources={"CPU": 1})
+    assert caught.value.reason == "STACK_OPTION"
+    with pytest.raises(ConfigurationError, match="nodes is not an option of a stack on local"):
+        Stack(nodes=2)
+
+
+@pytest.mark.parametrize("option", [{"gpus": 1}, {"engines": 2}])
+def test_engines_without_a_model_are_refused(option: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="need") as caught:
+        Stack(on="slurm", **option)  # type: ignore[arg-type]
+    assert caught.value.reason == "STACK_OPTION"
+
+
+@pytest.mark.parametrize("option", ["drivers", "gates", "engines"])
+def test_a_stack_without_a_driver_gate_or_engine_is_refused(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}=0: from 1 to 100") as caught:
+        Stack(on="slurm", model_dir="model", **{option: 0})  # type: ignore[arg-type]
+    assert caught.value.reason == "STACK_OPTION"
+
+
+class Placing(ClusterStack):
+    """Places nothing: what it would place is looked at."""
+
+    async def find(self) -> None: ...
+    async def place(self, services: Mapping[str, ServiceName]) -> None: ...
+    async def place_nodes(self) -> None: ...
+    async def remove(self, kinds: Collection[ServiceName]) -> None: ...
+    async def close(self) -> None: ...
+
+
+def test_the_first_of_each_kind_is_here_and_others_are_placed(tmp_path: Path) -> None:
+    stack = Placing(drivers=2, gates=3, engines=2, model_dir="model", state_dir=tmp_path)
+    assert list(stack.services) == ["inference", "interception", "driver"]
+    assert stack.placed == {"g1": "interception", "g2": "interception", "d1": "driver", "e1": "inference"}
+
+
+def test_engines_with_gpus_are_all_placed(tmp_path: Path) -> None:
+    stack = Placing(engines=2, gpus=1, model_dir="model", state_dir=tmp_path)
+    assert list(stack.services) == ["interception", "driver"]
+    assert stack.placed == {"e0": "inference", "e1": "inference"}
+
+
+def test_a_stack_of_one_each_places_only_sandbox_services(tmp_path: Path) -> None:
+    assert Placing(model_dir="model", state_dir=tmp_path).placed == {}
+
+
+def test_a_service_finds_the_kinds_that_the_stack_has(tmp_path: Path) -> None:
+    all_kinds: dict[ServiceName, dict[str, str]] = {kind: {} for kind in SERVICES}
+    assert member_settings("driver", tmp_path, all_kinds) == {
+        "sandbox_members": f"file:{tmp_path}/sandboxes.json",
+        "interception_members": f"file:{tmp_path}/gates.json",
+        "driver_members": f"file:{tmp_path}/drivers.json",
+    }
+    assert member_settings("interception", tmp_path, all_kinds) == {
+        "inference_members": f"file:{tmp_path}/engines.json"
+    }
+    assert member_settings("interception", tmp_path, {"driver": {}}) == {}
+
+
+async def test_slurm_outside_an_allocation_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigurationError, match=r"sbatch deploy/slurm/penstock\.sbatch") as caught:
+        async with Stack(on="slurm", state_dir=tmp_path / "state", scratch=tmp_path):
+            pass
+    assert caught.value.reason == "SLURM_NO_ALLOCATION"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stack_without_ray_names_the_extra(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys\n"
+        "sys.modules['ray'] = None\n"
+        "from penstock.launchers import Stack\n"
+        "async def main():\n"
+        f"    async with Stack(on='ray', scratch={str(tmp_path)!r}):\n"
+        "        pass\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'penstock[ray]'" in done.stderr

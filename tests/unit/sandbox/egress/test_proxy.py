@@ -1,0 +1,93 @@
+"""Connections that take long, are many, or bring much: all end, and others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock_sandbox.egress import __main__ as process
+from penstock_sandbox.egress import proxy
+from penstock_sandbox.egress.errors import Refusal
+from penstock_sandbox.egress.greeting import Greeting
+from penstock_sandbox.egress.proxy import Bodies
+
+LISTED = Greeting("sb", "r", ("a.test",), (), (80, 443), recorded_only=True).line()
+POST = b"POST http://a.test/r/git-upload-pack HTTP/1.1\r\nHost: a.test\r\nContent-Length: 9\r\n\r\n"
+
+
+@asynccontextmanager
+async def serving(folder: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Path]:
+    """Yields the socket of a proxy in this process."""
+    path = folder / "proxy.sock"
+    settings = {
+        "folder": str(folder / "egress"),
+        "socket": str(path),
+        "private": [],
+        "netrc": "",
+        "ca": "",
+        "tokens": {},
+        "store_bytes": 10_000_000,
+        "max_object_bytes": 1_000_000,
+        "timeout_s": 60,
+    }
+    stop, listens = asyncio.Event(), asyncio.Event()
+    served = asyncio.ensure_future(process.serve(settings, stop, listens))
+    async with asyncio.timeout(60):
+        await listens.wait()
+    assert "BEGIN CERTIFICATE" in json.loads(capsys.readouterr().out)["ca"]
+    yield path
+    stop.set()
+    await served
+
+
+@pytest.mark.requirement("R141")
+@pytest.mark.parametrize("sent", [b"", b"GET http://a.te", POST + b"abc"], ids=["nothing", "head", "body"])
+async def test_a_slow_request_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(proxy, "_IDLE_S", 0.1)
+    monkeypatch.setattr(proxy, "_REQUEST_S", 0.1)
+    async with serving(tmp_path, capsys) as path:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(LISTED + sent)
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.requirement("R141")
+async def test_a_connection_too_many_is_cut_and_those_before_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_MOST_CONVERSATIONS", 1)
+    async with serving(tmp_path, capsys) as path:
+        first = await asyncio.open_unix_connection(path)
+        first[1].write(LISTED + b"GET http://a.test/ HTTP/1.1\r\nHost: a.test\r\n")
+        # One that waits for the rest of its head.
+        second = await asyncio.open_unix_connection(path)
+        async with asyncio.timeout(60):
+            assert await second[0].read() == b""
+            first[1].write(b"\r\n")
+            assert (await first[0].readline()).startswith(b"HTTP/1.1 403 NOT_RECORDED: GET http://a.test/ ")
+        for _, writer in (first, second):
+            writer.close()
+
+
+@pytest.mark.requirement("R141")
+def test_bodies_in_memory_are_bounded_for_each_sandbox_and_for_all() -> None:
+    bodies = Bodies(most_of_one=10, most=15)
+    with bodies.of("one") as one, bodies.of("one") as again, bodies.of("two") as two:
+        one(6)
+        with pytest.raises(Refusal) as caught:
+            again(5)
+        assert caught.value.reason == "PROXY_BUSY"
+        two(9)
+        with pytest.raises(Refusal):
+            one(1)
+    with bodies.of("one") as one:
+        one(10)
