@@ -60,7 +60,10 @@ def unearned(seen: Seen) -> Iterator[str]:
 
 
 def repeated_elsewhere(seen: Seen) -> Iterator[str]:
-    """After each lost attempt comes one at another node or gate, where one is left that was not tried."""
+    """After each lost attempt comes one at another node or gate, where one is left that was not tried.
+
+    One whose service, or a process of it, was killed since may have refused the attempt: then any may have it.
+    """
     for story in seen.stories:
         for number, attempt in enumerate(story.attempts, 1):
             if attempt.reason not in LOST:
@@ -72,7 +75,9 @@ def repeated_elsewhere(seen: Seen) -> Iterator[str]:
             after, tried = story.attempts[number], story.attempts[:number]
             used = {place for one in tried for place in (one.node, one.gate)}
             away = {loss.name for loss in seen.losses if loss.at <= after.began and (loss.back or inf) > after.began}
-            others = {name for name in seen.places if name[:1] == attempt.place[:1]} - used - away
+            until = after.agent_ended or after.failed or inf
+            killed = {one.name for one in seen.disturbances if attempt.began <= one.at <= until}
+            others = {name for name in seen.places if name[:1] == attempt.place[:1]} - used - away - killed
             if others and attempt.place in (after.node, after.gate):
                 yield f"{story.rollout_id}: attempt {number + 1} is at {attempt.place} again, which was lost"
 

@@ -155,6 +155,14 @@ def test_a_place_may_be_tried_again_where_no_other_is_left() -> None:
     assert list(truths.repeated_elsewhere(seen)) == []
 
 
+@pytest.mark.parametrize(("killed_at", "excused"), [(4.0, False), (16.0, True), (18.5, False)])
+def test_a_place_may_be_tried_again_where_the_other_was_killed_meanwhile(killed_at: float, excused: bool) -> None:
+    seen = _seen()
+    _is_repeated_at_the_lost_gate(seen)
+    seen.disturbances.append(Lost("g2", killed_at, killed_at))
+    assert (list(truths.repeated_elsewhere(seen)) == []) == excused
+
+
 def test_a_reward_before_the_loss_is_earned() -> None:
     seen = _seen()
     seen.losses.append(Lost("n0", 19.5))

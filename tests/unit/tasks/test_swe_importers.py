@@ -65,7 +65,8 @@ def reward_of(task: Task, box: Path, *, solved: bool) -> dict[str, Any]:
         target = place / Path(file.path).name if file.path.startswith("/tmp/penstock-grade/") else Path(file.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.content)
-    env = {**os.environ, "PENSTOCK_REWARD_FILE": str(place / "reward")}
+    # A test lists what is left in the repository.
+    env = {**os.environ, "PENSTOCK_REWARD_FILE": str(place / "reward"), "PYTHONDONTWRITEBYTECODE": "1"}
     argv = [sys.executable, str(place / "swe_grade.py"), str(place / "task.json")]
     subprocess.run(argv, cwd=box, env=env, check=True, capture_output=True)
     found: dict[str, Any] = json.loads((place / "reward").read_text())
